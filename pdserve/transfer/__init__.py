@@ -1,1 +1,1 @@
-"""KV transfer: states, rooms, messages between peers, sessions, plans, and the transports that move bytes."""
+"""KV cache transfer: transfer states, rooms, control messages, peer sessions, copy plans and transports."""

@@ -1,7 +1,6 @@
-"""From a chunk of a request, pages times layers, to the copies that carry it. Pure; called by `SendSide`.
+"""Plans the copies that carry one chunk (pages times layers) of a request. Pure; called by `SendSide`.
 
-Knows where the pools of our ranks and of a peer's are, which layers go together, and what of several layout groups
-goes when.
+`ChunkPlanner` knows the pool addresses of local and peer ranks, the layer ranges, and when each layout group is sent.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from pdserve.transfer.plan import PageCopy, feeds, plan_feed
 from pdserve.transfer.wire import Hello
 
 Way = tuple[int, str]
-"""One of our ranks, and the transport address of one of a peer's."""
+"""A local rank, and the transport address of a rank of the peer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """What one of our ranks copies to the peer's rank behind `transport_address`."""
+    """Copies from local rank `rank` to the peer's rank at `transport_address`."""
 
     rank: int
     transport_address: str
@@ -35,8 +34,10 @@ class ChunkPart:
 
 @dataclasses.dataclass(frozen=True)
 class ChunkPlanner:
-    """`layout` is the whole model's. `kv_bases[rank]` are the addresses of a rank's pools, one per layout group;
-    `aux_base` that of our aux slots, which are at rank 0.
+    """Plans chunk copies. `layout` is that of the whole model.
+
+    `kv_bases[rank]` are the pool addresses of a local rank, one per layout group. `aux_base` is the address of the aux
+    slots, which are at rank 0.
     """
 
     layout: KVLayout
@@ -46,13 +47,15 @@ class ChunkPlanner:
     aux_slot_bytes: int
 
     def ways(self, peer: Hello) -> tuple[Way, ...]:
-        """Which of our ranks write to which of the peer's."""
+        """Return the (local rank, peer rank address) pairs between which data flows, the aux slots' pair included."""
         ends = {(feed.source_rank, feed.destination_rank) for group in self.layout.groups
                 for feed in feeds(group, self.shape, peer.shape)}  # fmt: skip
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
     def layer_ranges(self, gates: Gates) -> list[tuple[range, LayersReady | None]]:
-        """Layer ranges of the first group in ascending order, each with its gate; all layers at once without gates."""
+        """Return the first group's layer ranges in ascending order, each with its gate; without gates one range and
+        None.
+        """
         num_layers = self.layout.groups[0].num_layers
         if not gates:
             return [(range(num_layers), None)]
@@ -64,9 +67,10 @@ class ChunkPlanner:
     def pages(
         self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range
     ) -> list[ChunkPart]:
-        """Copies of `layers` of the first group, from our pages `source` to the peer's `target`, given per group.
+        """Plan the copies of `layers` of the first group, from the local pages `source` to the peer's pages `target`.
 
-        Other groups have layers of their own: they go whole, with the first group's last ones, when all is written.
+        `target` has one page list per group. The layers of the other groups do not match the first group's: these
+        groups are sent whole, together with the last layers of the first group, when all layers are written.
         """
         first = self.layout.groups[0]
         last = layers.stop == first.num_layers
@@ -89,7 +93,9 @@ class ChunkPlanner:
         ]
 
     def with_aux(self, parts: Sequence[ChunkPart], peer: Hello, source_slot: int, target_slot: int) -> list[ChunkPart]:
-        """`parts` and the copy of an aux slot, which becomes the last piece of the last one that goes its way."""
+        """Add the copy of an aux slot to `parts`: as the last piece of the last part for the same rank pair, else as a
+        new part.
+        """
         size = self.aux_slot_bytes
         copy = PageCopy(source_slot * size, target_slot * size, size)
         aux = ChunkPart(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))

@@ -1,4 +1,4 @@
-"""What threads report to the scheduler's mailbox about transfers; and the seams that threads stand behind."""
+"""Events that threads post to the scheduler's mailbox about transfers, and the interfaces of those threads."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Address = tuple[str, int]
 
 
 class LayersReady(Protocol):
-    """A gate: whether some layers of a step are written.
+    """A gate: reports whether some layers of a step are written.
 
     Called by copy workers, never by the scheduler thread. Once True, always True.
     """
 
     def __call__(self, timeout_s: float, /) -> bool:
-        """Wait up to so many seconds; True when they are."""
+        """Wait up to `timeout_s` seconds; return True when the layers are written."""
         ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerGate:
-    """The gate of the first `num_layers` layers of the model in a step. `wait` is what `LayerEvents.wait` is: of the
-    layers that this rank has.
+    """Gate of the first `num_layers` layers of the model in a step. `wait` is `LayerEvents.wait`, for the layers of
+    this rank.
     """
 
     num_layers: int
@@ -42,26 +42,26 @@ class LayerGate:
 
 
 Gates = Sequence[tuple[range, LayersReady]]
-"""Layer ranges which together cover all layers once, each with its gate. None at all: everything is written."""
+"""Layer ranges that together cover all layers once, each with its gate. Empty: all layers are written."""
 Piece = tuple[int, int, tuple[PageCopy, ...]]
 """Source base address, destination base address, and copies between the two pools."""
 
 
 class FrameArrived(msgspec.Struct, frozen=True, tag=True):
-    """Bytes came in on the control socket."""
+    """A frame arrived on the control socket."""
 
     frame: bytes
 
 
 class PrefillFound(msgspec.Struct, frozen=True, tag=True):
-    """The bootstrap server at `address` says which replicas serve there: instance and control endpoint of each."""
+    """The bootstrap server at `address` returned its replicas: the instance id and control endpoint of each."""
 
     address: Address
     replicas: tuple[tuple[str, str], ...]
 
 
 class PrefillNotFound(msgspec.Struct, frozen=True, tag=True):
-    """The bootstrap server at `address` did not give an answer in time."""
+    """The bootstrap server at `address` gave no answer in time."""
 
     address: Address
     failure: Failure
@@ -70,40 +70,40 @@ class PrefillNotFound(msgspec.Struct, frozen=True, tag=True):
 class PeerGone(msgspec.Struct, frozen=True, tag=True):
     """The connection to the peer's endpoint was refused: no process listens there.
 
-    The session ends. It is no proof that the process is dead: its pages are free only once it is fenced.
+    The session ends. The refusal does not prove that the process is dead: its pages are free only once it is fenced.
     """
 
     instance: str
 
 
 class PeerListens(msgspec.Struct, frozen=True, tag=True):
-    """Somebody listens at the peer's endpoint. Its process lives, though it may be busy or stopped."""
+    """A process listens at the peer's endpoint. The peer lives, though it may be busy or stopped."""
 
     instance: str
 
 
 class PeerHandshakeFailed(msgspec.Struct, frozen=True, tag=True):
-    """The encrypted connection to `endpoint` could not be made: the process there has another control token.
+    """The encrypted connection to `endpoint` failed: the process there has another control token.
 
-    Told again for as long as it goes on. A process that is no pdserve server looks the same.
+    Posted again for as long as the handshakes fail. A process that is no pdserve server looks the same.
     """
 
     endpoint: str
 
 
 class HandshakesFailed(msgspec.Struct, frozen=True, tag=True):
-    """So many connections at the control port, or from here to peers, failed in their handshake since the last time."""
+    """`count` handshakes failed since the last event, at the control port or on connections to peers."""
 
     count: int
 
 
 @dataclasses.dataclass(slots=True)
 class CopyJob:
-    """One batch of copies from one of our ranks to one of a peer's.
+    """One batch of copies from one local rank to one rank of a peer.
 
-    Not begun before `ready`, its gate, is open; None: there is nothing to wait for.
+    The job does not start before its gate `ready` is open; None: no gate.
 
-    `cancelled` is set by the scheduler thread; a worker that has not started the job then skips it.
+    The scheduler thread sets `cancelled`; a worker that has not started the job then skips it.
     """
 
     key: MemoryKey
@@ -116,13 +116,13 @@ class CopyJob:
     ready: LayersReady | None = None
     cancelled: bool = False
     rank: int = 0
-    """Which of our ranks copies: each is a process of its own."""
+    """Local rank that copies. Each rank is a process of its own."""
 
 
 class CopyDone(msgspec.Struct, frozen=True, tag=True):
-    """Job `index` of `key` has ended: well (`failure` None), or not. `settled`: no byte of it moves any more.
+    """Job `index` of `key` has ended; `failure` is None on success. `settled`: no byte of the job moves any more.
 
-    `write_s` is the time in the transport; waiting for a gate is no part of it.
+    `write_s` is the time in the transport, in seconds, without the wait for the gate.
     """
 
     key: MemoryKey
@@ -133,13 +133,13 @@ class CopyDone(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, job: CopyJob, failure: Failure | None, *, settled: bool, write_s: float) -> CopyDone:
-        """How `job` has ended."""
+        """Return the event for the end of `job`."""
         return cls(job.key, job.index, failure, settled, write_s)
 
 
 class Notified(msgspec.Struct, frozen=True, tag=True):
-    """How `expect` ended: our rank `rank` has been notified of all writes of `key`, or in good time of all but
-    `num_missing`.
+    """Result of `expect`: local rank `rank` was notified of all writes of `key` except `num_missing` before the
+    timeout.
     """
 
     key: MemoryKey
@@ -148,7 +148,9 @@ class Notified(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag="Reached"):
-    """How `reach` ended: our rank `rank` can write to the rank of a peer behind `transport_address`, or why not."""
+    """Result of `reach`: local rank `rank` can write to the peer rank at `transport_address` (`failure` None), or
+    cannot.
+    """
 
     transport_address: str
     failure: Failure | None
@@ -156,7 +158,7 @@ class PeerConnected(msgspec.Struct, frozen=True, tag="Reached"):
 
 
 class ReceiverOpened(msgspec.Struct, frozen=True, tag=True):
-    """How `open_receiver` ended at our rank `rank`: the address that `peer` alone may be told, or why there is none."""
+    """Result of `open_receiver` at local rank `rank`: the address to send to `peer` only, or the failure."""
 
     peer: str
     transport_address: str
@@ -165,7 +167,7 @@ class ReceiverOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerFenced(msgspec.Struct, frozen=True, tag=True):
-    """How `fence` ended at our rank `rank`. `fenced`: nothing of `peer`'s lands there any more; else it may."""
+    """Result of `fence` at local rank `rank`. `fenced`: writes of `peer` cannot land there any more; else they may."""
 
     peer: str
     fenced: bool
@@ -193,17 +195,19 @@ class CopyEngine(Protocol):
 
     @property
     def drain_timeout_s(self) -> float:
-        """Seconds after which a failed, unsettled write, or a write of a dead peer, is known to have stopped."""
+        """Seconds after which a failed, unsettled write, or a write of a dead peer, has certainly stopped."""
         ...
 
     @property
     def notifies(self) -> bool:
-        """Whether receivers are notified of each copy job that is not empty, and so may `expect` it."""
+        """True when receivers are notified of each copy job that is not empty, and so may `expect` it."""
         ...
 
     def reach(self, rank: int, transport_address: str) -> bool:
-        """Whether our rank `rank` can write there. When not, or where nobody can say at once, it connects, and a
-        `PeerConnected` will be posted. Never blocks.
+        """Return True when local rank `rank` can write there.
+
+        False: the rank connects in the background, or its state is not known at once; a `PeerConnected` follows. Never
+        blocks.
         """
         ...
 
@@ -212,42 +216,47 @@ class CopyEngine(Protocol):
         ...
 
     def cancel(self, job: CopyJob) -> None:
-        """`job.cancelled` was set: whoever has it and has not begun may drop it. A `CopyDone` comes all the same."""
+        """Handle `job.cancelled`, which was just set: a job that has not started may be dropped. A `CopyDone` still
+        follows.
+        """
         ...
 
     def forget(self, transport_address: str) -> None:
-        """The peer behind this address is gone."""
+        """Release the connection to the peer at this address, which is gone."""
         ...
 
     def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
-        """Whether our rank `rank` has been notified of `count` writes of `key`. When not, or where nobody can say at
-        once, a `Notified` will be posted. Once a key and rank.
+        """Return True when local rank `rank` has been notified of `count` writes of `key`.
+
+        False: a notification is missing, or the state is not known at once; a `Notified` follows. Call once a key and
+        rank.
         """
         ...
 
     @property
     def fence_drain_timeout_s(self) -> float:
-        """Seconds after `PeerFenced` until nothing of that peer's can land. 0.0 where that was measured."""
+        """Seconds after `PeerFenced` until no write of that peer can land; 0.0 where that was measured."""
         ...
 
     def open_receiver(self, rank: int, peer: str) -> None:
-        """Have our rank `rank` open a receiving engine for `peer`; posts `ReceiverOpened`. Never blocks.
+        """Open a receiving engine for `peer` at local rank `rank`; posts `ReceiverOpened`. Never blocks.
 
         `peer` names one session with a peer: a later session has another name.
         """
         ...
 
     def fence(self, rank: int, peer: str) -> None:
-        """Have nothing of `peer`'s land at our rank `rank` any more; posts `PeerFenced`. Never blocks."""
+        """Stop all writes of `peer` from landing at local rank `rank`; posts `PeerFenced`. Never blocks."""
         ...
 
 
 class ControlSocket(Protocol):
-    """Sends frames to peers; what arrives is posted as `FrameArrived`. May lose, repeat and reorder."""
+    """Sends frames to peers; received frames are posted as `FrameArrived`. Frames may be lost, repeated and reordered.
+    """
 
     @property
     def endpoint(self) -> str:
-        """How peers reach us, `host:port`."""
+        """The address at which peers reach this process, `host:port`."""
         ...
 
     def send(self, endpoint: str, frame: bytes) -> None:
@@ -255,20 +264,21 @@ class ControlSocket(Protocol):
         ...
 
     def forget(self, endpoint: str) -> None:
-        """Close what is open to `endpoint`. Scheduler thread."""
+        """Close the connection to `endpoint`. Scheduler thread."""
         ...
 
 
 class Directory(Protocol):
-    """Finds prefill servers and looks whether peers live; answers come as events. Called by the scheduler thread."""
+    """Finds prefill servers and probes peers; results are posted as events. Called by the scheduler thread."""
 
     def find(self, address: Address) -> None:
-        """Ask the bootstrap server; posts `PrefillFound` or `PrefillNotFound`."""
+        """Query the bootstrap server at `address`; posts `PrefillFound` or `PrefillNotFound`."""
         ...
 
     def probe(self, instance: str, endpoint: str) -> None:
-        """See whether anybody listens at `endpoint`: posts `PeerListens`, or `PeerGone` when nobody does.
+        """Probe whether a process listens at `endpoint`: posts `PeerListens`, or `PeerGone` when the connection is
+        refused.
 
-        When that host does not answer at all, nothing is posted: it may be dead, or out of reach and still writing.
+        A host that does not answer at all causes no event: it may be dead, or unreachable and still writing.
         """
         ...

@@ -1,6 +1,6 @@
-"""What a role holds of one transfer: `KVSender` on prefill, `KVReceiver` on decode. Made by `KVManager`.
+"""Handles of one transfer: `KVSender` on prefill, `KVReceiver` on decode. Created by `KVManager`.
 
-Scheduler thread only. `poll()` is a plain read.
+Scheduler thread only. `poll()` only reads a field.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ class KVSender:
         self._num_sent = 0
 
     def poll(self) -> KVPoll:
-        """Where the transfer stands."""
+        """Return the state of the transfer."""
         return self._room.state
 
     @property
     def failure(self) -> Failure | None:
-        """Why it failed."""
+        """Why the transfer failed; None unless it did."""
         return self._room.failure
 
     @property
     def is_fake(self) -> bool:
-        """True when no bytes go anywhere."""
+        """True when no bytes are transferred."""
         return self._room.fake
 
     @property
     def key(self) -> MemoryKey | None:
-        """What both sides call this transfer; None before the receiver is known."""
+        """Key of this transfer on both sides; None before the receiver is known."""
         return None if self._room.target is None else self._room.target.key
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens, from the first on and whole pages, whose KV the receiver has already; 0 before WAITING_FOR_INPUT.
+        """Leading tokens (whole pages) whose KV cache the receiver already has; 0 before WAITING_FOR_INPUT.
 
-        Until something was sent, another attempt of the receiver may change it.
+        The number may change with a new attempt of the receiver until the first page is sent.
         """
         return 0 if self._room.target is None else self._room.target.cached_tokens
 
     @property
     def stats(self) -> TransferStats:
-        """What was sent, and how long that took; after SUCCESS."""
+        """Amount of sent data and durations; valid after SUCCESS."""
         return self._room.stats
 
     def send(self, lease: Lease, num_pages: int, gates: Gates = ()) -> None:
-        """Send the request's pages up to the first `num_pages`, but for those sent before or cached by the receiver.
+        """Send the first `num_pages` pages of the request, without pages sent before or cached by the receiver.
 
         Args:
-            lease: all pages of the prompt, in the order of its tokens. Held as `send` until the last copy has ended.
-            num_pages: counted from the prompt's beginning.
-            gates: ranges which together cover the layers `[0, num_layers)` once. Each is copied once its gate is
-                open. Empty: all layers are written, and go at once.
+            lease: all pages of the prompt, in token order. Has the hold `send` until the last copy has ended.
+            num_pages: counted from the beginning of the prompt.
+            gates: layer ranges that together cover `[0, num_layers)` once. Each range is copied once its gate is open.
+                Empty: all layers are written, and are sent at once.
         """
         if self._room.fake or self.poll() is KVPoll.FAILED:
             return
@@ -78,7 +78,7 @@ class KVSender:
             self._num_sent = num_pages
 
     def tell(self, part: PromptLogprobs) -> None:
-        """Send log probabilities that the receiver's client wants. Before `finish`; a long stretch goes in parts."""
+        """Send prompt log probabilities that the client requested, split into messages. Call before `finish`."""
         if not self._room.fake:
             self._side.tell(self._room, part)
 
@@ -91,10 +91,10 @@ class KVSender:
         lease: Lease | None = None,
         num_pages: int = 0,
     ) -> None:
-        """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record, the last piece.
+        """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record as the last piece.
 
-        Together they are sooner there than by `send` and `finish`. `record.attempt` is filled in here. Copies of
-        layers may still wait for their gates; the transfer succeeds when these, too, have landed.
+        One call lands sooner than a `send` followed by a `finish`. `finish` fills in `record.attempt`. Layer copies may
+        still wait for their gates; the transfer succeeds when these copies have landed as well.
         """
         if self._room.fake:
             self._room.move(KVPoll.SUCCESS)
@@ -108,11 +108,11 @@ class KVSender:
         self._num_sent = pages.stop
 
     def abort(self, failure: Failure) -> None:
-        """End the transfer; the receiver is told."""
+        """Fail the transfer and notify the receiver."""
         self._side.fail(self._room, failure)
 
     def close(self) -> None:
-        """Let go of the room. A transfer still running goes on without the request."""
+        """Release the room. A running transfer continues without the request."""
         self._side.close(self._room)
 
 
@@ -125,42 +125,42 @@ class KVReceiver:
         self._room = room
 
     def poll(self) -> KVPoll:
-        """Where the transfer stands."""
+        """Return the state of the transfer."""
         return self._room.state
 
     @property
     def is_fake(self) -> bool:
-        """True when no bytes come: whatever is in the pages then is nobody's KV."""
+        """True when no bytes arrive: the pages then hold no valid KV cache."""
         return self._room.fake
 
     @property
     def key(self) -> MemoryKey:
-        """What both sides call this transfer."""
+        """Key of this transfer on both sides."""
         return self._room.key
 
     @property
     def failure(self) -> Failure | None:
-        """Why it failed."""
+        """Why the transfer failed; None unless it did."""
         return self._room.failure
 
     @property
     def stats(self) -> TransferStats:
-        """What the sender measured; after SUCCESS."""
+        """Statistics measured by the sender; valid after SUCCESS."""
         return self._room.stats
 
     def take_logprobs(self) -> list[PromptLogprobs]:
-        """What the sender told, in the order of its telling; after SUCCESS, and once: they are the caller's then."""
+        """Return the sender's prompt log probabilities in order; after SUCCESS. A second call returns an empty list."""
         told, self._room.told, self._room.takes_logprobs = self._room.told, {}, False
         return [told[index] for index in sorted(told)]
 
     def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
-        """Give our pages and aux slot to the sender.
+        """Publish the local pages and aux slot to the sender.
 
         Args:
-            lease: all pages, in the order of their tokens.
+            lease: all pages, in token order.
             aux: the slot for the first token.
-            cached_tokens: tokens whose KV is in the first pages of `lease` already, whole pages. These pages may be
-                shared, so the sender never learns where they are; the hold `remote` is on the whole lease.
+            cached_tokens: leading tokens (whole pages) whose KV cache is already in `lease`. These pages may be shared,
+                so the sender is not sent their addresses; the hold `remote` is on the whole lease.
         """
         self._aux.clear(aux.pages[0])
         if self._room.fake:
@@ -168,14 +168,14 @@ class KVReceiver:
         self._side.publish(self._room, (lease,), aux, cached_tokens)
 
     def take(self, aux: Lease) -> AuxRecord | None:
-        """The aux record after SUCCESS; None when it is not of this room, which must fail the request."""
+        """Return the aux record after SUCCESS; None when it belongs to another room, which must fail the request."""
         record = self._aux.read(aux.pages[0])
         return record if (record.room, record.attempt) == (self._room.room, self._room.key.attempt) else None
 
     def abort(self, failure: Failure) -> None:
-        """End the transfer; the sender is told."""
+        """Fail the transfer and notify the sender."""
         self._side.fail(self._room, failure)
 
     def close(self) -> None:
-        """Let go of the room. Pages stay held until the sender has stopped writing."""
+        """Release the room. Pages stay held until the sender has stopped writing."""
         self._side.close(self._room)

@@ -1,7 +1,7 @@
-"""What is written to receivers, by key: kept until no write runs any more, whatever became of the request.
+"""Writes to receivers, by key, kept until no write runs any more, independent of the request.
 
 Source pages have the hold `send` for as long. It drops when the last job of the key has ended and failed writes have
-settled; then the receiver hears how the key has ended. `Ended(quiesced)` is a promise, so it is not said before.
+settled; then the end of the key is sent to the receiver. `Ended(quiesced)` is a promise, so it is not sent before.
 
 Called by `SendSide`.
 """
@@ -31,12 +31,12 @@ class InFlightWrites:
     key: MemoryKey
     peer: str
     session: int
-    """In which the receiver's pages were published; how the key ended is said in that one only."""
+    """Session in which the receiver published its pages; the end of the key is sent only in that session."""
     leases: list[Lease] = dataclasses.field(default_factory=list)
     pending: dict[int, CopyJob] = dataclasses.field(default_factory=dict)
     num_jobs: int = 0
     sealed_at: float | None = None
-    """When the last job was submitted."""
+    """When the last job was submitted; None before."""
     times: TransferStats = TransferStats()
     failure: Failure | None = None
     settled_at: float = 0.0
@@ -45,20 +45,21 @@ class InFlightWrites:
     num_told: int = 0
     write_s: float = 0.0
     num_written: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Jobs that were not empty and have ended well, by the address that they wrote to."""
+    """Successful non-empty jobs, by destination address."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WriteOutcome:
-    """What the end of a job means for the request: everything has landed, or nothing more will be written."""
+    """Effect of a job's end on its request: all data has landed (`TransferStats`), or writing stops (`Failure`)."""
 
     key: MemoryKey
     how: TransferStats | Failure
 
 
 class ClosedKeys:
-    """Keys that never reopen, and what the receiver was notified of. The newest `limit` are remembered, far more than
-    can be in flight at once.
+    """Keys that never reopen, and the number of notified writes of each.
+
+    The newest `limit` keys are remembered, far more than can be in flight at once.
     """
 
     def __init__(self, limit: int = 65536) -> None:
@@ -66,13 +67,13 @@ class ClosedKeys:
         self._limit = limit
 
     def add(self, key: MemoryKey, notified: tuple[int, ...] = ()) -> None:
-        """Close `key` for good, perhaps before its last write has ended: `notified` may be told later."""
+        """Close `key` for good, perhaps before its last write has ended: `notified` may be set by a later call."""
         self._keys[key] = notified or self._keys.get(key, ())
         if len(self._keys) > self._limit:
             self._keys.popitem(last=False)
 
     def notified(self, key: MemoryKey) -> tuple[int, ...]:
-        """See `Ended`."""
+        """Return the numbers for `Ended.notified`."""
         return self._keys.get(key, ())
 
     def __contains__(self, key: MemoryKey) -> bool:
@@ -80,7 +81,7 @@ class ClosedKeys:
 
 
 class OutgoingKeys:
-    """All keys that are written to or were, and the only one that says how they ended."""
+    """All keys that are being written to or were; the only sender of the messages that end a key."""
 
     def __init__(self, sessions: Sessions, engine: CopyEngine, clock: Clock, counters: Counter[str]) -> None:
         self._sessions = sessions
@@ -102,7 +103,7 @@ class OutgoingKeys:
         return key in self._entries
 
     def get(self, key: MemoryKey) -> InFlightWrites | None:
-        """The writes of `key`, while any may run."""
+        """Return the writes of `key`; None when none may run."""
         return self._entries.get(key)
 
     def submit(
@@ -124,7 +125,9 @@ class OutgoingKeys:
         self._engine.submit(job)
 
     def say(self, key: MemoryKey, body: Ended | Done | Told) -> None:
-        """To the receiver of `key`, if there is a session with it: where anything was written, the one of that time."""
+        """Send `body` to the receiver of `key`, if its session exists; after a write, only in the session of that
+        write.
+        """
         peer, out = self._sessions.peer(key.origin), self._entries.get(key)
         if out is not None:
             peer = self._receiver_of(out)
@@ -132,7 +135,7 @@ class OutgoingKeys:
             self._sessions.send(peer, body)
 
     def stop(self, key: MemoryKey, failure: Failure) -> None:
-        """Write nothing more for `key`; promise so once it is true."""
+        """Stop writing for `key`, and send the `quiesced` promise once no write runs."""
         out = self._entries.get(key)
         if out is None:
             self.closed.add(key)
@@ -145,11 +148,11 @@ class OutgoingKeys:
         self._finish(out)
 
     def quiesced(self, key: MemoryKey, failure: Failure) -> Ended:
-        """The promise that nothing is written any more to `key`, which is closed."""
+        """Return the promise that nothing is written any more to `key`, which is closed."""
         return Ended(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
 
     def copied(self, event: CopyDone) -> WriteOutcome | None:
-        """A job has ended. A report that comes again is ignored."""
+        """Apply the end of a job. Repeated reports are ignored."""
         out = self._entries.get(event.key)
         job = None if out is None else out.pending.pop(event.index, None)
         if out is None or job is None:
@@ -169,21 +172,21 @@ class OutgoingKeys:
         return WriteOutcome(out.key, event.failure)
 
     def tick(self) -> None:
-        """Failed writes that have settled."""
+        """Finish keys whose failed writes have settled."""
         for out in list(self._settling.values()):
             self._finish(out)
 
     def writes_in(self, session: int) -> bool:
-        """Whether anything may still be written to pages that were published in that session."""
+        """True when pages that were published in that session may still be written."""
         return any(out.session == session for out in self._entries.values())
 
     @property
     def num_held_pages(self) -> int:
-        """KV pages and aux slots that are read for peers, or may be."""
+        """Number of KV pages and aux slots that may be read for peers."""
         return sum(len(lease.pages) for out in self for lease in out.leases)
 
     def _count(self, out: InFlightWrites, job: CopyJob, write_s: float) -> None:
-        """A job has ended well."""
+        """Count a successful job."""
         out.num_bytes += job.num_bytes
         out.num_written[job.transport_address] += job.num_bytes > 0
         peer = self._sessions.peer(out.peer)
@@ -192,7 +195,7 @@ class OutgoingKeys:
         self._counters["kv_transfer_bytes"] += job.num_bytes
 
     def _finish(self, out: InFlightWrites) -> WriteOutcome | None:
-        """When the last write of a key has ended: say how, and let go of the source pages."""
+        """After the last write of a key has ended, send Done or Ended and drop the hold on the source pages."""
         if out.pending or self._clock.now() < out.settled_at:
             return None
         if out.failure is None and out.sealed_at is None:
@@ -218,14 +221,14 @@ class OutgoingKeys:
         return WriteOutcome(out.key, stats)
 
     def _receiver_of(self, out: InFlightWrites) -> Peer | None:
-        """The receiver of a key, while the session in which it published its pages lasts."""
+        """Return the receiver of a key; None when the session in which it published its pages has ended."""
         peer = self._sessions.peer(out.peer)
         if peer is None or peer.session != out.session or peer.hello is None or peer.state is PeerState.REFUSED:
             return None
         return peer
 
     def _notified(self, out: InFlightWrites, peer: Peer | None) -> tuple[int, ...]:
-        """See `Done`."""
+        """Return the numbers for `Done.notified`."""
         if not self._engine.notifies or peer is None or peer.hello is None:
             return ()
         return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)
@@ -242,24 +245,24 @@ class OutgoingKeys:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReachResult:
-    """All our ranks reach the peer (`failure` None), or one cannot."""
+    """All local ranks reach the peer (`failure` None), or one cannot."""
 
     peer: str
     failure: Failure | None
 
 
 class Connecting:
-    """Ways to all peers; `ways` are those to one."""
+    """Connections to all peers; `ways` returns the rank pairs of one peer."""
 
     def __init__(self, engine: CopyEngine, ways: Callable[[Hello], Sequence[Way]]) -> None:
         self._engine = engine
         self._ways = ways
         self._missing: dict[str, set[Way]] = {}
-        """By peer, for as long as it is known: those that have not been reached yet."""
+        """Rank pairs that are not connected yet, by peer."""
         self._whose: dict[Way, str] = {}
 
     def begin(self, peer: Peer) -> bool:
-        """Whether all our ranks reach `peer`, which has shaken hands. When not, a `ReachResult` follows."""
+        """Return whether all local ranks reach `peer`, whose handshake is complete. False: a `ReachResult` follows."""
         assert peer.hello is not None
         if peer.instance not in self._missing:
             missing = {way for way in self._ways(peer.hello) if not self._engine.reach(*way)}
@@ -268,7 +271,9 @@ class Connecting:
         return not self._missing[peer.instance]
 
     def take(self, event: PeerConnected) -> ReachResult | None:
-        """One way was reached, or cannot be; the verdict if that makes one. After a failure it is asked for anew."""
+        """Apply one rank pair's result; return the peer's result when it is final. A failure makes `begin` connect
+        again.
+        """
         way = (event.rank, event.transport_address)
         peer = self._whose.pop(way, None)
         missing = None if peer is None else self._missing.get(peer)
@@ -281,6 +286,6 @@ class Connecting:
         return None if missing else ReachResult(peer, None)
 
     def forget(self, peer: str) -> None:
-        """The peer is gone, or one of its ranks out of reach."""
+        """Forget a peer that is gone, or has an unreachable rank."""
         for way in self._missing.pop(peer, ()):
             self._whose.pop(way, None)

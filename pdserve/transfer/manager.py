@@ -1,10 +1,10 @@
-"""KVManager: everything a scheduler rank does about KV transfer. Role-free: both halves, one door.
+"""KVManager: entry point of KV transfer for one scheduler rank, for the sending and the receiving side.
 
     roles -> KVSender / KVReceiver -> SendSide / ReceiveSide -> Sessions -> control socket
                                                              -> copy engine -> transport
     threads -> mailbox -> scheduler -> KVManager.handle
 
-The scheduler thread is the only caller. `poll()` on a handle is a plain read.
+The scheduler thread is the only caller. `poll()` on a handle only reads a field.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVArgs:
-    """What a replica brings to transfer. `layout` is the whole model's; `facts` must match a peer's.
+    """A replica's configuration for transfer. `layout` is the whole model's; `facts` must equal a peer's.
 
-    `ranks` are all of the replica's, as `shape` says, the first one first. Their transport addresses are filled in for
-    each session. `secret` is the same on all of them, and known to no other process.
+    `ranks` are all ranks of the replica in the order of `shape`. Each session fills in their transport addresses.
+    `secret` is the same on all of them, and known to no other process.
     """
 
     instance: str
@@ -84,7 +84,7 @@ class KVArgs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransferTimes:
-    """Seconds."""
+    """Transfer timeouts in seconds."""
 
     bootstrap_timeout_s: float = 300.0
     waiting_timeout_s: float = 300.0
@@ -92,7 +92,7 @@ class TransferTimes:
 
 
 class KVManager:
-    """Opens senders and receivers, and applies what the threads report."""
+    """Opens senders and receivers, and applies the events that threads post."""
 
     def __init__(
         self,
@@ -166,7 +166,8 @@ class KVManager:
         )
 
     def open_sender(self, room: int, host: str, digest: str, num_tokens: int | None = None) -> KVSender:
-        """A handle to send a prompt of `num_tokens` tokens; with None, a receiver's pages are not checked against it.
+        """Return a handle to send a prompt of `num_tokens` tokens; with None, a receiver's pages are not checked
+        against it.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -175,7 +176,9 @@ class KVManager:
         return KVSender(self.send_side, self.args.aux, self.args.layout.page_tokens, record)
 
     def open_receiver(self, room: int, address: Address, digest: str, *, takes_logprobs: bool = False) -> KVReceiver:
-        """A handle to receive from the prefill server behind `address`, log probabilities of the prompt if wanted.
+        """Return a handle to receive from the prefill server behind `address`.
+
+        `takes_logprobs`: the handle also receives the log probabilities of the prompt.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -184,11 +187,11 @@ class KVManager:
         return KVReceiver(self.receive_side, self.args.aux, record)
 
     def divert(self, room: int, digest: str, replica: int) -> None:
-        """Another replica of this server has the request: whoever asks us for its room is sent there."""
+        """Redirect the receiver of this room to `replica` of this server, which has the request."""
         self.send_side.divert(room, digest, replica)
 
     def handle(self, event: TransferEvent) -> None:
-        """Apply one event of a thread."""
+        """Apply one event that a thread posted."""
         match event:
             case CopyDone():
                 self.send_side.on_copy(event)
@@ -216,20 +219,20 @@ class KVManager:
                 self.counters["control_handshakes_failed"] += count
 
     def tick(self) -> None:
-        """Once a step: heartbeats, repeats, time-outs."""
+        """Process heartbeats, repeats and timeouts. Called once a step."""
         self._apply(self.sessions.tick())
         self._free(self.receivers.tick())
         self.send_side.tick()
         self.receive_side.tick()
 
     def flush(self) -> None:
-        """Send now what may otherwise wait a moment; before a step that may take long."""
+        """Send delayed acks now. Called before a step that may take long."""
         self.sessions.flush()
 
     def drain_state_changes(self) -> list[int]:
-        """Rooms whose state has moved since the last call and that are open still, oldest move first.
+        """Return the open rooms whose state changed since the last call, oldest change first.
 
-        What a role would see if it polled all its handles, at the cost of those that have something to say.
+        The result equals polling all handles, at the cost of the changed rooms only.
         """
         moved = [*self.send_side.moved, *self.receive_side.moved]
         self.send_side.moved.clear()
@@ -238,7 +241,7 @@ class KVManager:
 
     @property
     def quiet(self) -> bool:
-        """True when no transfer is open or running, and nothing waits for an ack, the peers' or ours."""
+        """True when no transfer is open or running, and no ack is due on either side."""
         return not (
             self.send_side.rooms
             or self.send_side.outgoing
@@ -263,11 +266,11 @@ class KVManager:
         }
 
     def oldest_orphan_s(self) -> float:
-        """For how many seconds the oldest pages are kept that only a peer may still write into."""
+        """Age in seconds of the oldest pages that no request holds and a peer may still write into."""
         return self.receive_side.published.oldest_orphan_s()
 
     def peer_loads(self) -> list[PeerLoad]:
-        """What passes between us and each peer, for people."""
+        """Return the traffic and state of each peer, for display."""
         now = self._clock.now()
         sending = Counter(out.peer for out in self.send_side.outgoing)
         receiving = Counter(entry.peer for entry in self.receive_side.published)
@@ -285,7 +288,8 @@ class KVManager:
         ]
 
     def declare_dead(self, instance: str) -> bool:
-        """An operator says that the process of a peer is dead: what it was given is free at once. False: not known."""
+        """Handle an operator's word that a peer's process is dead: free its pages at once. False: the peer is unknown.
+        """
         receivers = self.sessions.receivers_of(instance)
         known = self.sessions.peer(instance) is not None or bool(receivers)
         self._apply(self.sessions.gone(instance))
@@ -336,6 +340,6 @@ class KVManager:
 
 
 def _facts(args: KVArgs) -> dict[str, str | int]:
-    """What must be equal at a peer, in the order in which it is compared."""
+    """Return the facts that must be equal at a peer, in the order of comparison."""
     layout = args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes}
     return {"control_version": CONTROL_VERSION} | layout | args.facts

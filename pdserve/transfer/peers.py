@@ -1,4 +1,4 @@
-"""What `Sessions` knows of one peer, what it tells the manager about it, and the comparison of two servers' facts."""
+"""State of one peer in `Sessions`, notices to the manager, and the comparison of the facts of two servers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pdserve.transfer.plan import check_shapes
 from pdserve.transfer.wire import Abort, Done, Ended, Hello, Meta, Told
 
 WINDOW_S = 5.0
-"""`Flow.recent_bytes_s` looks back so far."""
+"""Time window of `Flow.recent_bytes_s`, in seconds."""
 
 
 class FlowMeter:
-    """One direction of one peer. Scheduler thread only; constant time and memory."""
+    """Counts the bytes and transfers of one direction of one peer. Scheduler thread only; constant time and memory."""
 
     def __init__(self) -> None:
         self._bytes = 0
@@ -30,7 +30,7 @@ class FlowMeter:
         """Whole seconds, and the bytes that were moved in each."""
 
     def moved(self, num_bytes: int, write_s: float, now: float) -> None:
-        """So many bytes have landed, which took the sender's transport `write_s`."""
+        """Add `num_bytes` landed bytes, for which the sender's transport took `write_s` seconds."""
         self._bytes += num_bytes
         self._write_s += write_s
         second = int(now)
@@ -40,12 +40,12 @@ class FlowMeter:
         self._forget(now)
 
     def ended(self, *, well: bool) -> None:
-        """A transfer has ended."""
+        """Count the end of a transfer: a success when `well`, else a failure."""
         self._transfers += well
         self._failures += not well
 
     def flow(self, in_flight: int, now: float) -> Flow:
-        """All of it as a message."""
+        """Return the counters as a message."""
         self._forget(now)
         return Flow(
             bytes=self._bytes,
@@ -65,7 +65,7 @@ RoomMessage = Meta | Told | Done | Ended | Abort
 
 
 class PeerState(enum.Enum):
-    """Where a session with a peer stands."""
+    """State of a session with a peer."""
 
     CONNECTING = "connecting"
     READY = "ready"
@@ -75,7 +75,7 @@ class PeerState(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SessionTimes:
-    """Seconds. A session ends after its peer was silent for `silent_timeout_s`."""
+    """Session times in seconds. A session ends after its peer was silent for `silent_timeout_s`."""
 
     heartbeat_s: float = 2.0
     misses: int = 3
@@ -85,34 +85,34 @@ class SessionTimes:
 
 @dataclasses.dataclass(slots=True)
 class Peer:
-    """One process at the other end. `hello` is what it said of itself; the bootstrap servers at `addresses` name it."""
+    """One process at the other end. `hello` is its handshake; the bootstrap servers at `addresses` list it."""
 
     instance: str
     endpoint: str
     state: PeerState
     last_ping: float
     session: int
-    """See `Hello`."""
+    """Session number; see `Hello`."""
     receiver: str | None = None
-    """The name of our receiving engines for this session; None where the peer dialled us."""
+    """Name of our receiving engines in this session; None where the peer dialled us."""
     greeting: Hello | None = None
-    """What we say in the handshake, once our receiving engines are open; None where the peer dialled us."""
+    """Our handshake, once our receiving engines are open; None before, and where the peer dialled us."""
     hello: Hello | None = None
     addresses: dict[Address, None] = dataclasses.field(default_factory=dict)
-    """In the order in which they were heard: all ranks of a replica must go through them alike."""
+    """Bootstrap addresses in order of arrival: all ranks of a replica must iterate over them in the same order."""
     unacked: dict[int, tuple[float, bytes]] = dataclasses.field(default_factory=dict)
-    """seq -> (time to send again, frame)"""
+    """seq -> (time of the next resend, frame)."""
     owed_acks: list[int] = dataclasses.field(default_factory=list)
-    """What has arrived from it and was not acknowledged yet."""
+    """Sequence numbers of received packets that are not acknowledged yet."""
     owes_since: float = 0.0
     num_missed: int = 0
-    """Pings sent since anything was heard. Counted, not timed: a long step of ours is no silence of the peer."""
+    """Pings sent since the last received packet. A count, not a time: a long local step is no silence of the peer."""
     listened_at: int = 0
-    """`num_missed` when a probe last found that somebody listens there."""
+    """`num_missed` when a probe last found a listening process at the endpoint."""
     heard_at: float = 0.0
-    """When anything was heard of it last, for people; its state goes by `num_missed`."""
+    """Time of the last received packet, for display only; the state depends on `num_missed`."""
     silent_at: float | None = None
-    """When it was first taken for silent since anything was heard of it; greeting it again changes nothing."""
+    """When the peer first became SILENT since its last packet; a repeated Hello does not reset it. None: not silent."""
     sent: FlowMeter = dataclasses.field(default_factory=FlowMeter)
     received: FlowMeter = dataclasses.field(default_factory=FlowMeter)
 
@@ -126,7 +126,7 @@ class PeerReady:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DialFailed:
-    """No session with the prefill server at `address` can be had."""
+    """No session with the prefill server at `address` can be established."""
 
     address: Address
     failure: Failure
@@ -134,7 +134,7 @@ class DialFailed:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` no longer answers; `gone` when the session has ended. It may still write until it is fenced."""
+    """`peer` no longer answers; `gone`: the session has ended. The peer may still write until it is fenced."""
 
     peer: Peer
     failure: Failure
@@ -143,7 +143,7 @@ class PeerLost:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """`peer` said `body` about a room."""
+    """`peer` sent `body` about a room."""
 
     peer: Peer
     body: RoomMessage
@@ -151,7 +151,7 @@ class Message:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SenderQuiesced:
-    """The sender of the ended session that had the receiving engines `receiver` has promised to write no more."""
+    """The sender of the ended session with the receiving engines `receiver` has promised to write no more."""
 
     receiver: str
 
@@ -160,20 +160,21 @@ Notice = PeerReady | DialFailed | PeerLost | SenderQuiesced | Message
 
 
 def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> None:
-    """A session may begin: all facts agree, and the two replicas are split so that one can feed the other.
+    """Check that a session may begin: all facts are equal, and the parallel sizes of both replicas work together.
 
-    `decode_sizes` are the only ones that a decode server may have, by flag, where a prefill server was told.
+    `decode_sizes` maps flag names to the sizes that a decode server must have, where a prefill server was started with
+    such flags.
 
     Raises:
-        HandshakeError: naming the first field that does not fit.
+        HandshakeError: naming the first field that does not match.
     """
     check_facts(ours.facts, theirs.facts)
     _check_split(ours.facts, theirs)
     if len(theirs.ranks) != theirs.shape.num_ranks:
         raise HandshakeError("ranks", theirs.shape.num_ranks, len(theirs.ranks))
-    decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode asks, prefill answers
+    decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode dials, prefill answers
     check_shapes(prefill.shape, decode.shape)
-    tp_size = decode.tp_size * decode.dp_size if decode.dp_attention else decode.tp_size  # as its flag has it
+    tp_size = decode.tp_size * decode.dp_size if decode.dp_attention else decode.tp_size  # the value of its flag
     sizes = {"disaggregation_decode_tp": tp_size, "disaggregation_decode_dp": decode.dp_size}
     for field, size in decode_sizes.items():
         if sizes[field] != size:
@@ -181,7 +182,7 @@ def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> 
 
 
 def _check_split(facts: Mapping[str, str | int], hello: Hello) -> None:
-    """The model that both have can be split as `hello` says."""
+    """Check that the model can be split by the parallel sizes in `hello`."""
     for fact, count in facts.items():
         if not isinstance(count, int):
             continue
@@ -192,7 +193,7 @@ def _check_split(facts: Mapping[str, str | int], hello: Hello) -> None:
 
 
 def check_facts(ours: dict[str, str | int], theirs: dict[str, str | int]) -> None:
-    """Both sides must agree on every fact.
+    """Check that every fact is equal on both sides.
 
     Raises:
         HandshakeError: naming the first field, in our order, that differs or is missing on one side.

@@ -1,6 +1,6 @@
-"""Plan, then copy: which bytes of the source pool go where in the destination pool.
+"""Plans copies: which bytes of the source KV pool go where in the destination KV pool.
 
-Pure; knows layouts, not engines.
+Pure; depends on layouts only, not on transfer engines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.memory.layout import KVGroup
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardFlow:
-    """`source_rank` sends `layers` x `heads`, numbers within the model, to `destination_rank`."""
+    """Rank `source_rank` sends `layers` x `heads` (numbers within the model) to rank `destination_rank`."""
 
     source_rank: int
     destination_rank: int
@@ -29,7 +29,9 @@ class ShardFlow:
 
 
 def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
-    """Which splits may work together: tensor sizes as they like, decode's stages as many as prefill's, or one.
+    """Check that the parallel sizes of two servers work together.
+
+    The tensor parallel sizes may differ. The pipeline parallel size of decode must be 1 or equal prefill's.
 
     Raises:
         HandshakeError: naming `pp_size`.
@@ -40,7 +42,7 @@ def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
 
 @functools.lru_cache(maxsize=256)
 def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[ShardFlow, ...]:
-    """All feeds of `group`, the whole model's, by destination rank, layers and heads."""
+    """Return all flows of `group` (the whole model's), ordered by destination rank, layers and heads."""
     found = []
     for rank in range(destination.num_ranks):
         place = destination.place(rank)
@@ -55,7 +57,9 @@ def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> 
 
 
 def _head_sources(group: KVGroup, source: ParallelShape, asker: int, wanted: range) -> list[tuple[int, range]]:
-    """Tensor ranks of a source stage, each with the heads it gives of those `wanted` by tensor rank `asker`."""
+    """Return the source stage's tensor ranks, each with the subset of `wanted` heads that it sends to tensor rank
+    `asker`.
+    """
     holders: dict[range, list[int]] = {}
     for tp_rank in range(source.tp_size):
         holders.setdefault(group.heads_of(source.place(tp_rank)), []).append(tp_rank)
@@ -67,9 +71,9 @@ def _overlap(one: range, other: range) -> range:
 
 
 class PageCopy(msgspec.Struct, frozen=True, gc=False):
-    """`num_bytes` bytes from `source` to `destination`; both are byte offsets into the group's pool.
+    """Copy `num_bytes` bytes from `source` to `destination`, both byte offsets into the group's pool.
 
-    A struct, since a request has hundreds: a frozen dataclass takes eight times as long to make.
+    A msgspec struct, since a request has hundreds of copies and a frozen dataclass takes eight times as long to create.
     """
 
     source: int
@@ -79,7 +83,7 @@ class PageCopy(msgspec.Struct, frozen=True, gc=False):
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """What of a model's group lies in a rank's pages: `group` is the rank's own."""
+    """The part of a model's group that one rank's pages hold. `group` is the rank's own; the ranges are the model's."""
 
     group: KVGroup
     layers: range
@@ -87,20 +91,20 @@ class RankShard:
 
     @classmethod
     def of(cls, group: KVGroup, place: RankCoord) -> RankShard:
-        """The window of a rank; `group` is the whole model's."""
+        """Return the shard of the rank at `place`; `group` is the whole model's."""
         return cls(group.of_rank(place), group.layers_of(place), group.heads_of(place))
 
     def offset(self, layer: int, plane: int, head: int) -> int:
-        """Where a head of a layer begins in a page, in bytes; numbers are the model's."""
+        """Return the byte offset of a head of a layer within a page. The arguments are numbers within the model."""
         lines = (layer - self.layers.start) * self.group.num_planes + plane
         return (lines * len(self.heads) + head - self.heads.start) * self.group.head_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyPattern:
-    """What of every page goes where: `starts` are offsets within a source page and a destination page, in bytes.
+    """Copies to make for every page: `num_bytes` from each offset pair in `starts`.
 
-    From each pair of them go `num_bytes`; `whole`: that is all there is of either page.
+    `starts` has byte offsets within a source page and within a destination page. `whole`: each copy covers both pages.
     """
 
     source_page_bytes: int
@@ -110,7 +114,9 @@ class CopyPattern:
     whole: bool
 
     def copies(self, source_pages: Sequence[int], destination_pages: Sequence[int]) -> list[PageCopy]:
-        """Copies from each source page to the destination page of the same index, of which there are as many."""
+        """Return the copies from each source page to the destination page of the same index. Both lists are equally
+        long.
+        """
         assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
         if self.whole:
             return _whole_pages(source_pages, destination_pages, self.num_bytes)
@@ -124,9 +130,10 @@ class CopyPattern:
 def route_of(
     group: KVGroup, source: RankCoord, destination: RankCoord, feed: ShardFlow, layers: range | None
 ) -> CopyPattern | None:
-    """The route of `feed`, restricted to `layers`, numbers of the model; None when nothing is left of it.
+    """Return the copy pattern of `feed`, restricted to `layers` (numbers within the model); None when no bytes are
+    left.
 
-    Layers whose heads are the same on both sides are one copy a page; else each run of heads is one.
+    When both sides have the same heads, one copy a page carries all layers; else each run of heads is one copy.
     """
     wanted = (
         feed.layers
@@ -158,17 +165,17 @@ def plan_feed(
     destination_pages: Sequence[int],
     layers: range | None = None,
 ) -> list[PageCopy]:
-    """Copies that bring what `feed` says of each source page to the destination page of the same index.
+    """Return the copies that carry the shard of `feed` from each source page to the destination page of the same index.
 
-    `layers`, numbers of the model, restrict it further. Whole pages that lie side by side in both pools become one
-    copy.
+    `layers` (numbers within the model) restricts the shard; None: all its layers. Whole pages that are adjacent in both
+    pools become one copy.
     """
     route = route_of(group, source, destination, feed, layers)
     return [] if route is None else route.copies(source_pages, destination_pages)
 
 
 def _whole_pages(sources: Sequence[int], destinations: Sequence[int], page_bytes: int) -> list[PageCopy]:
-    """One copy for each run of pages that are neighbours on both sides."""
+    """Return one copy for each run of pages that are adjacent on both sides."""
     copies = []
     first = num_pages = 0
     shift: int | None = None

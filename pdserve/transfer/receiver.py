@@ -1,6 +1,6 @@
-"""The receiving half of the manager: finds the prefill server, publishes pages, and hears how a key has ended.
+"""Receiving side of `KVManager`: finds the prefill server, publishes pages, and handles the end of a key.
 
-Published pages outlive the request: see `published`.
+Published pages outlive the request: see `remote_writable`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ReceiveSide:
         self.published = RemoteWritablePages(engine, clock, num_ranks)
         self.moved: dict[int, None] = {}
         self._seeking: dict[Address, dict[int, ReceiveRoom]] = {}
-        """Rooms without a session, in the order of their opening."""
+        """Rooms without a session, in the order of opening."""
         self._expecting: dict[int, ReceiveRoom] = {}
         """Rooms whose pages are published, in that order."""
 
@@ -57,7 +57,9 @@ class ReceiveSide:
     def open(
         self, room: int, address: Address, digest: str, fake: bool, *, takes_logprobs: bool = False
     ) -> ReceiveRoom:
-        """A request will receive from the prefill server behind `address`; `takes_logprobs`: those of its prompt, too.
+        """Open a room to receive from the prefill server behind `address`.
+
+        `takes_logprobs`: the room also receives the log probabilities of the prompt.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -86,10 +88,11 @@ class ReceiveSide:
         return record
 
     def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease, cached_tokens: int = 0) -> None:
-        """Tell the sender where to write; from here on the pages have the hold `remote`. One lease per layout group.
+        """Send the pages to the sender, which may write from now on; they get the hold `remote`. One lease per layout
+        group.
 
-        The first `cached_tokens` tokens, whole pages, are here already. Their pages may be shared with other requests,
-        so the sender does not learn their addresses.
+        The KV cache of the first `cached_tokens` tokens (whole pages) is already here. These pages may be shared with
+        other requests, so their addresses are not sent.
         """
         num_cached, rest = divmod(cached_tokens, self._page_tokens)
         assert rest == 0 and num_cached <= min(len(lease.pages) for lease in leases), cached_tokens
@@ -117,7 +120,7 @@ class ReceiveSide:
         self._sessions.send(peer, meta)
 
     def fail(self, room: ReceiveRoom, failure: Failure) -> None:
-        """End a room from our side and tell the sender."""
+        """Fail a room locally, and send the failure to the sender."""
         if not room.fail(failure):
             return
         peer = None if room.peer is None else self._sessions.peer(room.peer)
@@ -125,7 +128,7 @@ class ReceiveSide:
             self._sessions.send(peer, Abort(key=room.key, failure=failure, prompt_digest=room.digest))
 
     def close(self, room: ReceiveRoom) -> None:
-        """The request has ended and let go of the room; its pages may stay published."""
+        """Release the room of an ended request; its pages may stay published."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
             self.moved.pop(room.room, None)
@@ -134,34 +137,34 @@ class ReceiveSide:
             if seeking.pop(room.room, None) is not None and not seeking:
                 del self._seeking[room.address]
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ events
 
     def on_peer_ready(self, peer: Peer) -> None:
-        """A session is up: rooms that waited for it go on."""
+        """Continue the rooms that wait for a session with `peer`."""
         for address in peer.addresses:
             self._dial(address)
 
     def on_dial_failed(self, address: Address, failure: Failure) -> None:
-        """No session with that prefill server can be had."""
+        """Fail the rooms that wait for the prefill server at `address`."""
         self._counters["bootstrap_failed"] += 1
         for room in self._seeking.pop(address, {}).values():
             room.fail(failure)
 
     def sends(self, peer: Peer, key: MemoryKey) -> bool:
-        """True when the pages of `key` were given in the session with `peer`; no other can say how it ended."""
+        """True when the pages of `key` were published in the session with `peer`: only that peer may end the key."""
         entry = self.published.get(key)
         return entry is not None and entry.peer == peer.instance and entry.receiver == peer.receiver
 
     def on_done(self, done: Done) -> None:
-        """The sender has seen every byte of a key land."""
+        """Handle Done: the sender has seen every byte of a key land."""
         self._conclude(self.published.end(done))
 
     def on_notified(self, event: Notified) -> None:
-        """What the engine of one of our ranks says of a key."""
+        """Handle an engine's report, at one local rank, on the writes of a key."""
         self._conclude(self.published.notified(event))
 
     def on_told(self, peer: Peer, told: Told) -> None:
-        """A part of the prompt's log probabilities; perhaps behind Done, perhaps again."""
+        """Store a part of the prompt's log probabilities, which may arrive after Done or repeatedly."""
         room = self.rooms.get(told.key.room)
         if room is None or room.key != told.key or room.peer != peer.instance or not room.takes_logprobs:
             return
@@ -174,7 +177,7 @@ class ReceiveSide:
         self._look_whether_told(room)
 
     def on_ended(self, ended: Ended) -> None:
-        """The sender gave a key up; perhaps it still writes."""
+        """Handle Ended: the sender gave up a key, and may still write unless `quiesced`."""
         room = self.rooms.get(ended.key.room)
         if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
@@ -182,21 +185,21 @@ class ReceiveSide:
             self._conclude(self.published.end(ended))
 
     def on_peer_lost(self, peer: Peer, failure: Failure) -> None:
-        """The sender is silent, or the session with it has ended. It may still write."""
+        """Fail the rooms of a peer that is silent or whose session has ended. The peer may still write."""
         for room in self.rooms.values():
             if room.peer == peer.instance:
                 self.fail(room, failure)
 
     def on_fenced(self, receiver: str) -> None:
-        """Nothing can land any more of what was published in the session with these receiving engines."""
+        """Free the pages published in the session of `receiver`: writes cannot land there any more."""
         self.published.fenced(receiver)
 
     def on_quiesced(self, receiver: str) -> None:
-        """The sender has promised to write no more in the session with these receiving engines."""
+        """Handle the sender's promise to write no more in the session of `receiver`."""
         self.published.quiesced(receiver)
 
     def tick(self) -> None:
-        """Time-outs, and pages of dead peers whose last bytes have drained. Looks at the oldest rooms only."""
+        """Apply timeouts, and free pages whose writes have drained. Looks at the oldest rooms only."""
         now = self._clock.now()
         for address, seeking in list(self._seeking.items()):
             for room in list(itertools.takewhile(lambda r: self._seeks_too_long(r, now), seeking.values())):
@@ -215,13 +218,13 @@ class ReceiveSide:
 
     @property
     def num_remote_pages(self) -> int:
-        """KV pages and aux slots that a peer may write to."""
+        """Number of KV pages and aux slots that a peer may write to."""
         return sum(entry.num_pages for entry in self.published)
 
     # ------------------------------------------------------------------ inside
 
     def _conclude(self, ending: WritableEnd | None) -> None:
-        """A key has ended; what that means for whoever waits for it."""
+        """Apply the end of a key to the counters and to its room."""
         if ending is None:
             return
         done = ending.word if isinstance(ending.word, Done) else None
@@ -237,7 +240,7 @@ class ReceiveSide:
             room.stats, room.num_told = done.stats, done.num_told
             self._look_whether_told(room)
         else:
-            message = "prefill says that all KV cache was written, but the transfer engine does not say so here"
+            message = "prefill reports all KV cache as written, but the local transfer engine does not confirm it"
             room.fail(Failure(code="transfer_unconfirmed", message=message, status=502))
 
     def _look_whether_told(self, room: ReceiveRoom) -> None:
@@ -245,9 +248,9 @@ class ReceiveSide:
             room.move(KVPoll.SUCCESS)
 
     def _dial(self, address: Address) -> None:
-        """Ask for sessions; where there is one, the rooms that want it go on.
+        """Look up sessions with `address`, and continue the rooms that wait there.
 
-        Room % dp_size is a room's replica, until one says which other one has it.
+        A room belongs to replica `room % dp_size`, until a replica redirects it.
         """
         replicas = self._sessions.dial(address)
         seeking = self._seeking.get(address, {})
@@ -266,8 +269,9 @@ class ReceiveSide:
             self._seeking.pop(address, None)
 
     def _follow(self, room: ReceiveRoom, ended: Ended) -> bool:
-        """Give the same pages to the replica that has the request, under a new key, as soon as there is a session with
-        it; False when that cannot be.
+        """Publish the same pages under a new key to the replica that has the request, once a session with it is READY.
+
+        Returns False when that is not possible.
         """
         replicas = self._sessions.dial(room.address)
         entry = self.published.get(room.key)
@@ -283,7 +287,7 @@ class ReceiveSide:
         return True
 
     def _count(self, instance: str, stats: TransferStats | None) -> None:
-        """How a key that was given to a peer has ended; None: not well."""
+        """Count the end of a key of a peer; `stats` None: a failure."""
         peer = self._sessions.peer(instance)
         if peer is None:
             return

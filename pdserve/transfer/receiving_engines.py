@@ -1,10 +1,10 @@
 """Receiving engines, one for each session with a sender, and the fences that end them. Scheduler thread only.
 
     open   ─> every rank opens an engine for the session   ─> opened: the addresses go into our Hello
-    fence  ─> every rank destroys that engine              ─> fenced: nothing of that session can land any more
+    fence  ─> every rank destroys that engine              ─> fenced: writes of that session cannot land any more
 
-A rank that cannot say that nothing lands any more (`shm`, while the sender's process lives) is asked again. Owned by
-`KVManager`; `Sessions` opens, the manager fences when a session has ended, and `ReceiveSide` frees what is fenced.
+A rank that cannot confirm a fence (`shm`, while the sender's process lives) repeats it after `RETRY_S`. Owned by
+`KVManager`; `Sessions` opens receivers and fences them when a session ends, and `ReceiveSide` frees the fenced pages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyEngine, PeerFenced, ReceiverOpened
 
 RETRY_S = 1.0
-"""From a rank's answer that it cannot say, until it is asked again."""
+"""Seconds after an unconfirmed fence until the rank is fenced again."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -26,16 +26,16 @@ class _Receiver:
     addresses: dict[int, str] = dataclasses.field(default_factory=dict)
     fence_begun_at: float | None = None
     asked: set[int] = dataclasses.field(default_factory=set)
-    """Ranks whose answer to the fence is awaited."""
+    """Ranks whose answer to the fence is pending."""
     again: dict[int, float] = dataclasses.field(default_factory=dict)
-    """Ranks that could not say, and when to ask them again."""
+    """Ranks that did not confirm the fence, and when to repeat it."""
     free_at: float | None = None
-    """From when on nothing can land; None: some rank is not fenced."""
+    """Time from which no write can land; None: some rank is not fenced."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReceiverAddresses:
-    """All ranks have answered for the session `name`: the address of each, or why one has none."""
+    """All ranks opened an engine for the session `name` (one address each), or one rank failed."""
 
     name: str
     addresses: tuple[str, ...]
@@ -43,7 +43,7 @@ class ReceiverAddresses:
 
 
 class SessionReceivers:
-    """All sessions' receiving engines. A name is used for one session only."""
+    """Receiving engines of all sessions. A name is used for one session only."""
 
     def __init__(self, engine: CopyEngine, clock: Clock, num_ranks: int) -> None:
         self._engine = engine
@@ -52,14 +52,14 @@ class SessionReceivers:
         self._receivers: dict[str, _Receiver] = {}
 
     def open(self, name: str) -> None:
-        """Have every rank open an engine for session `name`; `opened` tells when all have."""
+        """Open an engine for session `name` on every rank; `opened` returns the addresses when all ranks have one."""
         assert name not in self._receivers, name
         self._receivers[name] = _Receiver()
         for rank in range(self._num_ranks):
             self._engine.open_receiver(rank, name)
 
     def opened(self, event: ReceiverOpened) -> ReceiverAddresses | None:
-        """One rank has an engine, or has none. A report that comes again, or for an ended session, is ignored."""
+        """Apply one rank's result. Repeated reports, and reports for ended sessions, return None."""
         receiver = self._receivers.get(event.peer)
         if receiver is None or receiver.fence_begun_at is not None or event.rank in receiver.addresses:
             return None
@@ -71,7 +71,7 @@ class SessionReceivers:
         return ReceiverAddresses(event.peer, tuple(receiver.addresses[rank] for rank in range(self._num_ranks)))
 
     def fence(self, name: str) -> None:
-        """Have every rank end what session `name` writes. A fence that has begun, and unknown names, are ignored."""
+        """Fence session `name` on every rank. Unknown names, and sessions that are being fenced, are ignored."""
         receiver = self._receivers.get(name)
         if receiver is None or receiver.fence_begun_at is not None:
             return
@@ -81,7 +81,7 @@ class SessionReceivers:
             self._engine.fence(rank, name)
 
     def fenced(self, event: PeerFenced) -> list[str]:
-        """A rank has answered a fence; the sessions of which nothing can land any more."""
+        """Apply one rank's answer to a fence; return the sessions whose writes cannot land any more."""
         receiver = self._receivers.get(event.peer)
         if receiver is None or event.rank not in receiver.asked:
             return []
@@ -94,7 +94,7 @@ class SessionReceivers:
         return self._take_free(now)
 
     def tick(self) -> list[str]:
-        """Ask ranks again that could not say; the sessions of which nothing can land any more."""
+        """Repeat unconfirmed fences; return the sessions whose writes cannot land any more."""
         now = self._clock.now()
         for name, receiver in self._receivers.items():
             for rank in [rank for rank, at in receiver.again.items() if now >= at]:
@@ -104,17 +104,17 @@ class SessionReceivers:
         return self._take_free(now)
 
     def forget(self, name: str) -> None:
-        """The sender has promised to write no more, or an operator says so: the fence is awaited no longer."""
+        """Stop waiting for a fence: the sender promised to write no more, or an operator declared it dead."""
         self._receivers.pop(name, None)
 
     def is_fencing(self, name: str) -> bool:
-        """True from `fence` until nothing of that session can land any more."""
+        """True from `fence` until writes of that session cannot land any more."""
         receiver = self._receivers.get(name)
         return receiver is not None and receiver.fence_begun_at is not None
 
     @property
     def num_fencing(self) -> int:
-        """Sessions that have ended and whose senders may still write."""
+        """Number of ended sessions whose senders may still write."""
         return sum(receiver.fence_begun_at is not None for receiver in self._receivers.values())
 
     def _take_free(self, now: float) -> list[str]:

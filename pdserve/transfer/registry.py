@@ -1,4 +1,4 @@
-"""The transports by name. An engine is imported only when it is chosen, so that an absent one costs nothing."""
+"""Transports by name. A transfer engine is imported only when its transport is chosen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
     `host` is the address that peers reach this process at; `ib_device` names RDMA NICs, comma-separated.
 
     Raises:
-        ConfigError: no such transport, its library is missing, it cannot start here, or the share of writes that shall
-            fail is no number.
+        ConfigError: no such transport, its library is missing, it cannot start here, or the configured share of failing
+            writes is not a number.
     """
     try:
         opener = OPENERS[name]

@@ -1,10 +1,10 @@
-"""Pages whose addresses a peer knows, by key: kept until nothing can be written there, whatever became of the request.
+"""Pages whose addresses a peer knows, by key, kept until no write can land there, independent of the request.
 
-They have the hold `remote`. It drops when the sender has said its last word of the key (Done, or a quiesced Ended) and
-all that it had written is there; when the session with the sender has ended and is fenced (`receivers`); or when a
-write is missing, and what may be in flight has drained.
+They have the hold `remote`. It drops in one of three cases. The sender has sent its final message for the key (Done, or
+a quiesced Ended) and all its writes have landed. The session with the sender has ended and is fenced
+(`receiving_engines`). A write is missing, and writes in flight have drained.
 
-Whether it is there is said by the engine of each rank, where engines notify. Called by `ReceiveSide`.
+Where engines notify, the engine of each rank confirms that writes have landed. Called by `ReceiveSide`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ class RemoteWritable:
 
     key: MemoryKey
     peer: str
-    """Whom they were given to; no other process can say how the key ended."""
+    """Instance id of the sender; no other process can end the key."""
     receiver: str | None
-    """Our receiving engines of the session; its fence ends what the peer writes."""
+    """Our receiving engines of the session; their fence ends the peer's writes. None: no engines."""
     leases: tuple[Lease, ...]
     num_pages: int
-    """KV pages and aux slots that the peer was told; a lease may have more, which it must not touch."""
+    """KV pages and aux slots that were sent to the peer; a lease may have more, which the peer must not write."""
     cached_tokens: int = 0
-    """Of the Meta."""
+    """`Meta.cached_tokens`."""
     fenced_at: float | None = None
-    """The time from which nothing of a write that was not notified is in flight any more; None: not known."""
+    """Time from which no write without a notification is in flight any more; None: not known."""
     word: Done | Ended | None = None
-    """The sender's last: it writes no more."""
+    """The sender's final message, after which it writes no more; None before."""
     orphan_at: float | None = None
-    """When it was seen first that no request has the pages any more; None: one has."""
+    """When the pages were first seen without a request; None: a request has them."""
     at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
-    """Since then: whether what it wrote is there at each of our ranks; one for all where engines notify of nothing."""
+    """Since `word`: whether the writes have landed, for each local rank; one entry for all where engines do not notify.
+    """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class WritableEnd:
-    """How a key ended: the sender's last word, and whether all that it had written is there at all ranks."""
+    """End of a key: the sender's final message, and whether all its writes have landed at all ranks."""
 
     entry: RemoteWritable
     word: Done | Ended
@@ -53,13 +54,13 @@ class WritableEnd:
 
 
 class RemoteWritablePages:
-    """All keys that peers may write to. `num_ranks`: those of our replica."""
+    """All keys that peers may write to. `num_ranks` counts the ranks of this replica."""
 
     def __init__(self, engine: CopyEngine, clock: Clock, num_ranks: int) -> None:
         self._engine = engine
         self._clock = clock
         self._num_notified = num_ranks if engine.notifies else 0
-        """Ranks that a last word must say something of."""
+        """Ranks for which a final message must give a number of writes."""
         self._entries: dict[MemoryKey, RemoteWritable] = {}
         self._fenced: dict[MemoryKey, RemoteWritable] = {}
 
@@ -70,17 +71,17 @@ class RemoteWritablePages:
         return iter(self._entries.values())
 
     def get(self, key: MemoryKey) -> RemoteWritable | None:
-        """What was published under `key`, while it is."""
+        """Return what is published under `key`; None when nothing is."""
         return self._entries.get(key)
 
     def add(self, entry: RemoteWritable) -> None:
-        """The peer is about to be told; from here on the pages have the hold `remote`."""
+        """Set the hold `remote` on pages that are about to be published."""
         for lease in entry.leases:
             lease.hold("remote")
         self._entries[entry.key] = entry
 
     def release(self, key: MemoryKey) -> None:
-        """Nothing can be written any more. Unknown keys are ignored."""
+        """Free the pages of a key to which no write can land any more. Unknown keys are ignored."""
         self._fenced.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None:
@@ -88,9 +89,9 @@ class RemoteWritablePages:
                 lease.drop("remote")
 
     def end(self, word: Done | Ended) -> WritableEnd | None:
-        """The sender writes no more of a key. What has come of that, unless our engines must be waited for.
+        """Apply the sender's final message; return the end of the key, or None while engines must be waited for.
 
-        The first word counts: a quiesced `Ended` may come with a `Done`, in any order.
+        The first message counts: a quiesced `Ended` may come with a `Done`, in any order.
         """
         entry = self._entries.get(word.key)
         if entry is None or entry.word is not None:
@@ -104,7 +105,9 @@ class RemoteWritablePages:
         return self._ending(entry)
 
     def notified(self, event: Notified) -> WritableEnd | None:
-        """The engine of one of our ranks has been notified of all that was written of a key, or will not be."""
+        """Apply an engine's report that, at one local rank, all writes of a key have landed, or that some did not in
+        time.
+        """
         entry = self._entries.get(event.key)
         if entry is None or entry.word is None or entry.at_ranks[event.rank] is not KVPoll.TRANSFERRING:
             return None
@@ -112,14 +115,14 @@ class RemoteWritablePages:
         return self._ending(entry)
 
     def fenced(self, receiver: str) -> None:
-        """Nothing can land any more of what was published in the session with these receiving engines."""
+        """Free the pages published in the session of `receiver`: writes cannot land there any more."""
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             self.release(entry.key)
 
     def quiesced(self, receiver: str) -> None:
-        """The sender writes no more in that session.
+        """Handle the sender's promise to write no more in the session of `receiver`.
 
-        Where engines notify, bytes that were taken from the sender may still come.
+        Where engines notify, bytes that have left the sender may still land.
         """
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             if self._engine.notifies:
@@ -128,7 +131,7 @@ class RemoteWritablePages:
                 self.release(entry.key)
 
     def oldest_orphan_s(self) -> float:
-        """How many seconds pages that no request has any more are kept for a peer; 0.0 where there are none."""
+        """Age in seconds of the oldest pages that are kept for a peer without a request; 0.0 when there are none."""
         now = self._clock.now()
         for entry in self._entries.values():
             if entry.orphan_at is None and not any(lease.held_by("request") for lease in entry.leases):
@@ -137,20 +140,21 @@ class RemoteWritablePages:
         return now - min(since, default=now)
 
     def tick(self) -> None:
-        """Let go of pages whose last bytes have drained."""
+        """Free pages whose writes in flight have drained."""
         now = self._clock.now()
         for entry in [entry for entry in self._fenced.values() if entry.fenced_at is None or now >= entry.fenced_at]:
             self.release(entry.key)
 
     def _at_rank(self, key: MemoryKey, rank: int, num_written: int) -> KVPoll:
-        """How a key stands at one of our ranks that so many writes of it went to."""
+        """Return the state of a key at one local rank, to which `num_written` writes went."""
         if not num_written or self._engine.expect(key, rank, num_written):
             return KVPoll.SUCCESS
         return KVPoll.TRANSFERRING
 
     def _ending(self, entry: RemoteWritable) -> WritableEnd | None:
-        """A key stands as the slowest rank does, once all have said their word. Then its pages are let go; but where
-        one was not told of a write, its bytes may still come, and the pages rest.
+        """Return the end of a key once all ranks have reported; the slowest rank decides.
+
+        Its pages are freed then. Where a rank misses a notification, bytes may still land, and the pages drain first.
         """
         assert entry.word is not None
         if KVPoll.TRANSFERRING in entry.at_ranks:
@@ -163,7 +167,7 @@ class RemoteWritablePages:
         return WritableEnd(entry, entry.word, landed)
 
     def _fence(self, entry: RemoteWritable, drain_timeout_s: float) -> None:
-        """Keep the pages of a key for so long, or for as long as was said before."""
+        """Keep the pages of a key for at least `drain_timeout_s` seconds from now."""
         until = self._clock.now() + drain_timeout_s
         entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)
         self._fenced[entry.key] = entry

@@ -1,4 +1,4 @@
-"""Rooms as each side sees them: the mutable records behind `KVSender` and `KVReceiver`. Scheduler thread only."""
+"""Mutable state of a bootstrap room on each side, behind `KVSender` and `KVReceiver`. Scheduler thread only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pdserve.transfer.wire import Hello, MemoryKey, Meta, TransferStats
 
 @dataclasses.dataclass(slots=True)
 class Room:
-    """What both sides of a room have: a state that moves by `advance` only, and why it failed."""
+    """Fields common to both sides of a bootstrap room. `state` changes only through `advance`; `failure` explains
+    FAILED.
+    """
 
     room: int
     digest: str
@@ -25,16 +27,16 @@ class Room:
     state: KVPoll = KVPoll.BOOTSTRAPPING
     failure: Failure | None = None
     moved: dict[int, None] = dataclasses.field(default_factory=dict)
-    """Numbers of the rooms of this side that have moved, in order; shared by all of them, emptied by the manager."""
+    """Rooms of this side whose state changed, in order. All rooms share the dict; `KVManager` empties it."""
 
     def move(self, new: KVPoll) -> None:
-        """A local event."""
+        """Apply a local event to `state`, and record a change in `moved`."""
         before, self.state = self.state, advance(self.state, new)
         if self.state is not before:
             self.moved[self.room] = None
 
     def fail(self, failure: Failure) -> bool:
-        """Fail, unless the room has ended; True when this call did it."""
+        """Fail the room unless its state is terminal; return True when this call failed it."""
         if self.state in TERMINAL:
             return False
         self.move(KVPoll.FAILED)
@@ -44,45 +46,45 @@ class Room:
 
 @dataclasses.dataclass(slots=True)
 class SendRoom(Room):
-    """Prefill's side. `target` is set once the receiver's pages are known."""
+    """Prefill side of a room. `target` is None until the receiver has published its pages."""
 
     target: Meta | None = None
     num_tokens: int | None = None
-    """Tokens of the prompt, where the request said so."""
+    """Prompt tokens; None when the request does not state the number."""
     untold: list[PromptLogprobs] = dataclasses.field(default_factory=list)
-    """Log probabilities that wait until it is certain which key they are for."""
+    """Prompt log probabilities that are queued until the receiver's key is final."""
     fake: bool = False
     stats: TransferStats = TransferStats()
-    """What was sent; after SUCCESS."""
+    """Statistics of the sent data; valid after SUCCESS."""
 
 
 @dataclasses.dataclass(slots=True)
 class ReceiveRoom(Room):
-    """Decode's side. `peer` is the prefill instance once the session is ready."""
+    """Decode side of a room. `peer` is the prefill instance id; None until a session is READY."""
 
     address: Address = ("", 0)
     key: MemoryKey = MemoryKey(0, 0, "")
     peer: str | None = None
     replica: int | None = None
-    """Which one has the request, where the one that the room's number names said so."""
+    """Replica that has the request, once the replica `room % dp_size` has redirected us; None before."""
     unheard: RemoteWritable | None = None
-    """What is to be published again as soon as there is a session with `replica`."""
+    """Pages to publish again once a session with `replica` is READY; None: nothing to publish again."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False
     told: dict[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
     num_told: int | None = None
-    """Parts that there are; known when everything else has landed."""
+    """Number of `Told` messages that the sender sent; None until all KV cache has landed."""
     fake: bool = False
 
     @property
     def is_told(self) -> bool:
-        """Whether all has landed and been told."""
+        """True when all KV cache has landed and all requested log probabilities have arrived."""
         return self.num_told is not None and (not self.takes_logprobs or len(self.told) >= self.num_told)
 
 
 def check_receiver_pages(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
-    """Why the pages or the aux slot that a receiver names cannot be in the pools of its `hello`; None when they can."""
+    """Return why the receiver's pages or aux slot lie outside the pools of its `hello`; None when they fit."""
     num_groups = len(layout.groups)
     last_pages = [max(pages, default=-1) for pages in meta.pages]
     for memory, page_bytes in zip(hello.ranks, _page_bytes(layout, hello.shape), strict=True):
@@ -100,13 +102,13 @@ def check_receiver_pages(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_by
 
 @functools.lru_cache(maxsize=256)
 def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...], ...]:
-    """Bytes of a page of each group, at each rank of a replica split like that."""
+    """Return the bytes of one page, by rank of a replica of that shape and by layout group."""
     ranks = map(layout.of_rank, map(shape.place, range(shape.num_ranks)))
     return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 
 def check_prompt_fits_pages(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:
-    """Why a prompt of `num_tokens` tokens cannot go to the pages of `meta`; None when it can."""
+    """Return why a prompt of `num_tokens` tokens does not fit the pages of `meta`; None when it fits."""
     if meta.cached_tokens > num_tokens:
         return f"cached_tokens is {meta.cached_tokens}, but the prompt has {num_tokens} tokens"
     num_missing = pages_for(num_tokens, page_tokens) - meta.cached_tokens // page_tokens

@@ -1,12 +1,12 @@
-"""The sending half of the manager: binds receivers' pages to rooms, and turns chunks into copy jobs.
+"""Sending side of `KVManager`: binds receivers' pages to rooms, and turns chunks into copy jobs.
 
-A chunk is pages times layers of one request. Each layer range of it is a job of its own for each pair of ranks that it
-concerns, which waits in a copy worker until these layers are written; pages that the receiver has already are in none.
+A chunk is pages times layers of one request. Each of its layer ranges becomes one job per rank pair. The job waits in a
+copy worker until these layers are written. Pages that the receiver already has are in no job.
 
-A key's way: Meta binds it -> chunks are submitted -> all have landed: Done.
+Life of a key: Meta binds it -> chunks are submitted -> all have landed: Done.
                                   \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
                                   Ended(quiesced)
-What is said at the end, and when, is up to `outgoing`.
+`in_flight` decides which message ends a key, and when it is sent.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, Tr
 
 MAX_EARLY = 4096
 MAX_EARLY_PAGES = 1 << 22
-"""Pages that all early Metas name together, some 130 MB."""
+"""Most pages in all early Metas together, about 130 MB."""
 MAX_TOMBSTONES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EarlyTransferInfo:
-    """A Meta that came before its request; `instance` is the receiver's process."""
+    """A Meta that arrived before its request; `instance` is the receiver's process."""
 
     expires_at: float
     instance: str
@@ -47,14 +47,15 @@ class EarlyTransferInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tombstone:
-    """What a receiver is told that comes too late, or to the wrong replica: then `moved_to` is the right one."""
+    """The answer to a receiver that comes after its request ended or moved; `moved_to` is the replica that has it."""
 
     failure: Failure
     moved_to: int | None = None
 
 
 class EarlyArrivals:
-    """Early Metas by key, tombstones by (room, prompt digest). All live equally long, so the oldest expires first."""
+    """Early Metas by key, tombstones by (room, prompt digest). All have the same lifetime, so the oldest expires first.
+    """
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
@@ -65,16 +66,18 @@ class EarlyArrivals:
 
     @property
     def num_early(self) -> int:
-        """Receivers whose prefill request has not come yet."""
+        """Number of receivers whose prefill request has not arrived yet."""
         return len(self._early)
 
     @property
     def num_tombstones(self) -> int:
-        """Requests that ended before their receiver came."""
+        """Number of requests that ended before their receiver came."""
         return len(self._tombstones)
 
     def keep(self, instance: str, meta: Meta) -> bool:
-        """Let a Meta wait for its request; one that waits already goes on waiting. False when too many do."""
+        """Keep a Meta until its request arrives; a known Meta keeps its deadline. Returns False when the limits are
+        reached.
+        """
         if meta.key in self._early:
             return True
         num_pages = _num_pages(meta)
@@ -85,34 +88,34 @@ class EarlyArrivals:
         return True
 
     def take_room(self, room: int) -> list[EarlyTransferInfo]:
-        """Whoever waits for `room`, which opens now."""
+        """Remove and return the early Metas for `room`, which opens now."""
         keys = [key for key in self._early if key.room == room]
         return [self._take(key) for key in keys]
 
     def forget_key(self, key: MemoryKey) -> None:
-        """Its receiver does not want it any more."""
+        """Drop the Meta of `key`, which its receiver aborted."""
         if key in self._early:
             self._take(key)
 
     def forget_peer(self, instance: str) -> None:
-        """The receiver's process is dead."""
+        """Drop all Metas of a dead receiver process."""
         for key in [key for key, early in self._early.items() if early.instance == instance]:
             self._take(key)
 
     def add_tombstone(self, room: int, digest: str, verdict: Tombstone) -> None:
-        """A request ended, or went elsewhere, before its receiver was known."""
+        """Record that a request ended, or moved to another replica, before its receiver was known."""
         self._tombstones.pop((room, digest), None)
         self._tombstones[room, digest] = (self._clock.now() + self._timeout_s, verdict)
         if len(self._tombstones) > MAX_TOMBSTONES:
             del self._tombstones[next(iter(self._tombstones))]
 
     def pop_tombstone(self, room: int, digest: str) -> Tombstone | None:
-        """What became of the request of this room and prompt, told once; None when there is no tombstone."""
+        """Remove and return the tombstone of this room and prompt; None when there is none."""
         entry = self._tombstones.pop((room, digest), None)
         return None if entry is None else entry[1]
 
     def expire(self) -> list[EarlyTransferInfo]:
-        """Drop what has waited too long; the early ones of it are returned."""
+        """Drop expired entries, and return the Metas among them."""
         now = self._clock.now()
         expired: list[EarlyTransferInfo] = []
         while self._early:
@@ -139,7 +142,7 @@ def _num_pages(meta: Meta) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Pages of a request: ours, and the peer's by layout group."""
+    """Pages of a request: `source` are local, `target` the peer's by layout group."""
 
     key: MemoryKey
     peer: Peer
@@ -175,13 +178,14 @@ class SendSide:
         self._unmatched = EarlyArrivals(clock, timeout_s)
         self._reaching = Connecting(engine, chunks.ways)
         self._bound: dict[int, SendRoom] = {}
-        """Rooms whose receiver is known, while it is not known whether all our ranks can write to it."""
+        """Rooms with a known receiver, while it is unknown whether all local ranks can write to it."""
 
     # ------------------------------------------------------------------ called by senders
 
     def open(self, room: int, digest: str, fake: bool, num_tokens: int | None = None) -> SendRoom:
-        """A request will send for `room`. With `num_tokens`, the prompt's, a receiver whose pages do not fit it is
-        turned away as it comes.
+        """Open a room to send for.
+
+        With `num_tokens`, the prompt's tokens, a receiver whose pages do not fit the prompt is refused on arrival.
 
         Raises:
             RequestError: 409 when the room is live.
@@ -204,9 +208,9 @@ class SendSide:
         return record
 
     def send(self, room: SendRoom, lease: Lease, pages: range, gates: Gates) -> None:
-        """Send `pages` (numbers within the request, at least one) of `lease`, each layer range once its gate is open.
+        """Send `pages` (at least one, numbers within the request) of `lease`, each layer range once its gate is open.
 
-        The key must be bound, and its receiver must not have any of these pages already.
+        The key must be bound, and its receiver must not have any of these pages.
         """
         assert pages
         chunk = self._chunk(room, lease, pages)
@@ -220,10 +224,11 @@ class SendSide:
             out.num_pages += len(chunk.source)
 
     def send_last(self, room: SendRoom, lease: Lease | None, pages: range, slot: Lease, times: TransferStats) -> None:
-        """Send `pages`, whose layers are all written, and the aux slot, the last piece of the key. No lease, no pages.
+        """Send `pages`, whose layers are all written, and the aux slot as the last piece of the key. No lease: no
+        pages.
 
-        The slot goes in the same job as pages that go its way, so that there is one end to wait for. Nothing may be
-        sent for the key afterwards. `times` go into Done.
+        The slot is in the same job as pages for the same rank pair, so that one job ends both. No send for the key may
+        follow. `times` go into Done.
         """
         chunk = self._chunk(room, lease, pages)
         if chunk is None or room.target is None:
@@ -240,12 +245,12 @@ class SendSide:
             out.sealed_at, out.times = self._clock.now(), times
 
     def tell(self, room: SendRoom, part: PromptLogprobs) -> None:
-        """Tell the receiver log probabilities of the prompt, as soon as its key cannot be replaced any more."""
+        """Send log probabilities of the prompt to the receiver, as soon as its key is final."""
         room.untold += part.parts()
         self._tell_untold(room)
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
-        """End a room from our side, and let the receiver know as soon as there is one to tell."""
+        """Fail a room locally; the receiver is notified at once, or when it arrives."""
         if not room.fail(failure):
             return
         if room.target is None:
@@ -256,24 +261,24 @@ class SendSide:
         self.outgoing.stop(key, failure)
 
     def close(self, room: SendRoom) -> None:
-        """The request has ended and let go of the room."""
+        """Release the room of an ended request."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
             self.moved.pop(room.room, None)
             self._bound.pop(room.room, None)
 
     def divert(self, room: int, digest: str, replica: int) -> None:
-        """Another replica of this server has the request of this room and prompt: its receiver is sent there."""
+        """Redirect the receiver of this room and prompt to `replica` of this server, which has the request."""
         self._unmatched.add_tombstone(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
         for early in self._unmatched.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
                 self._early_meta(peer, early.meta)
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ events
 
     def on_meta(self, peer: Peer, meta: Meta) -> None:
-        """A receiver tells its pages for a room."""
+        """Handle Meta: a receiver publishes its pages for a room."""
         key = meta.key
         if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
             return
@@ -303,7 +308,7 @@ class SendSide:
             self._turn_away(peer, key, _failure("room_in_use", f"room {key.room} already sends to another receiver"))
 
     def on_abort(self, peer: Peer, abort: Abort) -> None:
-        """A receiver does not want its key any more."""
+        """Handle Abort: a receiver aborts its key."""
         key = abort.key
         if key.origin != peer.instance:
             return
@@ -321,7 +326,9 @@ class SendSide:
             self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
 
     def on_reached(self, event: PeerConnected) -> None:
-        """One of our ranks can write to one of a peer's, or cannot: then nothing is computed for it in vain."""
+        """Handle a rank pair's connection result. A room moves on only when its receiver is reachable: no prefill is
+        wasted.
+        """
         verdict = self._reaching.take(event)
         if verdict is None:
             return
@@ -335,7 +342,7 @@ class SendSide:
                 self.fail(room, verdict.failure)
 
     def on_copy(self, event: CopyDone) -> None:
-        """A copy job has ended."""
+        """Handle the end of a copy job."""
         outcome = self.outgoing.copied(event)
         room = None if outcome is None else self.rooms.get(outcome.key.room)
         if outcome is None or room is None or room.target is None or room.target.key != outcome.key:
@@ -348,7 +355,7 @@ class SendSide:
                 room.move(KVPoll.SUCCESS)
 
     def on_peer_lost(self, peer: Peer, failure: Failure, gone: bool) -> None:
-        """The receiver's process is silent or dead."""
+        """Fail the rooms of a receiver whose process is silent or dead."""
         for room in self.rooms.values():
             if room.target is not None and room.target.key.origin == peer.instance and room.fail(failure):
                 self.outgoing.stop(room.target.key, failure)
@@ -357,7 +364,7 @@ class SendSide:
             self._reaching.forget(peer.instance)
 
     def tick(self) -> None:
-        """Time-outs, and failed writes that have settled. Looks at the oldest rooms only."""
+        """Apply timeouts, and finish failed writes that have settled. Looks at the oldest rooms only."""
         now = self._clock.now()
         for room in list(itertools.takewhile(lambda r: now - r.opened_at > self._timeout_s, self.rooms.values())):
             if room.state is KVPoll.BOOTSTRAPPING:
@@ -373,13 +380,14 @@ class SendSide:
 
     @property
     def num_early(self) -> int:
-        """Receivers whose prefill request has not come yet."""
+        """Number of receivers whose prefill request has not arrived yet."""
         return self._unmatched.num_early
 
     # ------------------------------------------------------------------ inside
 
     def _supersedes(self, room: SendRoom, key: MemoryKey) -> bool:
-        """A receiver counts its attempts, so a higher one means the bound one is dead; nothing must have been sent."""
+        """True when `key` replaces the bound key: same receiver, higher attempt, and nothing was sent to the bound key.
+        """
         assert room.target is not None
         bound = room.target.key
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
@@ -396,7 +404,7 @@ class SendSide:
         return None if room.num_tokens is None else check_prompt_fits_pages(meta, room.num_tokens, self._page_tokens)
 
     def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
-        """A Meta that no receiver of ours would send."""
+        """Refuse a Meta that no correct receiver sends."""
         self._counters["metas_refused"] += 1
         self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
@@ -414,7 +422,7 @@ class SendSide:
         room.untold.clear()
 
     def _chunk(self, room: SendRoom, lease: Lease | None, pages: range) -> _Chunk | None:
-        """Where `pages` of the request lie on both sides; None, and the room fails, when they cannot go there."""
+        """Return where `pages` of the request lie on both sides; None, and the room fails, when they do not fit."""
         assert room.target is not None
         key = room.target.key
         first = room.target.cached_tokens // self._page_tokens

@@ -1,16 +1,16 @@
-"""Sessions with peers: handshake, at-least-once delivery, heartbeats, and their end.
+"""Sessions with peers: handshake, at-least-once delivery, heartbeats, and the end of sessions.
 
     unknown -> CONNECTING -> READY <-> SILENT          a SILENT peer may come back, and may still write
-                    |           \\______/ -> ended     the peer is told by a Reset; what it may still write is fenced
+                    |           \\______/ -> ended     the peer is sent a Reset; its later writes are fenced
                     -> REFUSED
 
-A session ends when the peer's port refuses a connection, when the peer is silent for too long, when another process
-answers for its endpoint, when the peer says so, or when an operator does. None of these proves that the peer writes no
-more: its pages are free once `SessionReceivers` has fenced it, or once it has promised quiet. A peer that was
-taken for gone and lives opens a new session.
+A session ends when the peer's port refuses a connection, the peer is silent for too long, another process answers for
+its endpoint, the peer ends the session, or an operator declares the peer dead. None of these proves that the peer has
+stopped writing: its pages are free once `SessionReceivers` has fenced it, or once it has promised to write no more. A
+peer that is alive after its session has ended opens a new session.
 
-Owned by `KVManager`; scheduler thread only. Results come back as `Notice` values for the manager to act on. On the
-ranks of one replica all of it runs alike, so nothing here is drawn at random: see `_mint`.
+Owned by `KVManager`; scheduler thread only. Results are returned as `Notice` values for the manager to act on. All
+ranks of a replica run the same session logic, so nothing here is drawn at random: see `_mint`.
 """
 
 from __future__ import annotations
@@ -46,20 +46,20 @@ from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 2048
-"""A server with this many peers refuses the Hello of any other process."""
+"""With this many peers, the server refuses the Hello of any other process."""
 MAX_ADDRESSES = 64
-"""Most bootstrap addresses kept per peer, the newest. Requests name them, and one server can have many names."""
+"""Most bootstrap addresses kept per peer (the newest). Requests name them, and one server can have many names."""
 BUSY_FACTOR = 10
-"""A peer that answers no ping but still listens may be in a long step: it gets this many times the misses."""
+"""Factor on the allowed missed pings of a peer that still listens: it may be in a long step."""
 ACK_DELAY_S = 0.02
-"""How long an ack waits for a packet that it can ride on, so that no peer is woken in the middle of a copy."""
+"""Seconds that an ack waits for a packet to carry it, so that no peer is woken in the middle of a copy."""
 
 
 class Sessions:
-    """All peers of this process. `me` is what we say in a handshake; `decode_sizes`: see `check_hello`.
+    """All peers of this process. `me` is our handshake; for `decode_sizes` see `check_hello`.
 
-    `secret` is known to our ranks only. `writes_in` says whether we may still write to pages that were published to us
-    in the session with that number.
+    `secret` is shared by our ranks only. `writes_in(session)` is True while we may still write to pages that a peer
+    published in that session.
     """
 
     def __init__(
@@ -90,19 +90,20 @@ class Sessions:
         self._secret = hashlib.blake2b(secret.encode(), digest_size=32).digest()
         self._peers: dict[str, Peer] = {}
         self.last_refusal: str | None = None
-        """The newest handshake that one side refused: peer, field and reason, for `/get_server_info`."""
+        """The last handshake that either side refused (peer, field and reason), for `/get_server_info`; None: none yet.
+        """
         self._dialled: dict[Address, tuple[str, ...]] = {}
-        """Instances behind an address; empty while the directory is being asked."""
+        """Instances behind an address; empty while the directory looks the address up."""
         self._seq = itertools.count(1)
         self._number = itertools.count(1)
         self._strangers = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
-    # ------------------------------------------------------------------ asking for peers
+    # ------------------------------------------------------------------ dialling
 
     def dial(self, address: Address) -> tuple[Peer | None, ...]:
-        """The replicas behind a bootstrap address, by number: each once it is READY, None before.
+        """Return the replicas behind a bootstrap address, by number: each peer once it is READY, None before.
 
-        Empty while they are being looked for (`PeerReady`/`DialFailed` follow).
+        Empty while the address is looked up (`PeerReady` or `DialFailed` follows).
         """
         if address not in self._dialled:
             self._dialled[address] = ()
@@ -111,7 +112,7 @@ class Sessions:
         return tuple(peer if peer is not None and peer.state is PeerState.READY else None for peer in peers)
 
     def peer(self, instance: str) -> Peer | None:
-        """The peer of that instance id, in whatever state."""
+        """Return the peer of that instance id, in any state; None when it is unknown."""
         return self._peers.get(instance)
 
     def __iter__(self) -> itertools.chain[Peer]:
@@ -119,12 +120,12 @@ class Sessions:
 
     @property
     def num_unacked(self) -> int:
-        """Messages that no peer has acknowledged yet."""
+        """Number of messages that no peer has acknowledged yet."""
         return sum(len(peer.unacked) for peer in self._peers.values())
 
     @property
     def owes_acks(self) -> bool:
-        """True while something has arrived that we have not acknowledged: `tick` soon will."""
+        """True while a received packet is not acknowledged; `tick` will send the ack."""
         return any(peer.owed_acks for peer in self._peers.values())
 
     def send(self, peer: Peer, body: Body) -> None:
@@ -134,29 +135,29 @@ class Sessions:
         peer.unacked[seq] = (self._clock.now() + self._times.resend_s, frame)
 
     def flush(self) -> None:
-        """Send all acks that wait for a packet to ride on. Called before a step, whose length is not known."""
+        """Send all acks that wait for a packet to carry them. Called before a step, whose duration is not known."""
         for peer in self._peers.values():
             if peer.owed_acks:
                 self._send_packet(peer, 0, Ack())
 
-    # ------------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------------ events and packets
 
     def found(self, event: PrefillFound) -> list[Notice]:
-        """The directory knows which replicas serve at an address: shake hands, or use the sessions there are."""
+        """Handle the directory's answer: start handshakes with the replicas at an address, or use existing sessions."""
         notices: list[Notice] = []
         instances = tuple(instance for instance, _ in event.replicas)
         for old in list(self._peers.values()):
             if event.address not in old.addresses or old.instance in instances:
                 continue
             if len(old.addresses) > 1 and old.state is PeerState.READY and old.num_missed <= 1:
-                del old.addresses[event.address]  # it lives: a client's name for it leads elsewhere now
+                del old.addresses[event.address]  # the peer lives; this address belongs to another server now
             else:
                 notices += self.gone(old.instance)
         self._dialled[event.address] = instances
         for instance, endpoint in event.replicas:
             peer = self._peers.get(instance)
             if peer is not None and (peer.state is PeerState.REFUSED or peer.receiver is None):
-                self._drop(peer)  # we have no receiving engine for one that dialled us
+                self._drop(peer)  # we have no receiving engine for a peer that dialled us
                 peer = None
             if peer is None:
                 peer = self._dial_peer(instance, endpoint)
@@ -173,7 +174,7 @@ class Sessions:
         return notices
 
     def receiver_opened(self, event: ReceiverOpened) -> list[Notice]:
-        """Our ranks can receive in a session, so its Hello goes out; or they cannot, and the session ends."""
+        """Handle an opened receiver: send our Hello once all ranks can receive; end the session when one cannot."""
         opened = self._receivers.opened(event)
         if opened is None:
             return []
@@ -191,12 +192,12 @@ class Sessions:
         return []
 
     def not_found(self, event: PrefillNotFound) -> list[Notice]:
-        """The directory gave up on an address."""
+        """Handle the directory's failure to find an address."""
         self._dialled.pop(event.address, None)
         return [DialFailed(event.address, event.failure)]
 
     def arrived(self, frame: bytes) -> list[Notice]:
-        """A frame from the network; one that does not decode is counted and dropped."""
+        """Handle a frame from the network; a frame that does not decode is counted and dropped."""
         try:
             packet = self._wire.decode(frame)
         except ProtocolError as error:
@@ -216,7 +217,7 @@ class Sessions:
             case Ping(nonce=nonce, endpoint=endpoint) if nonce:
                 peer = self._peers.get(packet.sender)
                 if peer is not None and (peer.endpoint, peer.session) == (endpoint, packet.session):
-                    self._strangers.repeat(peer, nonce)  # we are where our Hello to this peer says
+                    self._strangers.repeat(peer, nonce)  # proves that our Hello's endpoint is ours
                 return []
             case Pong(nonce=nonce) if nonce:
                 self._strangers.repeated(packet.sender, packet.session, nonce)
@@ -246,7 +247,7 @@ class Sessions:
                 return [*notices, Message(peer, body)]
 
     def gone(self, instance: str) -> list[Notice]:
-        """A connection to the peer was refused, or another process answers for it: the session ends."""
+        """End the session: a connection to the peer was refused, or another process answers for its endpoint."""
         peer = self._peers.get(instance)
         if peer is None:
             return []
@@ -254,7 +255,7 @@ class Sessions:
         return self._end(peer, failure)
 
     def handshake_failed(self, endpoint: str) -> list[Notice]:
-        """The encrypted connection to `endpoint` could not be made. Sessions that were there before go on."""
+        """Handle a failed encrypted connection to `endpoint`. Sessions past CONNECTING go on."""
         notices: list[Notice] = []
         for peer in list(self._peers.values()):
             if peer.endpoint != endpoint or peer.state is not PeerState.CONNECTING:
@@ -268,19 +269,19 @@ class Sessions:
         return notices
 
     def receivers_of(self, instance: str) -> list[str]:
-        """Our receiving engines for what `instance` writes, or may still write."""
+        """Return our receiving engines into which `instance` writes, or may still write."""
         peer = self._peers.get(instance)
         now = [peer.receiver] if peer is not None and peer.receiver is not None else []
         return now + [name for name in self._strangers.receivers_of(instance) if self._receivers.is_fencing(name)]
 
     def listens(self, instance: str) -> None:
-        """A process listens at the peer's endpoint: the peer may be busy rather than dead."""
+        """Record that a process listens at the peer's endpoint: the peer may be busy rather than dead."""
         peer = self._peers.get(instance)
         if peer is not None:
             peer.listened_at = peer.num_missed
 
     def tick(self) -> list[Notice]:
-        """Heartbeats, acks, repeats, and peers that have fallen silent. Once a step."""
+        """Send heartbeats, acks and repeats, and detect silent peers. Called once a step."""
         now = self._clock.now()
         notices: list[Notice] = []
         for peer in list(self._peers.values()):
@@ -305,14 +306,14 @@ class Sessions:
         return notices
 
     def next_timer_s(self) -> float | None:
-        """Seconds until `tick` has something to do; None when there are no peers and no ended session to see off."""
+        """Seconds until `tick` has work; None without peers, ended sessions to reset and fences."""
         busy = self._peers or self._strangers.busy or self._receivers.num_fencing
         return min(self._times.heartbeat_s, self._times.resend_s) if busy else None
 
     # ------------------------------------------------------------------ handshake
 
     def _dial_peer(self, instance: str, endpoint: str) -> Peer:
-        """A new session with a prefill server: our ranks open engines for it first."""
+        """Start a new session with a prefill server: our ranks open receiving engines for it first."""
         number = next(self._number)
         peer = self._add(instance, endpoint, self._mint(instance, number))
         peer.receiver = f"{instance}#{number}"
@@ -320,7 +321,7 @@ class Sessions:
         return peer
 
     def _mint(self, instance: str, number: int) -> int:
-        """A number of 63 bits that only our ranks and, once it was told, the peer know. Never 0."""
+        """Return a 63-bit number that only our ranks know, and the peer once it is sent. Never 0."""
         digest = hashlib.blake2b(f"{instance}#{number}".encode(), key=self._secret, digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1 or 1
 
@@ -328,7 +329,7 @@ class Sessions:
         return self._mint(purpose, next(self._seq))
 
     def _has_ended(self, instance: str, session: int) -> bool:
-        """Whether there was a session with `instance` of that number: it does not begin again."""
+        """True when a session with `instance` of that number has ended: it does not begin again."""
         return self._strangers.session(instance, session) is not None
 
     def _add(self, instance: str, endpoint: str, session: int) -> Peer:
@@ -370,12 +371,12 @@ class Sessions:
         return notices
 
     def _answer_to(self, hello: Hello) -> Hello:
-        """Our Hello without addresses: the side that answers sends only."""
+        """Return our Hello without transport addresses: the answering side only sends."""
         ranks = tuple(msgspec.structs.replace(rank, transport_address="") for rank in self._me.ranks)
         return msgspec.structs.replace(self._me, ranks=ranks, answer=True, session=hello.session)
 
     def _may_begin(self, instance: str, hello: Hello) -> bool:
-        """Whether a new session may begin, in the place of those that there are with its instance or at its endpoint.
+        """Return whether a new session may begin and replace existing ones with its instance or at its endpoint.
 
         An instance does not move, and a process that we dial does not dial us.
         """
@@ -389,7 +390,7 @@ class Sessions:
         return not rivals or self._strangers.owns(instance, hello.endpoint, hello.session)
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
-        """One of us refused the other. The peer stays for one heartbeat more, so that it hears so for certain."""
+        """Handle a refused handshake. The peer is kept for one more heartbeat, so that the Refusal is delivered."""
         if peer.state is not PeerState.REFUSED:
             self._counters["handshakes_refused"] += 1
             log.warning("handshake with %s refused: %s: %s", peer.endpoint, field, message)
@@ -403,22 +404,22 @@ class Sessions:
     # ------------------------------------------------------------------ the end of sessions
 
     def _end(self, peer: Peer, failure: Failure, *, tell: bool = True) -> list[Notice]:
-        """End the session with `peer`, and tell the peer, which may live after all."""
+        """End the session with `peer`, and send a Reset when `tell` is set: the peer may be alive."""
         self._drop(peer)
         if tell:
             self._strangers.reset(peer.instance, peer.endpoint, peer.session, answer=False)
-        self._undial(peer, failure)  # rooms that still wait for a session ask the bootstrap server again
+        self._undial(peer, failure)  # rooms that still wait for a session look the address up again
         return [PeerLost(peer, failure, gone=True)]
 
     def _drop(self, peer: Peer) -> None:
-        """Forget `peer` but for the session's number. Its receiver is fenced."""
+        """Remove `peer`, keep the session's number, and fence its receiver."""
         del self._peers[peer.instance]
         self._strangers.ended(peer)
         if peer.receiver is not None:
             self._receivers.fence(peer.receiver)
 
     def _reset(self, packet: Packet, reset: Reset) -> list[Notice]:
-        """The other side has no session of this number, or has ended it."""
+        """Handle a Reset: the peer has no session of this number, or has ended it."""
         notices: list[Notice] = []
         peer = self._peers.get(packet.sender)
         if peer is not None and peer.session == packet.session:
@@ -443,7 +444,7 @@ class Sessions:
         return []
 
     def _ping(self, peer: Peer) -> list[Notice]:
-        """A heartbeat to `peer`; is it silent? One that is being greeted hears the Hello again instead."""
+        """Ping `peer`, and check whether it is silent. A peer without a handshake is sent its Hello again instead."""
         if peer.num_missed:
             self._directory.probe(peer.instance, peer.endpoint)
         if peer.hello is not None:
@@ -453,7 +454,7 @@ class Sessions:
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
         if peer.state is PeerState.SILENT or misses < patience or listens:
             if misses and misses % patience == 0:
-                for address in peer.addresses:  # another process may have its endpoint by now, and answer our probes
+                for address in peer.addresses:  # another process may have its endpoint and answer our probes
                     self._directory.find(address)
             return []
         connecting, peer.state = peer.state is PeerState.CONNECTING, PeerState.SILENT
@@ -465,7 +466,7 @@ class Sessions:
         return [PeerLost(peer, failure, gone=False), *(dials if connecting else ())]
 
     def _undial(self, peer: Peer, failure: Failure) -> list[Notice]:
-        """Have the addresses of `peer` looked up again next time; rooms that wait there now are told."""
+        """Drop the look-up results for the addresses of `peer`, and return a failure for the rooms that wait there."""
         addresses = [address for address in peer.addresses if peer.instance in self._dialled.get(address, ())]
         for address in addresses:
             del self._dialled[address]
@@ -479,7 +480,7 @@ class Sessions:
                 self._socket.send(peer.endpoint, frame)
 
     def _send_packet(self, peer: Peer, seq: int, body: Body) -> bytes:
-        """Send it once, with the acks that we owe; returns the frame. `seq` 0: it wants no ack itself."""
+        """Send `body` once, with all acks due; return the frame. `seq` 0: the packet needs no ack."""
         acks, peer.owed_acks = tuple(peer.owed_acks), []
         packet = Packet(
             sender=self.instance, receiver=peer.instance, session=peer.session, seq=seq, body=body, acks=acks

@@ -1,4 +1,4 @@
-"""The state of a transfer as a table: two pure functions, and nothing else may move a state."""
+"""Transfer states and the two pure functions, `advance` and `merge_ranks`, through which every state change goes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 
 class KVPoll(enum.IntEnum):
-    """Where a transfer stands. The numbers matter: MIN over ranks lets one failure fail all, the slowest lead."""
+    """State of a transfer. Ranks merge with MIN: one FAILED rank fails the transfer, else the slowest rank decides."""
 
     FAILED = 0
     BOOTSTRAPPING = 1
@@ -20,12 +20,14 @@ TERMINAL = frozenset({KVPoll.FAILED, KVPoll.SUCCESS})
 
 
 def advance(current: KVPoll, new: KVPoll) -> KVPoll:
-    """The state after a local event: forward only, the first terminal state wins, FAILED wins from any live state."""
+    """Return the state after a local event: states only move forward, terminal states stay, FAILED overrides live
+    states.
+    """
     if current in TERMINAL:
         return current
     return new if new is KVPoll.FAILED else max(current, new)
 
 
 def merge_ranks(states: Iterable[KVPoll]) -> KVPoll:
-    """The state of a transfer over all ranks that take part."""
+    """Return the state of a transfer over all participating ranks: the minimum."""
     return min(states)

@@ -1,8 +1,8 @@
-"""What is said to processes with which there is no session: resets of sessions that have ended, and challenges.
+"""Messages to processes without a session: resets of ended sessions, and challenges.
 
     a packet of an unknown session    ─> Reset: its sender ends that session, too
-    a session that has ended here     ─> Reset, and again while what its sender may write is not fenced
-    a Hello that would end a session  ─> Ping(nonce) to its endpoint; it is taken once its sender has repeated the nonce
+    a session that has ended here     ─> Reset, repeated while the sender's writes are not fenced
+    a Hello that would end a session  ─> Ping(nonce) to its endpoint; accepted once its sender has repeated the nonce
 
 Owned by `Sessions`; scheduler thread only.
 """
@@ -22,14 +22,14 @@ from pdserve.transfer.wire import Body, Packet, Ping, Pong, Reset, Wire
 T = TypeVar("T")
 
 MAX_REMEMBERED = 1024
-"""Ended sessions and challenges: the newest are kept."""
+"""Most ended sessions and most challenges that are kept, the newest."""
 MAX_ENDPOINTS = 256
-"""Most connections that are open to processes without a session. Beyond it nothing is sent to a new endpoint."""
+"""Most open connections to processes without a session. Beyond it nothing is sent to a new endpoint."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EndedSession:
-    """A session that was. `receiver`: the name of our receiving engines for it; None where we were the sender."""
+    """An ended session. `receiver`: the name of our receiving engines for it; None where we were the sender."""
 
     instance: str
     session: int
@@ -39,7 +39,7 @@ class EndedSession:
 
 @dataclasses.dataclass(slots=True)
 class _Challenge:
-    """What the sender of a Hello must repeat where it says it is."""
+    """The nonce that the sender of a Hello must repeat from its endpoint."""
 
     endpoint: str
     nonce: int
@@ -49,8 +49,8 @@ class _Challenge:
 class UnknownPeers:
     """Sends to processes that are no peers; remembers ended sessions.
 
-    `mint` makes a nonce that the ranks of this replica agree on. `writes_in`: see `Sessions`. `quiet_s` is the time
-    between two unasked words to the same endpoint.
+    `mint` makes a nonce that the ranks of this replica agree on. `writes_in`: see `Sessions`. `quiet_s` is the minimum
+    time in seconds between two limited resets to the same endpoint.
     """
 
     def __init__(
@@ -72,35 +72,36 @@ class UnknownPeers:
         self._quiet_s = quiet_s
         self._ended: OrderedDict[tuple[str, int], EndedSession] = OrderedDict()
         self._challenges: OrderedDict[tuple[str, int], _Challenge] = OrderedDict()
-        """By the instance and the session of the Hello, until it is taken."""
+        """By the instance and the session of the Hello, until the Hello is accepted."""
         self._said_at: dict[str, float] = {}
-        """When a word last went to an endpoint. What is open to it is closed some time later."""
+        """Time of the last message to an endpoint. Its connection is closed some time later."""
 
     # ------------------------------------------------------------------ ended sessions
 
     def ended(self, peer: Peer) -> None:
-        """The session with `peer` has ended."""
+        """Remember the ended session with `peer`."""
         key = (peer.instance, peer.session)
         _remember(self._ended, key, EndedSession(peer.instance, peer.session, peer.endpoint, peer.receiver))
         self._said_at[peer.endpoint] = self._clock.now()
 
     def session(self, instance: str, number: int) -> EndedSession | None:
-        """The ended session of that instance and number, while it is remembered."""
+        """Return the ended session of that instance and number; None when it is not remembered."""
         return self._ended.get((instance, number))
 
     def receivers_of(self, instance: str) -> list[str]:
-        """The receiving engines of ended sessions with `instance`."""
+        """Return the receiving engines of ended sessions with `instance`."""
         ended = self._ended.values()
         return [it.receiver for it in ended if it.instance == instance and it.receiver is not None]
 
     def reset(self, instance: str, endpoint: str, session: int, *, answer: bool) -> None:
-        """Say that there is no such session here, and whether we may still write in it."""
+        """Send a Reset: there is no such session here. `Reset.quiesced` is False while we may still write in it."""
         body = Reset(endpoint=self._socket.endpoint, quiesced=not self._writes_in(session), answer=answer)
         self._send(instance, endpoint, session, body)
 
     def reset_sender(self, packet: Packet, endpoint: str, *, limited: bool = True) -> None:
-        """Answer a packet of a session that is not known, where it is known how to reach its sender: at the endpoint of
-        the ended session, else at `endpoint`. `limited`: at most one word each `quiet_s`.
+        """Send a Reset to the sender of a packet of an unknown session, if its endpoint is known.
+
+        The endpoint is that of the ended session, else `endpoint`. `limited`: at most one message per `quiet_s`.
         """
         ended = self.session(packet.sender, packet.session)
         endpoint = endpoint if ended is None else ended.endpoint
@@ -109,7 +110,7 @@ class UnknownPeers:
             self.reset(packet.sender, endpoint, packet.session, answer=True)
 
     def remind(self, is_fencing: Callable[[str], bool], interval_s: float) -> None:
-        """Say again to senders that are not fenced yet that their session has ended: they may promise quiet."""
+        """Repeat the Reset to senders that are not fenced yet, which may then promise to write no more."""
         now = self._clock.now()
         for ended in self._ended.values():
             last = self._said_at.get(ended.endpoint)
@@ -121,10 +122,10 @@ class UnknownPeers:
     # ------------------------------------------------------------------ challenges
 
     def owns(self, instance: str, endpoint: str, session: int) -> bool:
-        """Whether `instance` has shown that it is the process at `endpoint` and has begun `session`.
+        """Return whether `instance` has proved that it is the process at `endpoint` and has begun `session`.
 
-        If not, it is challenged there. Any other process drops what is not addressed to it, and the process of that
-        name answers for sessions of its own only.
+        If not, it is challenged there. Any other process drops packets that are not addressed to it, and the process of
+        that name answers for sessions of its own only.
         """
         challenge = self._challenges.get((instance, session))
         if challenge is None or challenge.endpoint != endpoint:
@@ -137,7 +138,7 @@ class UnknownPeers:
         return False
 
     def repeated(self, instance: str, session: int, nonce: int) -> None:
-        """`instance` has answered a challenge."""
+        """Check the answer of `instance` to a challenge."""
         challenge = self._challenges.get((instance, session))
         if challenge is not None and challenge.nonce == nonce:
             challenge.proved = True
@@ -149,7 +150,7 @@ class UnknownPeers:
     # ------------------------------------------------------------------ sockets
 
     def close_sockets(self, linger_s: float, used: Callable[[], Iterator[str]]) -> None:
-        """Close what is open to endpoints that are not `used`, `linger_s` after the last word."""
+        """Close connections to endpoints that are not `used`, `linger_s` seconds after the last message."""
         now = self._clock.now()
         late = [it for it, at in self._said_at.items() if now - at >= linger_s]
         kept = set(used()) if late else set()
@@ -160,7 +161,7 @@ class UnknownPeers:
 
     @property
     def busy(self) -> bool:
-        """True while something is open to processes that are no peers."""
+        """True while a connection to a process that is no peer is open."""
         return bool(self._said_at)
 
     def _send(self, instance: str, endpoint: str, session: int, body: Body) -> None:
@@ -176,7 +177,7 @@ K = TypeVar("K")
 
 
 def _remember(into: OrderedDict[K, T], key: K, value: T) -> None:
-    """Keep the newest `MAX_REMEMBERED`."""
+    """Keep the newest `MAX_REMEMBERED` entries."""
     into.pop(key, None)
     into[key] = value
     if len(into) > MAX_REMEMBERED:

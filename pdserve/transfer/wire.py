@@ -1,19 +1,19 @@
-"""What peers say to each other on the control plane: versioned msgpack, sealed with a keyed digest, bounded in size.
+"""Control messages between peers: versioned msgpack, sealed with a keyed digest, bounded in size.
 
     decode                              prefill
-      | Hello ----------------------------> |   who I am, my layout, where my pools are
+      | Hello ----------------------------> |   identity, layout, addresses of the pools
       | <---------------------------- Hello |   (`answer` set), or Refusal naming the field
-      | Meta(key, pages, aux slot) -------> |   you may write here now
+      | Meta(key, pages, aux slot) -------> |   prefill may write there now
       |        ... pages, then aux, through the transport ...
-      | <----------------- Told(key, index) |   log probabilities of the prompt, in parts; only where wanted
-      | <------------------------ Done(key) |   every byte has landed; believed when the engine has notified so, too
+      | <----------------- Told(key, index) |   log probabilities of the prompt, in parts; only if requested
+      | <------------------------ Done(key) |   every byte has landed; engines that notify must confirm it
       | Abort(key) -----------------------> |   stop
-      | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no byte will come any more
+      | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no more bytes are written
       | <---- Ping, Pong, Ack, Reset -----> |   any direction; every packet carries acks
 
 All but Ack, Ping, Pong and Reset are delivered at least once (`sessions` repeats them until acked), in any order;
-every handler is idempotent. A key names one use of a room for good, so late messages cannot hit a later use. A packet
-names its session, so a message of a session that has ended cannot act on a later one.
+every handler is idempotent. A key names one use of a room for good, so late messages cannot affect a later use. A
+packet names its session, so a message of an ended session cannot affect a later one.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 
 CONTROL_VERSION = 2
-"""Of these messages and of how sessions use them; a fact of the handshake."""
+"""Version of these messages and of their use by sessions; a fact of the handshake."""
 MAX_FRAME_BYTES = 8 << 20
 MAX_ACKS = 1024
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-"""A number that fits both msgpack's and numpy's signed 64 bits."""
+"""A number that fits the signed 64 bits of msgpack and numpy."""
 Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
 Name = Annotated[str, msgspec.Meta(max_length=256)]
 EngineAddress = Annotated[str, msgspec.Meta(max_length=16384)]
-"""How a transport is reached; some put more than a host and a port into it."""
+"""Address of a transport; some transports encode more than a host and a port."""
 Text = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class MemoryKey(msgspec.Struct, frozen=True):
-    """One use of a room: `origin` is the receiver's instance id, `attempt` its ever-growing count."""
+    """One use of a room: `origin` is the receiver's instance id, `attempt` its increasing counter."""
 
     room: Count
     attempt: Count
@@ -59,27 +59,26 @@ class WireRegion(msgspec.Struct, frozen=True):
 
 
 class RankMemory(msgspec.Struct, frozen=True):
-    """Where peers write to one rank: its transport, and its pool of each layout group."""
+    """Memory of one rank that peers write to: its transport address, and its pool of each layout group."""
 
     transport_address: EngineAddress
     kv_regions: tuple[WireRegion, ...]
 
     @classmethod
     def of(cls, transport_address: str, buffers: Iterable[tuple[int, int]]) -> RankMemory:
-        """A rank whose pools are `buffers`, `(address, bytes)` each."""
+        """Return the memory of a rank whose pools are `buffers`, `(address, bytes)` each."""
         return cls(transport_address, tuple(WireRegion(*buffer) for buffer in buffers))
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Who the sender is. `facts` must be equal on both sides, field by field.
+    """Handshake of the sender. `facts` must be equal on both sides, field by field.
 
-    `ranks` are those of a replica split as `tp_size` and `pp_size` say, in the order of their numbers; the aux slots
-    are at the first one. The transport addresses in `ranks` are for this peer alone; an answer has none, since its
-    sender receives nothing. The server has `dp_size` such replicas, which with `dp_attention` have its tensor ranks
-    together.
+    `ranks` are those of a replica split by `tp_size` and `pp_size`, in rank order; the aux slots are at rank 0. The
+    transport addresses in `ranks` are for this peer alone; an answer has none, since its sender receives no KV cache.
+    The server has `dp_size` such replicas, which share their tensor ranks with `dp_attention`.
 
-    The dialling side mints `session`, a secret of the two, and an answer repeats it. A session that has ended does not
-    begin again: its Hello is a replay.
+    The dialling side draws `session`, a secret of the two processes, and an answer repeats it. A session that has ended
+    does not begin again: its Hello is a replay.
     """
 
     endpoint: Name
@@ -96,7 +95,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     @property
     def shape(self) -> ParallelShape:
-        """How the replica is split."""
+        """Parallel sizes of the replica."""
         return ParallelShape(tp_size=self.tp_size, pp_size=self.pp_size)
 
 
@@ -108,9 +107,9 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The receiver's pages (per layout group) and aux slot for one key, and what the prompt must be.
+    """The receiver's pages (per layout group) and aux slot for one key, and the digest of the prompt.
 
-    The receiver has the KV of the first `cached_tokens` tokens, whole pages; `pages` are those for the rest.
+    The receiver has the KV cache of the first `cached_tokens` tokens (whole pages); `pages` are those for the rest.
     """
 
     key: MemoryKey
@@ -121,7 +120,7 @@ class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
-    """What the sender measured; durations in seconds, so that no clocks need agree."""
+    """Statistics measured by the sender; durations in seconds, so that no clocks need agree."""
 
     num_bytes: int = 0
     num_pages: int = 0
@@ -130,13 +129,13 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_s: float = 0.0
     prefill_s: float = 0.0
     tail_s: float = 0.0
-    """From the end of the last forward to the last byte."""
+    """Seconds from the end of the last forward pass to the last landed byte."""
     kv_checksum: Name | None = None
-    """Of the pages that were sent, before they were; where either side wants it (`kv_digest.checksum`)."""
+    """Checksum of the sent pages, taken before sending; None unless either side requests it (`checksum.checksum`)."""
 
 
 class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A part of the log probabilities that the receiver's client wants of the prompt; `index` counts from 0."""
+    """A part of the prompt log probabilities that the receiver's client requested; `index` counts from 0."""
 
     key: MemoryKey
     index: Count
@@ -144,9 +143,9 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All pages and the aux slot of `key` have landed; so many `Told` were sent, some of which may still come.
+    """All pages and the aux slot of `key` have landed; `num_told` `Told` were sent, some of which may still arrive.
 
-    `notified`: for each of the receiver's ranks, of how many writes its engine is told; empty where engines do not.
+    `notified`: the number of notified writes for each of the receiver's ranks; empty where engines do not notify.
     """
 
     key: MemoryKey
@@ -158,8 +157,8 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on.
 
-    `moved_to`: nothing has failed, another replica of the server has the request; it wants a Meta with a new key.
-    `notified`: where `quiesced`, as in `Done`, of the writes that had ended well; empty also when there were none.
+    `moved_to`: another replica of the server has the request, which expects a Meta with a new key; None: the key
+    failed. `notified`: with `quiesced`, the successful writes as in `Done`; also empty when there were none.
     """
 
     key: MemoryKey
@@ -170,7 +169,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The receiver does not want `key` any more; answered with a quiesced `Ended` (or a `Done` on its way)."""
+    """The receiver aborts `key`; answered with a quiesced `Ended` (or a `Done` already under way)."""
 
     key: MemoryKey
     failure: Failure
@@ -178,9 +177,9 @@ class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """A heartbeat: answered with a Pong, or with a Reset to `endpoint` where the session is not known.
+    """A heartbeat: answered with a Pong, or with a Reset to `endpoint` where the session is unknown.
 
-    With a `nonce` above 0 it belongs to no session: it asks whether the receiver is the process at that endpoint.
+    With a `nonce` above 0 it belongs to no session: it verifies that the receiver is the process at that endpoint.
     """
 
     nonce: Count = 0
@@ -196,8 +195,8 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
 class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sender has no session with the number of this packet, or has ended it; `endpoint` is the sender's.
 
-    `quiesced`: the sender writes nothing into pages that were published to it in that session, now or later.
-    `answer`: it answers a packet of that session, so that it is not answered itself.
+    `quiesced`: the sender writes nothing into pages that were published to it in that session, now or later. `answer`:
+    it answers a packet of that session, so it must not be answered.
     """
 
     endpoint: Name
@@ -206,17 +205,17 @@ class Reset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ack(msgspec.Struct, frozen=True, tag=True):
-    """Nothing but the `acks` of its packet."""
+    """Carries only the `acks` of its packet."""
 
 
 Body = Hello | Refusal | Meta | Told | Done | Ended | Abort | Ping | Pong | Ack | Reset
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):
-    """One message between two instances; `receiver` guards against a new process behind an old address.
+    """One message between two instances; `receiver` guards against a new process at an old address.
 
-    `session`: the number that the Hello of this session has; a packet of another one is not for this session.
-    `acks`: packets with these numbers have arrived from the receiver. They ride on whatever is sent next.
+    `session`: the number in the session's Hello; packets with another number are not for this session. `acks`: numbers
+    of the packets that have arrived from the receiver. The next packet carries them.
     """
 
     sender: Name
@@ -228,7 +227,7 @@ class Packet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wire:
-    """Packets to frames and back, sealed with the cluster's token (an empty token still catches damage).
+    """Encodes and decodes packets, sealed with the cluster's token (an empty token still detects damage).
 
     Raises:
         ProtocolError: on decode, for frames that are too large, wrongly sealed, or no packet.
@@ -239,15 +238,15 @@ class Wire:
         self._seal = Seal(token)
 
     def encode(self, packet: Packet) -> bytes:
-        """One sealed frame."""
+        """Return one sealed frame."""
         return self._seal.close(self._codec.encode(packet))
 
     def decode(self, sealed: bytes) -> Packet:
-        """The packet of a sealed frame."""
+        """Return the packet of a sealed frame."""
         return self._codec.decode(self._seal.open(sealed, max_bytes=MAX_FRAME_BYTES))
 
 
 def prompt_digest(token_ids: list[int]) -> str:
-    """Short digest of a prompt: both sides must have tokenized the request alike."""
+    """Return a short digest of a prompt: both sides must have tokenized the request alike."""
     packed = b"".join(token.to_bytes(4, "little") for token in token_ids)
     return hashlib.blake2b(packed, digest_size=8).hexdigest()
