@@ -1,7 +1,7 @@
-"""MetadataBuffers: what prefill hands over beside KV pages, one fixed-size slot per request.
+"""MetadataBuffers: per-request data that prefill sends beside KV pages, in one fixed-size aux slot per request.
 
-A slot is one contiguous piece, so that it is one copy. Every field is padded to 64 bytes (RDMA alignment).
-Written by prefill's scheduler thread, copied by a transport, read by decode's scheduler thread after Success.
+A slot is contiguous, so that one copy moves it. Every field is padded to 64 bytes (RDMA alignment). Prefill's scheduler
+thread writes a slot, a transport copies it, and decode's scheduler thread reads it after SUCCESS.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIELDS: tuple[tuple[str, str, int], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuxRecord:
-    """One slot's content. `logprob` is None when the request asked for none."""
+    """Content of one slot. `logprob` is None when the request asked for no log probabilities."""
 
     room: int
     attempt: int
@@ -41,7 +41,7 @@ class AuxRecord:
 
 
 def _slot_dtype() -> np.dtype[np.void]:
-    """A structured dtype whose fields start at multiples of 64 bytes."""
+    """Return a structured dtype whose fields start at multiples of 64 bytes."""
     names, formats, offsets, offset = [], [], [], 0
     for name, scalar, count in _FIELDS:
         names.append(name)
@@ -78,7 +78,7 @@ class MetadataBuffers:
             entry["top_ids"][i], entry["top_logprobs"][i] = token, logprob
 
     def read(self, slot: int) -> AuxRecord:
-        """The content of a slot."""
+        """Return the content of a slot."""
         entry = self._slots[slot]
         num_top = min(max(int(entry["num_top"]), 0), MAX_TOP_LOGPROBS)
         logprob = float(entry["logprob"])
@@ -92,13 +92,13 @@ class MetadataBuffers:
         )
 
     def take_out(self, slot: int) -> bytes:
-        """The bytes of a slot."""
+        """Return the bytes of a slot."""
         return bytes(self._slots[slot].tobytes())
 
     def put_in(self, slot: int, content: bytes) -> None:
-        """Give a slot the bytes of another buffer's."""
+        """Fill a slot with the bytes of a slot of another buffer."""
         self._slots[slot] = np.frombuffer(content, self._slots.dtype)[0]
 
     def clear(self, slot: int) -> None:
-        """Zero a slot, so that a slot nobody wrote cannot pass for one that was."""
+        """Zero a slot, so that an unwritten slot cannot pass for a written one."""
         self._slots[slot] = np.zeros((), dtype=self._slots.dtype)

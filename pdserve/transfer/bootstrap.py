@@ -1,14 +1,14 @@
-"""Where decode servers find the replicas of a prefill server: a small HTTP server next to it.
+"""Bootstrap server: a small HTTP server at which decode servers look up the replicas of a prefill server.
 
     GET /challenge?nonce=N        our nonce, and our proof that we know the control token; 409 where there is no token
     PUT /route                    a prefill replica registers a `ReplicaRoute` (JSON)
     GET /route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1
                                   the facts that all replicas share
     GET /route?engine_rank=R&target_dp_group=D&target_pp_rank=P
-                                  the route to replica D, whose leader speaks for all its ranks
-    GET /health                   200 once all replicas are there, else 503
+                                  the route to replica D, whose rank 0 receives the messages for all its ranks
+    GET /health                   200 once all replicas are registered, else 503
 
-With a control token `/route` wants the client's proof over both nonces, and the answer carries ours (`base/proof`).
+With a control token, `/route` requires the client's proof over both nonces, and the answer carries ours (`base/proof`).
 The query names are SGLang's; its newer `prefill_dp_rank`, `target_tp_rank` and `prefill_cp_rank` mean the same.
 The server runs in the API process of a prefill server. Its clients are in `bootstrap_client`.
 """
@@ -69,12 +69,12 @@ class BootstrapServer:
 
     @property
     def rejected(self) -> int:
-        """Requests refused for what they said or for a wrong token. Any thread."""
+        """Number of requests that were refused for their content or a wrong token. Any thread."""
         return self._rejected
 
     @property
     def complete(self) -> bool:
-        """True while it serves and all replicas have registered. Any thread."""
+        """True while the server runs and all replicas have registered. Any thread."""
         return self._thread.is_alive() and self._table.complete
 
     def close(self) -> None:
@@ -115,9 +115,9 @@ class BootstrapServer:
         return _json(ChallengeAnswer(nonce, proof))
 
     def _guarded(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
-        """`handler`, which is given the body; with a token for requests with a proof only, and with ours in the answer.
+        """Wrap `handler`, which gets the body. With a token, require a proof and add ours to the answer.
 
-        The header is checked before the body is read: nothing of a stranger's is kept.
+        The proof header is checked before the body is read, so no unproven body is kept.
         """
 
         async def guarded(request: web.Request) -> web.StreamResponse:

@@ -1,9 +1,9 @@
-"""Asks bootstrap servers (`bootstrap`). Scheduler processes register their route; decode's directory looks replicas up.
+"""Client of bootstrap servers (`bootstrap`): prefill replicas register routes, and decode's directory looks them up.
 
-With a control token one question is an exchange (`base/proof`): challenge, the server's proof, then the question with
-ours, and an answer that is proven as well. Nothing that depends on the token leaves before the server has proven that
-it knows the token. Redirects are not followed, and an answer is read up to `MAX_BODY_BYTES`. `BootstrapClient` has no
-time limits of its own: its callers have one deadline for all that they ask.
+With a control token each request is an exchange (`base/proof`): challenge, the server's proof, then the request with
+our proof, and a proven answer. The client sends nothing that depends on the token before the server has proven that it
+knows the token. Redirects are not followed, and an answer is read up to `MAX_BODY_BYTES`. `BootstrapClient` has no
+timeouts of its own: its callers set one deadline for all requests.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class BootstrapError(TransferError):
-    """A bootstrap server was not found, or does not answer as one.
+    """A bootstrap server was not found, or gave no valid answer.
 
-    The message never quotes the other side. `detail` does, escaped: it is for the log alone.
+    The message never quotes the other side. `detail` quotes it, escaped, and is for the log only.
     """
 
     def __init__(self, message: str, *, code: str, retryable: bool = True, detail: str = "") -> None:
@@ -42,10 +42,12 @@ class BootstrapError(TransferError):
 
 
 class BootstrapClient:
-    """Asks the bootstrap server at `host:port`; `key` None: without a token. One event loop, in `async with`.
+    """Sends requests to the bootstrap server at `host:port`; `key` None: without a token. One event loop, in `async
+    with`.
 
     Raises:
-        BootstrapError: from the constructor, when `host` cannot be a host; else when there is no good answer.
+        BootstrapError: from the constructor, when `host` is no valid host; from the methods, when there is no valid
+            answer.
     """
 
     def __init__(self, host: str, port: int, key: ControlKey | None, resolver: AbstractResolver | None = None) -> None:
@@ -70,15 +72,15 @@ class BootstrapClient:
         await self._session.close()
 
     async def register(self, route: ReplicaRoute) -> None:
-        """Say where a replica is."""
+        """Register the route of a replica."""
         await self._ask("PUT", "/route", msgspec.json.encode(route))
 
     async def facts(self) -> ServerFacts:
-        """What all replicas share."""
+        """Fetch the facts that all replicas share."""
         return self._decode(await self._ask("GET", f"/route?{_FACTS}"), ServerFacts)
 
     async def replica(self, dp_rank: int) -> ReplicaRoute:
-        """Where one replica is."""
+        """Fetch the route of one replica."""
         target = f"/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0"
         return self._decode(await self._ask("GET", target), ReplicaRoute)
 
@@ -96,7 +98,7 @@ class BootstrapClient:
         return self._expect(status, content)
 
     async def _challenge(self, key: ControlKey) -> Challenge:
-        """An exchange with a server that has proven that it knows the token."""
+        """Return an exchange with a server that has proven that it knows the token."""
         challenge = Challenge(key)
         status, _, content = await self._send("GET", f"/challenge?nonce={challenge.nonce}")
         if status == 409:
@@ -106,7 +108,7 @@ class BootstrapClient:
             challenge.accept(answer.nonce, answer.proof)
         except ProofError as error:
             with contextlib.suppress(BootstrapError):
-                await self._send("GET", "/challenge?mismatch=1")  # for its log: nothing in this depends on our token
+                await self._send("GET", "/challenge?mismatch=1")  # for the server's log only
             raise self._error("the bootstrap server at {} has another control token than this server") from error
         return challenge
 
@@ -158,7 +160,7 @@ class BootstrapClient:
 
 
 def register_route(host: str, port: int, route: ReplicaRoute, token: str = "", timeout_s: float = 5.0) -> None:
-    """Register a replica with the bootstrap server at `host:port`, our own server's. Blocks up to `timeout_s`.
+    """Register a replica with our own server's bootstrap server at `host:port`. Blocks up to `timeout_s`.
 
     Raises:
         BootstrapError: not reachable (retryable), or refused (not retryable; the text names the field).
@@ -172,7 +174,7 @@ def register_route(host: str, port: int, route: ReplicaRoute, token: str = "", t
 
 
 def fetch_facts(host: str, port: int, token: str = "", timeout_s: float = 5.0) -> ServerFacts:
-    """What all replicas of the prefill server share. Blocks up to `timeout_s`.
+    """Fetch the facts that all replicas of the prefill server share. Blocks up to `timeout_s`.
 
     Raises:
         BootstrapError: not reachable or not complete yet (retryable), or refused (not retryable).
@@ -181,7 +183,7 @@ def fetch_facts(host: str, port: int, token: str = "", timeout_s: float = 5.0) -
 
 
 def fetch_replica(host: str, port: int, token: str = "", *, dp_rank: int = 0, timeout_s: float = 5.0) -> ReplicaRoute:
-    """Where one replica is. Blocks up to `timeout_s`.
+    """Fetch the route of one replica. Blocks up to `timeout_s`.
 
     Raises:
         BootstrapError: as `fetch_facts`; not retryable when there is no such replica.

@@ -1,4 +1,4 @@
-"""What a bootstrap server keeps and is asked: the routes to the replicas of a prefill server.
+"""Routes to the replicas of a prefill server: the bootstrap server's table and its query parameters.
 
 Pure; used by `bootstrap` and `bootstrap_client`.
 """
@@ -12,7 +12,7 @@ import msgspec
 
 ANY = "-1"
 MAX_BODY_BYTES = 256 << 10
-"""Of a route, both ways."""
+"""Most bytes of a request or answer body."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=4095)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
@@ -27,19 +27,19 @@ RANK_QUERY = {
 
 
 class ChallengeAnswer(msgspec.Struct, frozen=True):
-    """What a bootstrap server proves itself with: see `base.proof.ChallengeVerifier.challenge`."""
+    """The bootstrap server's nonce and proof: see `base.proof.ChallengeVerifier.challenge`."""
 
     nonce: Annotated[str, msgspec.Meta(max_length=128)]
     proof: Annotated[str, msgspec.Meta(max_length=128)]
 
 
 class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One prefill replica: where the control socket of its leader is, how it is split, and what it stores."""
+    """One prefill replica: the address of its rank 0's control socket, its parallel sizes, and its KV layout."""
 
     server: Name
-    """Changes with every start of the server."""
+    """Id of the server; each start has a new one."""
     instance: Name
-    """The replica, in this start of it."""
+    """Instance id of the replica in this start of the server."""
     host: Name
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
     dp_rank: Rank = 0
@@ -50,11 +50,11 @@ class ReplicaRoute(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_dtype: Name
     model: Name
     facts: dict[str, Fact] = {}
-    """What a peer must agree with, by name; see `KVLayout.fields`."""
+    """Facts that must equal a peer's, by name; see `KVLayout.fields`."""
 
 
 class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What all replicas of a prefill server share. Unknown fields are ignored."""
+    """Facts that all replicas of a prefill server share. Unknown fields are ignored."""
 
     server: str
     tp_size: int
@@ -67,7 +67,7 @@ class ServerFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def facts_of(route: ReplicaRoute) -> ServerFacts:
-    """The part of a route that all replicas share."""
+    """Return the part of a route that all replicas share."""
     return ServerFacts(
         server=route.server,
         tp_size=route.tp_size,
@@ -88,11 +88,11 @@ class RouteTable:
         self._facts: ServerFacts | None = None
 
     def put(self, route: ReplicaRoute) -> None:
-        """Register a replica. A server that was started anew replaces its former self with all its replicas.
+        """Register a replica. A restarted server replaces all replicas of its former run.
 
         Raises:
-            ValueError: its number is not below `dp_size`, or another replica of the same server says something else
-                about the server; the text names the field.
+            ValueError: its number is not below `dp_size`, or another replica of the same server registered different
+                facts; the text names the field.
         """
         if route.dp_rank >= route.dp_size:
             raise ValueError(f"dp_rank is {route.dp_rank}, but there are only {route.dp_size} - at `$.dp_rank`")
@@ -108,16 +108,18 @@ class RouteTable:
 
     @property
     def complete(self) -> bool:
-        """True when all replicas are there."""
+        """True when all replicas are registered."""
         return self._facts is not None and len(self._routes) == self._facts.dp_size
 
     @property
     def facts(self) -> ServerFacts | None:
-        """The shared facts, or None before the first replica."""
+        """The shared facts; None before the first replica."""
         return self._facts
 
     def find(self, tp_rank: int, dp_rank: int, pp_rank: int) -> ReplicaRoute | None:
-        """The route of the replica that has this rank: all its ranks are spoken to through its leader."""
+        """Return the route of the replica that has this rank, or None. All ranks of a replica share the route of its
+        rank 0.
+        """
         facts = self._facts
         if facts is None or tp_rank >= facts.tp_size or pp_rank >= facts.pp_size:
             return None
@@ -125,7 +127,7 @@ class RouteTable:
 
 
 def parse_query(query: Mapping[str, str]) -> dict[str, int]:
-    """The ranks asked for, by our names; -1 and absent are left out. Raises ValueError naming the parameter."""
+    """Return the requested ranks, by our names, without -1 and absent ones. Raises ValueError naming the parameter."""
     ranks: dict[str, int] = {}
     for rank, parameters in RANK_QUERY.items():
         for parameter in parameters:

@@ -1,13 +1,13 @@
-"""Short hashes of KV pages that do not depend on how a model is split, so that both ends of a transfer can compare.
+"""Checksums of KV pages that do not depend on how a model is split, so that both ends of a transfer can compare them.
 
 The unit is a block: one head of one plane (K, V, or a latent) of one layer of one page, the same bytes on every split.
-A block's hash depends on its content and on where it belongs in the request: page number, layer, plane, head, all the
-model's. Hashes of blocks are added up modulo 2^32, along pages to cells (layer, plane, head) and along layers and heads
-to pages; sums of parts are parts of sums, so ranks with different heads or layers need not know of each other.
+A block's hash depends on its content and on its position in the request: page, layer, plane and head numbers of the
+whole model. Block hashes are added modulo 2^32, along pages to cells (layer, plane, head) and along layers and heads to
+pages. Sums over ranks are sums of the ranks' sums, so ranks with different heads or layers need not know of each other.
 
-Multilinear hashing modulo 2^64 with odd multipliers, finished by splitmix64: any one changed word changes the hash.
-It finds damage, not malice. Tokens behind the prompt's last are left out, whatever is in their slots.
-Pure numpy; called by `executor.kv_hasher` on the scheduler thread and on followers.
+Multilinear hashing modulo 2^64 with odd multipliers, finished by splitmix64: any one changed word changes the hash. It
+detects damage, not malice. Slots behind the prompt's last token are left out, whatever their content. Pure numpy;
+called by `executor.kv_hasher` on the scheduler thread and on the other ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class GroupDigest(msgspec.Struct, frozen=True):
-    """What one rank has of one layout group: layers and heads as `(first, end)` of the model.
+    """Digest of one rank's part of one layout group: layers and heads as `(first, end)` of the model.
 
-    `cells` is little-endian uint32 `[layer, plane, head]`, `pages` `[page, plane]`.
+    `cells` is little-endian uint32 `[layer, plane, head]`, `pages` little-endian uint32 `[page, plane]`.
     """
 
     name: str
@@ -39,29 +39,29 @@ class GroupDigest(msgspec.Struct, frozen=True):
     pages: bytes
 
     def cell_array(self) -> U32:
-        """`cells` with their shape."""
+        """Return `cells` as an array with its shape."""
         shape = (self.layers[1] - self.layers[0], self.num_planes, self.heads[1] - self.heads[0])
         return np.frombuffer(self.cells, dtype="<u4").reshape(shape)
 
     def page_array(self) -> U32:
-        """`pages` with their shape."""
+        """Return `pages` as an array with its shape."""
         return np.frombuffer(self.pages, dtype="<u4").reshape(-1, self.num_planes)
 
     def with_more(self, later: GroupDigest) -> GroupDigest:
-        """With the pages behind these."""
+        """Return the digest extended by the pages that follow."""
         assert (self.name, self.layers, self.heads) == (later.name, later.layers, later.heads)
         cells = self.cell_array() + later.cell_array()
         return msgspec.structs.replace(self, cells=cells.tobytes(), pages=self.pages + later.pages)
 
 
 class RankDigest(msgspec.Struct, frozen=True):
-    """What one rank has of some pages of a request."""
+    """Digest of one rank's part of some pages of a request."""
 
     rank: int
     groups: tuple[GroupDigest, ...]
 
     def with_more(self, later: RankDigest) -> RankDigest:
-        """With the pages behind these."""
+        """Return the digest extended by the pages that follow."""
         groups = tuple(mine.with_more(theirs) for mine, theirs in zip(self.groups, later.groups, strict=True))
         return RankDigest(self.rank, groups)
 
@@ -69,13 +69,13 @@ class RankDigest(msgspec.Struct, frozen=True):
 def digest_group(
     window: RankShard, pieces: Iterable[npt.NDArray[np.uint8]], first: int, num_tokens: int
 ) -> GroupDigest:
-    """The digest of a rank's pages.
+    """Return the digest of a rank's pages.
 
     Args:
-        window: what of the model's group is in them.
+        window: the part of the model's group that the pages hold.
         pieces: uint8 `[pages, page_bytes]` each, in the order of the request's tokens.
         first: number within the request of the first page.
-        num_tokens: tokens of the request that count, from its first on.
+        num_tokens: leading tokens of the request that count.
     """
     group = window.group
     cells = np.zeros((group.num_layers, group.num_planes, group.num_kv_heads), dtype=np.uint32)
@@ -96,8 +96,9 @@ def digest_group(
 
 
 def checksum(digests: Sequence[RankDigest]) -> str | None:
-    """One short text for all of them, equal on both ends of a good transfer; None where copies that several ranks hold
-    of the same head differ.
+    """Return one checksum text for all ranks, equal on both ends of a correct transfer.
+
+    None: ranks that hold copies of the same head disagree.
     """
     totals: dict[str, U32] = {}
     seen: dict[tuple[str, int, int], U32] = {}
@@ -117,7 +118,7 @@ def checksum(digests: Sequence[RankDigest]) -> str | None:
 
 
 def _blocks(window: RankShard, piece: npt.NDArray[np.uint8], first: int, num_tokens: int) -> U32:
-    """Hashes `[page, layer, plane, head]` of pages."""
+    """Return the block hashes of pages, uint32 `[page, layer, plane, head]`."""
     group = window.group
     token_bytes = group.head_bytes // group.page_tokens
     word = np.dtype("<u4") if token_bytes % 4 == 0 else np.dtype("<u2") if token_bytes % 2 == 0 else np.dtype("u1")

@@ -1,14 +1,15 @@
 """The control socket over zmq: one PULL socket that peers push to, and one PUSH socket per peer.
 
-All belong to the scheduler thread, which takes what has arrived through its mailbox (`EventSource`); zmq's own thread
-moves the bytes. Sends never block: what a dead or slow peer does not take is dropped, and `Sessions` repeats it.
+All sockets belong to the scheduler thread, which takes received frames through its mailbox (`EventSource`). zmq's own
+thread moves the bytes. Sends never block: frames that a dead or slow peer does not take are dropped, and `Sessions`
+repeats them.
 
-With a control token connections are encrypted (CURVE). All processes with one token derive the same key pair from it.
-CURVE asks a client for the server's public key, so one who does not know the token cannot complete a handshake, and a
-recording cannot be read later even with the token. The seal of each frame (`wire`) stays inside.
+With a control token, connections are encrypted (CURVE). All processes with one token derive the same key pair from it.
+CURVE requires that a client knows the server's public key, so a process without the token cannot complete a handshake,
+and a recording cannot be decrypted later, even with the token. The seal of each frame (`wire`) stays inside.
 
-zmq repeats a failed handshake in silence, or gives a connection up in silence. Monitors tell which: a peer with another
-token is told to the mailbox, and a connection that zmq gave up is made anew with the next send.
+zmq repeats a failed handshake, or gives a connection up, without an error. Monitors report both: a peer with another
+token is reported to the mailbox, and a connection that zmq gave up is opened again with the next send.
 """
 
 from __future__ import annotations
@@ -34,29 +35,34 @@ log = logging.getLogger(__name__)
 
 _SEND_QUEUE = 4096
 _RECEIVE_QUEUE = 65536
-"""Frames of one peer that wait for a step to end."""
+"""Frames of one peer that may wait for the end of a step."""
 _POLLIN = int(zmq.POLLIN)
 _MAX_TAKEN = 4096
-"""Frames that are handled at once."""
+"""Most frames that are handled in one batch."""
 _CURVE_OVERHEAD = 64
-"""Bytes that CURVE adds to a frame, and a few more."""
+"""Upper bound of the bytes that CURVE adds to a frame."""
 _HANDSHAKE_MS = 5000
-"""A stranger's connection that says nothing is closed then. zmq's own thread shakes hands, however long a step is."""
+"""An unknown connection without a handshake is closed after this time. zmq's thread handles it, also during long steps.
+"""
 _UNACKED_MS = 3000
-"""A connection is made anew when the peer's host has not acknowledged its bytes for so long. The system repeats them
-after pauses that double, so it would find out late that a cut link is whole again. Lost frames are said again."""
+"""Milliseconds without a TCP ack from the peer's host after which a connection is opened again.
+
+The kernel retransmits after doubling pauses, so it notices late that a broken link works again. `Sessions` repeats lost
+frames.
+"""
 _CONNECT_MS = 2000
 _MAX_SOCKETS = 16384
 _LOOK_EVERY_S = 0.25
-"""Pause between looks at the monitors, which costs a system call or two per peer."""
+"""Pause in seconds between reads of the monitors, which cost a system call or two per peer."""
 _TELL_EVERY_S = 1.0
-"""A handshake that goes on failing is told again after this pause."""
+"""Pause in seconds between reports of a handshake that keeps failing."""
 _DISTINCT_FAILURES = 2
-"""A peer that dies in the middle of a handshake looks like one with another token, once."""
+"""Failures from which a peer counts as having another token. A peer that dies in a handshake looks the same once."""
 
 _FAILED = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 _CLOSED = frozenset({errno.EPIPE, errno.ECONNRESET})
-"""Values of `_FAILED` where the other end closed the connection. At the control port peers do so to probe us."""
+"""Values of `_FAILED` where the other end closed the connection. Peers' probes close connections at the control port.
+"""
 _REFUSED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL) | int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
 _SUCCEEDED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 _DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
@@ -72,7 +78,7 @@ class CurveKeys:
 
     @classmethod
     def of(cls, token: str) -> CurveKeys:
-        """The one key pair of all processes with this token.
+        """Return the key pair that all processes with this token share.
 
         Raises:
             ConfigError: this libzmq has no CURVE.
@@ -86,25 +92,24 @@ class CurveKeys:
 
 @dataclasses.dataclass(slots=True)
 class _Link:
-    """The connection to one peer, and what its monitor said of it."""
+    """The connection to one peer, and the state that its monitor reports."""
 
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     num_failed: int = 0
-    """Handshakes that the other end broke off, since one succeeded."""
+    """Handshakes that the other end closed, since the last success."""
     told_s: float = -float("inf")
     given_up: bool = False
-    """zmq has closed the connection and does not say that it tries again."""
+    """True when zmq has closed the connection and does not report a retry."""
 
 
 class ZmqControlSocket:
-    """`ControlSocket` on `host`, at a free port. Port 0 is the only choice: peers learn it from the handshake.
+    """`ControlSocket` on `host`, at a free port; peers learn the port from the handshake.
 
-    An `EventSource` of what arrives, for the mailbox of the thread that made it. With a `token` connections are
-    encrypted.
+    An `EventSource` for the mailbox of the thread that created it. With a `token` connections are encrypted.
 
     Raises:
-        ConfigError: `host` is not ours, or this libzmq cannot encrypt.
+        ConfigError: `host` is not an address of this machine, or this libzmq cannot encrypt.
     """
 
     def __init__(self, host: str, token: str = "") -> None:
@@ -155,7 +160,7 @@ class ZmqControlSocket:
         try:
             link = self._links.get(endpoint) or self._connect(endpoint)
         except zmq.ZMQError as error:
-            self._failures.warning("cannot send to %r: %s", endpoint, error)  # a peer's word is no reason to fall over
+            self._failures.warning("cannot send to %r: %s", endpoint, error)  # peers name endpoints
             return
         with contextlib.suppress(zmq.Again):
             link.socket.send(frame, zmq.NOBLOCK)
@@ -167,7 +172,7 @@ class ZmqControlSocket:
             _close(link.socket, link.monitor, linger_ms=0)
 
     def close(self) -> None:
-        """Stop listening. Scheduler thread, after its last send; nobody may wait for us any more."""
+        """Stop listening. Scheduler thread, after its last send; no peer may still expect an answer."""
         _close(self._pull, self._pull_monitor, linger_ms=0)
         for endpoint in list(self._links):
             link = self._links.pop(endpoint)
@@ -207,7 +212,7 @@ class ZmqControlSocket:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self._keys.public)
 
     def _monitor(self, socket: zmq.Socket[bytes], events: int) -> zmq.Socket[bytes]:
-        """What `socket` says of its connections. Without a limit: zmq's thread would wait for us to read it."""
+        """Open a monitor of `socket`'s connections. Its queue has no limit: zmq's thread would block on a full one."""
         address = f"inproc://monitor-{next(self._names)}"
         socket.monitor(address, events)
         monitor: zmq.Socket[bytes] = self._context.socket(zmq.PAIR)
@@ -217,7 +222,7 @@ class ZmqControlSocket:
         return monitor
 
     def _look(self, now: float) -> list[PeerHandshakeFailed | HandshakesFailed]:
-        """What the monitors have to say."""
+        """Read all monitors, and return the events for the mailbox."""
         said = _said(self._pull_monitor)
         num_failed = sum(not (kind & _FAILED and value in _CLOSED) for kind, value in said)
         if num_failed:
@@ -238,7 +243,7 @@ class ZmqControlSocket:
         return events
 
     def _look_at(self, link: _Link) -> int:
-        """Take what the monitor of a peer says; how many handshakes failed."""
+        """Read the monitor of a peer; return the number of failed handshakes."""
         num_failed = 0
         for kind, value in _said(link.monitor):
             if kind & _SUCCEEDED:
@@ -247,7 +252,7 @@ class ZmqControlSocket:
                 num_failed, link.num_failed = num_failed + 1, _DISTINCT_FAILURES
             elif kind & _FAILED:
                 num_failed += 1
-                link.num_failed += value in _CLOSED  # else it has said nothing in time
+                link.num_failed += value in _CLOSED  # else it timed out
             link.given_up = bool(kind & _DISCONNECTED) or (link.given_up and not kind & _RETRIED)
         return num_failed
 
@@ -257,7 +262,7 @@ def _readable(socket: zmq.Socket[bytes]) -> bool:
 
 
 def _said(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:
-    """Kind and value of what a monitor has to say, oldest first."""
+    """Return kind and value of a monitor's pending events, oldest first."""
     said: list[tuple[int, int]] = []
     while _readable(monitor):
         event, _ = monitor.recv_multipart(zmq.NOBLOCK)

@@ -1,10 +1,10 @@
-"""Copy workers: threads that run copy jobs on a transport and report to the mailbox.
+"""Copy workers: threads that run copy jobs on a transport and post the results to the mailbox.
 
-Each rank of a peer has threads of its own, as many as the transport wants, from its first job on until it is known to
-be gone. So a peer that hangs delays nobody else, however many do, and each thread knows alone whether it is connected.
+Each rank of a peer has its own threads, as many as the transport wants, from its first job until the peer is gone. So a
+hanging peer delays no other peer, and each thread alone tracks whether it is connected.
 
-A job with a closed gate is kept aside, and holds up no other: a thread runs what is ready first, and waits for its
-oldest gate, in short bits, only when there is nothing else to do.
+A job with a closed gate is queued separately and delays no other job. A thread runs ready jobs first, and waits for its
+oldest gate, in short intervals, only when no other job is ready.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from pdserve.transfer.wire import MemoryKey
 log = logging.getLogger(__name__)
 
 GATE_TIMEOUT_S = 300.0
-"""A gate still closed after this long belongs to a step that will never be computed."""
+"""Seconds after which a gate that is still closed belongs to a step that will never be computed."""
 
 CANCELLED = Failure(code="cancelled", message="the transfer was cancelled before this piece was sent")
 PEER_GONE = Failure(code="peer_gone", message="the peer is gone, and this piece was not sent")
@@ -48,7 +48,7 @@ NEVER_WRITTEN = Failure(code="layers_not_written", message="the layers to be sen
 
 @dataclasses.dataclass(slots=True)
 class _Gate:
-    """Jobs behind one gate. All requests of a step share its gates, so a gate is asked once for all of them."""
+    """Jobs behind one gate. All requests of a step share its gates, so a gate is polled once for all of them."""
 
     ready: LayersReady
     expires_at: float
@@ -56,7 +56,7 @@ class _Gate:
 
 
 class GatedJobs:
-    """Jobs whose gates were closed when last looked at, the oldest gate first."""
+    """Jobs whose gates were closed at the last poll, the oldest gate first."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -66,14 +66,16 @@ class GatedJobs:
         return bool(self._gates)
 
     def add(self, job: CopyJob, ready: LayersReady) -> None:
-        """Keep `job` until `ready` says True, the job is cancelled, or `GATE_TIMEOUT_S` have passed."""
+        """Keep `job` until `ready` returns True, the job is cancelled, or `GATE_TIMEOUT_S` have passed."""
         gate = self._gates.get(id(ready))
         if gate is None:
             gate = self._gates[id(ready)] = _Gate(ready, self._now() + GATE_TIMEOUT_S)
         gate.jobs.append(job)
 
     def take(self) -> Iterator[tuple[CopyJob, Failure | None]]:
-        """Jobs that need wait no longer: to be sent (None), or to be reported with that failure. Does not block."""
+        """Yield jobs that need not wait any longer: to be sent (None), or to be reported with that failure. Does not
+        block.
+        """
         for mark, gate in list(self._gates.items()):
             cancelled = [job for job in gate.jobs if job.cancelled]
             if cancelled:
@@ -89,11 +91,11 @@ class GatedJobs:
                 yield from ((job, NEVER_WRITTEN) for job in gate.jobs)
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the oldest gate; True when it is open. A gate that never opens may say False at once."""
+        """Wait for the oldest gate; True when it is open. A gate that never opens may return False at once."""
         return bool(self._gates) and self._ask(next(iter(self._gates.values())), timeout_s)
 
     def clear(self) -> list[CopyJob]:
-        """Let go of all jobs, and return them."""
+        """Remove and return all jobs."""
         dropped = [job for gate in self._gates.values() for job in gate.jobs]
         self._gates.clear()
         return dropped
@@ -110,26 +112,26 @@ class GatedJobs:
 CLOSE_TIMEOUT_S = 30.0
 NUM_RECEIVER_THREADS = 4
 GATE_SLICE_S = 0.004
-"""How long a thread waits for a gate before it looks at its queue again."""
+"""Seconds that a thread waits for a gate before it checks its queue again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _End:
-    """Nothing comes after this. What waits for a gate ends with `failure`."""
+    """The last order of a thread. Jobs that wait for a gate end with `failure`."""
 
     failure: Failure
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Reach:
-    """Connect, before there is anything to copy."""
+    """Connect before the first copy."""
 
 
 Orders = queue.SimpleQueue[CopyJob | _Reach | _End]
 
 
 class _Worker:
-    """One thread's orders, and how far it has come: `num_given` is the scheduler thread's, `num_ended` its own."""
+    """One thread's orders and progress: the scheduler thread writes `num_given`, the worker writes `num_ended`."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
@@ -148,18 +150,18 @@ class _Worker:
 
 
 class _PeerQueues:
-    """What is to be done about peers, which may take seconds: of one peer in order, of several at the same time."""
+    """Runs slow actions on peers: those of one peer in order, those of several peers concurrently."""
 
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition()
         self._waiting: dict[str, deque[Callable[[], None]]] = {}
-        """Of each peer that a thread is busy with, or about to be."""
+        """Queued actions of each peer that a thread works on, or is about to."""
         self._num_running = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="kv-receivers")
 
     def submit(self, peer: str, action: Callable[[], None]) -> None:
-        """Do it after all else of that peer. `action` raises nothing."""
+        """Run `action` after all earlier actions of that peer. `action` raises nothing."""
         with self._changed:
             if self._closed:
                 return
@@ -170,7 +172,7 @@ class _PeerQueues:
                 self._threads.submit(self._work, peer)
 
     def close(self, deadline: float) -> None:
-        """Begin nothing more; wait for what runs, until `deadline` of the monotonic clock."""
+        """Start no more actions; wait for running ones until `deadline` (monotonic clock)."""
         with self._changed:
             self._closed = True
             for actions in self._waiting.values():
@@ -204,7 +206,7 @@ class CopyWorkers:
         self._num_writers = min(transport.facts.writers, num_threads)
         self._workers_of: dict[str, list[_Worker]] = {}
         self._threads: list[threading.Thread] = []
-        """Those that may run still."""
+        """Threads that may still run."""
         self._numbers = itertools.count()
         self._closing = threading.Event()
         self._disconnecting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-disconnect")
@@ -215,7 +217,7 @@ class CopyWorkers:
 
     @property
     def address(self) -> str:
-        """See `Transport`: anybody may write there, and no `fence` ends it."""
+        """See `Transport.address`: any process may write there, and no `fence` ends it."""
         return self._transport.address()
 
     @property
@@ -257,7 +259,7 @@ class CopyWorkers:
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
-        self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends what runs; takes its time
+        self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends running writes; may take long
         for worker in self._workers_of.pop(transport_address, ()):
             worker.orders.put(_End(PEER_GONE))
 
@@ -275,7 +277,7 @@ class CopyWorkers:
         self._receivers.submit(peer, lambda: self._post(self._fence(peer)))
 
     def close(self) -> None:
-        """End the threads. Writes under way are cut off; queued jobs, and those with a closed gate, are not begun."""
+        """End the threads. Running writes are cut off; queued jobs, and those with a closed gate, are not started."""
         self._closing.set()
         for address in self._workers_of:
             self._transport.disconnect(address)
@@ -289,7 +291,7 @@ class CopyWorkers:
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                log.warning("%s still copies after %g s, and is left behind", thread.name, CLOSE_TIMEOUT_S)
+                log.warning("%s still copies after %g s and is abandoned", thread.name, CLOSE_TIMEOUT_S)
 
     def _open_receiver(self, peer: str) -> ReceiverOpened:
         try:
@@ -309,7 +311,7 @@ class CopyWorkers:
             return PeerFenced(peer, fenced=False)
 
     def _workers(self, peer: str) -> Sequence[_Worker] | Failure:
-        """The threads of a rank of a peer, or why there are none."""
+        """Return the threads of a rank of a peer, or why there are none."""
         workers = self._workers_of.setdefault(peer, [])
         try:
             while len(workers) < self._num_writers:
@@ -317,7 +319,7 @@ class CopyWorkers:
         except RuntimeError as error:  # the system has no more threads
             log.error("no thread to copy to %s with: %s", peer, error)
             if not workers:
-                return Failure(code="no_threads", message=f"nobody copies: {error}", status=503)
+                return Failure(code="no_threads", message=f"no copy thread could be started: {error}", status=503)
         return workers
 
     def _start(self, peer: str) -> _Worker:
@@ -339,12 +341,12 @@ class CopyWorkers:
                     assert ready is not None
                     gated.add(job, ready)
                     if not orders.empty():
-                        continue  # take in all that came before the gates are asked
+                        continue  # take all queued orders before the gates are polled
                 case _Reach():
                     self._post(PeerConnected(worker.peer, self._reach(worker)))
                 case _End(failure=failure):
                     self._report_unsent(worker, gated.clear(), failure)
-                    self._transport.disconnect(worker.peer)  # once more: it was just being connected, perhaps
+                    self._transport.disconnect(worker.peer)  # once more: a connect may have been running
                     return
             for job, unsent in gated.take():
                 if unsent is None:
@@ -358,7 +360,7 @@ class CopyWorkers:
             worker.connected = True
 
     def _reach(self, worker: _Worker) -> Failure | None:
-        """Connect; why that cannot be done."""
+        """Connect; return the failure, or None."""
         try:
             self._connect(worker)
         except TransferError as error:
@@ -393,7 +395,7 @@ class CopyWorkers:
             else:
                 self._transport.write(job.transport_address, copies)
         except TransferError as error:
-            worker.connected = False  # where it still is, connecting does nothing
+            worker.connected = False  # reconnecting is a no-op where the connection is up
             log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
             failure = Failure.from_error(error)
             return CopyDone.of(job, failure, settled=error.settled, write_s=time.monotonic() - started)
@@ -404,7 +406,7 @@ class CopyWorkers:
 
 
 def _internal(error: Exception) -> Failure:
-    """A bug, or what an engine raises that nobody knows of."""
+    """Return the failure for a bug, or for an unknown exception of an engine."""
     return Failure(code="internal", message=repr(error), retryable=False, status=500)
 
 
@@ -413,7 +415,9 @@ def _num_left(worker: _Worker) -> int:
 
 
 def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Reach | _End | None:
-    """What to do next; None when a while has passed, or a gate has opened. Blocks for good only with no gated job."""
+    """Return the next order; None after a short wait, or when a gate opened. Blocks without limit only without gated
+    jobs.
+    """
     if not gated:
         return orders.get()
     try:
@@ -424,7 +428,7 @@ def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Reach | _End | N
     if gated.wait(GATE_SLICE_S):
         return None
     left_s = looks_again_at - time.monotonic()
-    if left_s > 0:  # a gate that will never open does not wait
+    if left_s > 0:  # a gate that will never open returns at once
         with contextlib.suppress(queue.Empty):
             return orders.get(timeout=left_s)
     return None

@@ -1,6 +1,6 @@
-"""Finds prefill servers (`lookups`) and looks whether peers still live (`probes`): one thread with an event loop.
+"""Finds prefill servers (`LookUps`) and probes peers (`Probes`): one thread with an event loop.
 
-Made by `build_transfer`; the scheduler thread calls it, and its answers are posted from here.
+Created by `engine/build_transfer.py`; called by the scheduler thread. Results are posted from the directory's thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROBE_TIMEOUT_S = 2.0
 MIN_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
 FORGET_AFTER_S = 600.0
-"""A peer that has not been asked about for so long is forgotten."""
+"""Seconds without a probe request after which a peer is forgotten."""
 MAX_PEERS = 4096
 MAX_AT_ONCE = 512
 
@@ -36,18 +36,18 @@ class _Probed:
 
 
 class Probes:
-    """All probes. Event loop only; `post` may be called for a peer until `close`."""
+    """All probes. Event loop only; calls `post` with each result until `close`."""
 
     def __init__(self, post: Callable[[TransferEvent], None], timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._post = post
         self._timeout_s = timeout_s
         self._resolver = LaneResolver(max_threads=4)
         self._peers: OrderedDict[str, _Probed] = OrderedDict()
-        """By instance, the one that was asked about last at the end."""
+        """Probed peers by instance, the most recently requested one at the end."""
         self._num_running = 0
 
     def start(self, instance: str, endpoint: str) -> None:
-        """Probe `instance` at `endpoint`, `host:port`, unless that is under way or has been in vain just now."""
+        """Probe `instance` at `endpoint` (`host:port`), unless a probe runs or the pause after a failed one lasts."""
         now = asyncio.get_running_loop().time()
         peer = self._peers.setdefault(instance, _Probed(now))
         peer.asked_s = now
@@ -60,7 +60,7 @@ class Probes:
         peer.task.add_done_callback(self._ended)
 
     def close(self) -> None:
-        """End what is under way."""
+        """Cancel all probes."""
         for peer in self._peers.values():
             if peer.task is not None:
                 peer.task.cancel()
@@ -81,11 +81,11 @@ class Probes:
         self._post(event)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A probe has ended, or was cancelled before it began."""
+        """Count the end of a probe, also of one that was cancelled before it began."""
         self._num_running -= 1
 
     async def _look(self, instance: str, endpoint: str) -> TransferEvent | None:
-        """None when nothing is known: no answer in time, no route, or no endpoint at all."""
+        """Probe an endpoint; None for no answer in time, no route, or no valid endpoint."""
         host, _, port = endpoint.rpartition(":")
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -113,9 +113,9 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class HttpDirectory:
-    """`Directory` over HTTP. A server that is just starting is asked again for `patience_s`.
+    """`Directory` over HTTP. A server that is just starting is retried for `patience_s` seconds.
 
-    `allowed`: the only bootstrap servers that are asked; None: any. Names are resolved in threads beside.
+    `allowed`: the only bootstrap servers that may be looked up; None: any. Names are resolved in separate threads.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class HttpDirectory:
         self._call(self._probes.start, instance, endpoint)
 
     def close(self) -> None:
-        """End the thread and what is under way. Any number of times."""
+        """End the thread and all running look-ups and probes. May be called any number of times."""
         self._call(self._loop.stop)
         self._thread.join(_CLOSE_TIMEOUT_S)
 

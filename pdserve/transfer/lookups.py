@@ -1,13 +1,13 @@
 """Look-ups of prefill servers through their bootstrap servers. Part of `HttpDirectory`, on its event loop.
 
-A client may name any address, so look-ups run in three lanes that cannot hold each other up:
+A client may name any address, so look-ups run in three lanes with separate limits, which do not delay each other:
 
-    found before                     known      a failure is told at once, by its kind
+    found before                     known      a failure is reported at once, with its kind
     allowed by the operator's list   known      the same
-    all others                       unknown    every failure is told at the deadline, in the same words
+    all others                       unknown    every failure is reported at the deadline, with the same text
 
-One deadline covers a look-up: names, connections, all replicas, all retries. A lane that is full gives up its oldest
-look-up for a new one, so a flood of addresses that hang cannot keep a server that answers from being found.
+One deadline covers a look-up: names, connections, all replicas, all retries. A full lane cancels its oldest look-up for
+a new one, so a flood of addresses that hang cannot prevent look-ups of servers that answer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pdserve.transfer.name_resolver import LaneResolver
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
-"""So long a server that is just starting is asked again. The whole deadline for an unknown address."""
+"""Seconds for which a server that is just starting is retried; also the whole deadline for an unknown address."""
 MAX_ANSWER_S = 5.0
-"""So long after that a known server may take for an answer that has begun."""
+"""Seconds after `PATIENCE_S` that a known server may take to complete an answer."""
 RETRY_S = (0.1, 0.25, 0.5, 1.0)
-"""Pauses between tries; the last one is repeated."""
+"""Pauses between tries in seconds; the last one is repeated."""
 MAX_REPLICAS = 256
-"""Of one server: each is a session, with a receiving engine of its own."""
+"""Most replicas of one server: each is a session with its own receiving engine."""
 MAX_KNOWN_ADDRESSES = 1024
 MAX_UNKNOWN_AT_ONCE = 64
 MAX_UNKNOWN_OF_A_HOST = 8
@@ -42,7 +42,7 @@ MAX_ALLOWED_AT_ONCE = 256
 
 
 class _Lane:
-    """Look-ups that share limits. `per_host`: of one host as it is written."""
+    """Look-ups that share limits. `per_host` is the limit of one host name as written."""
 
     def __init__(self, most: int, per_host: int) -> None:
         self.most = most
@@ -51,7 +51,7 @@ class _Lane:
         self.running: OrderedDict[asyncio.Task[None], str] = OrderedDict()
 
     def make_room(self, host: str) -> None:
-        """End the oldest look-up, of `host` or of all, when there are as many as there may be."""
+        """Cancel the oldest look-up of `host`, or of the lane, when that limit is reached."""
         of_host = [task for task, other in self.running.items() if other == host]
         if len(of_host) >= self.per_host:
             self._give_up(of_host[0])
@@ -68,7 +68,7 @@ class _Lane:
 
 
 class LookUps:
-    """All look-ups. `allowed` None: any address may be asked. Event loop only."""
+    """All look-ups. `allowed` None: any address may be looked up. Event loop only."""
 
     def __init__(
         self,
@@ -105,14 +105,14 @@ class LookUps:
         lane.add(task, host)
 
     def close(self) -> None:
-        """End what is under way; nothing is posted any more."""
+        """Cancel all look-ups; nothing is posted any more."""
         self._closed = True
         for lane in (self._of_found, self._of_allowed, self._of_unknown):
             for task in list(lane.running):
                 task.cancel()
 
     def _ended(self, task: asyncio.Task[None], address: Address) -> None:
-        """`task` is done; given up, perhaps before its first step, it has told nothing yet."""
+        """Post the failure of a cancelled look-up, which has posted nothing yet."""
         if task.cancelled() and not self._closed:
             self._post(PrefillNotFound(address, _BUSY))
 
@@ -135,10 +135,10 @@ class LookUps:
         self._post(event)
 
     async def _seek(self, address: Address, lane: _Lane, deadline_s: float) -> tuple[tuple[str, str], ...]:
-        """Instance and control endpoint of each replica.
+        """Return the instance id and control endpoint of each replica.
 
         Raises:
-            BootstrapError: in time for the deadline, or at it.
+            BootstrapError: before the deadline, or at it.
         """
         loop = asyncio.get_running_loop()
         last: BootstrapError | None = None
@@ -171,7 +171,9 @@ class LookUps:
         return tuple((route.instance, f"{route.host}:{route.port}") for route in routes)
 
     async def _explain(self, address: Address, error: BootstrapError, lane: _Lane, deadline_s: float) -> Failure:
-        """What the client is told. Of an unknown address all failures look alike, and come at the same moment."""
+        """Return the failure for the client. All failures of an unknown address have the same text and arrive at the
+        deadline.
+        """
         known = lane is not self._of_unknown
         warnings = self._known_failures if known else self._unknown_failures
         where = escaped(f"{address[0]}:{address[1]}")
@@ -199,7 +201,7 @@ _BUSY = Failure(
 
 
 def not_allowed(address: Address) -> Failure:
-    """Of an address that `--disaggregation-allowed-prefill` does not list."""
+    """Return the failure for an address that `--disaggregation-allowed-prefill` does not list."""
     return Failure(
         code="prefill_not_allowed",
         message=f"bootstrap_host: {address[0][:255]}:{address[1]} is not listed by --disaggregation-allowed-prefill",

@@ -1,7 +1,7 @@
-"""Names to addresses in threads of a lane's own, so that a name server that hangs holds up that lane alone.
+"""Resolves names in threads of one lane, so that a name server that hangs delays only that lane.
 
-`getaddrinfo` cannot be stopped: a thread that hangs keeps its place until it ends, though the look-up that began it has
-given up long before. Used by `lookups` (as aiohttp's resolver) and `probes`, on the directory's event loop.
+`getaddrinfo` cannot be stopped: a thread that hangs keeps its slot until it ends, even after its look-up was cancelled.
+Used by `lookups` (as aiohttp's resolver) and by `directory.Probes`, on the directory's event loop.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from aiohttp.abc import AbstractResolver, ResolveResult
 
 Found = Sequence[tuple[int, int, int, str, Any]]
-"""What `getaddrinfo` returns."""
+"""Return type of `getaddrinfo`."""
 
 
 class LaneResolver(AbstractResolver):
-    """At most `max_threads` names are looked up at a time; more wait. Event loop only."""
+    """Resolves at most `max_threads` names at a time; further names wait. Event loop only."""
 
     def __init__(self, max_threads: int) -> None:
         self._places = asyncio.Semaphore(max_threads)
@@ -28,7 +28,7 @@ class LaneResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_INET
     ) -> list[ResolveResult]:
-        """aiohttp's: all stream addresses of `host`."""
+        """Return all stream addresses of `host` (`AbstractResolver`)."""
         results: list[ResolveResult] = []
         for kind, _, protocol, _, address in await self._look_up(host, port, family):
             results.append(
@@ -44,10 +44,10 @@ class LaneResolver(AbstractResolver):
         return results
 
     async def first(self, host: str, port: int) -> tuple[int, Any]:
-        """Family and socket address of the first address of `host`. Without a thread where `host` is an address.
+        """Return family and socket address of the first address of `host`. A numeric `host` needs no thread.
 
         Raises:
-            OSError: there is none.
+            OSError: the name has no address.
         """
         try:
             found: Found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -57,7 +57,7 @@ class LaneResolver(AbstractResolver):
         return family, address
 
     async def close(self) -> None:
-        """aiohttp's: a look-up has ended. Others use this resolver still."""
+        """Do nothing (`AbstractResolver`): other look-ups still use this resolver."""
 
     async def _look_up(self, host: str, port: int, family: int) -> Found:
         await self._places.acquire()
@@ -77,7 +77,7 @@ class LaneResolver(AbstractResolver):
             result: Found | Exception
             try:
                 result = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)
-            except Exception as error:  # UnicodeError, too: names come from strangers
+            except Exception as error:  # UnicodeError, too: names come from clients
                 result = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(tell, result)

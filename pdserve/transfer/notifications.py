@@ -1,8 +1,8 @@
-"""What the engine tells the side that is written to: notes of writes, counted until all of a key are there.
+"""Counts the engine's notifications of landed writes on the receiving side, until all writes of a key have landed.
 
-A transport that notifies (`TransportFacts.notifies`) brings a note with each write. `Done` of the control plane says
-how many there are of a key, and is believed only when they have all come. Notes of keys that never come to `Done` are
-forgotten in their turn. One thread, which sleeps unless something expected has not come.
+A transport that notifies (`TransportFacts.notifies`) delivers a note with each write. `Done` on the control plane
+states the number of writes of a key, and is accepted only when all their notes have arrived. Notes of keys without a
+`Done` are dropped, oldest key first. One thread, which sleeps unless an expected note is missing.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from pdserve.transfer.wire import Count, MemoryKey
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
-"""What has not come so long after it was expected will not come: the sender's engine had it acknowledged before."""
+"""Seconds after which an expected note counts as missing: the sender's engine got its ack before."""
 IDLE_LOOK_S = 5.0
-"""How often notes are taken from the engine that nobody expects, so that they do not pile up there."""
+"""Seconds between reads of notes that no key expects, so that they do not accumulate in the engine."""
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.005
 LONGEST_LOOK_S = 0.1
-"""Of the time between two looks no more than this counts: a process that was stopped has heard nothing meanwhile."""
+"""Most seconds between two reads that count towards a timeout: a stopped process receives no notes meanwhile."""
 CLOSE_TIMEOUT_S = 5.0
 MAX_KEYS = 4096
-"""Keys whose notes are kept before anybody expects them; far more than can be in flight at once."""
+"""Most keys whose notes are kept before they are expected; far more than can be in flight at once."""
 
 
 class Note(msgspec.Struct, frozen=True, array_like=True):
-    """Names one write: the job `index` of `key`."""
+    """Names one write: job `index` of `key`."""
 
     key: MemoryKey
     index: Count
@@ -44,12 +44,12 @@ _notes = msgspec.msgpack.Decoder(Note)
 
 
 def encode_note(key: MemoryKey, index: int) -> bytes:
-    """The note of a write, some tens of bytes."""
+    """Return the note of a write, some tens of bytes."""
     return msgspec.msgpack.encode(Note(key, index))
 
 
 class Notifications:
-    """Says for keys whether their notes have come. `take` gives those that came since it was last called."""
+    """Reports for keys whether their notes have arrived. `take` returns the notes since its last call."""
 
     def __init__(self, take: Callable[[], Sequence[bytes]], post: Callable[[TransferEvent], None]) -> None:
         self._take = take
@@ -57,7 +57,7 @@ class Notifications:
         self._changed = threading.Condition()
         self._seen: OrderedDict[MemoryKey, set[int]] = OrderedDict()
         self._expected: dict[MemoryKey, tuple[int, float]] = {}
-        """How many of each key, and up to which of our seconds they are waited for."""
+        """Number of notes of each key, and the time up to which they are awaited, on the clock of `_seconds`."""
         self._looked_at = self._seconds = 0.0
         self._num_complaints = 0
         self._closing = False
@@ -65,8 +65,9 @@ class Notifications:
         self._thread.start()
 
     def expect(self, key: MemoryKey, count: int) -> bool:
-        """Whether `count` writes of `key` have been notified; they mostly have. If not, `Notified` is posted when they
-        have, or have not within `TIMEOUT_S`. Once a key.
+        """Return True when `count` writes of `key` have been notified, the common case.
+
+        False: `Notified` is posted when they have, or after `TIMEOUT_S`. Call once a key.
         """
         with self._changed:
             self._look()
@@ -78,7 +79,7 @@ class Notifications:
             return False
 
     def close(self) -> None:
-        """End the thread; what is still expected is not reported."""
+        """End the thread; keys that are still expected are not reported."""
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -124,5 +125,5 @@ class Notifications:
 
     def _complain(self, sentence: str, error: Exception) -> None:
         self._num_complaints += 1
-        if self._num_complaints & (self._num_complaints - 1) == 0:  # what comes each time must not flood the log
+        if self._num_complaints & (self._num_complaints - 1) == 0:  # repeated errors must not flood the log
             log.warning(f"{sentence} (%d so far)", error, self._num_complaints)

@@ -1,6 +1,6 @@
-"""The seam between pdserve and whatever moves bytes. A transport copies; it knows no pages, rooms or requests.
+"""Interface between pdserve and transfer engines. A transport copies bytes; it knows no pages, rooms or requests.
 
-The composition root opens one per scheduler process with `open_transport`; `CopyWorkers` writes through it. Threads:
+`build_transfer` opens one per scheduler process with `open_transport`; `CopyWorkers` writes through it. Threads:
 
     scheduler thread   open_transport, register, address, disconnect, close
     copy workers       connect, write, write_and_notify (several at once, also to the same peer)
@@ -39,19 +39,22 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransportFacts:
-    """What a transport turned out to be on this machine; logged at start and shown in `/server_info`."""
+    """Properties of a transport on this machine; logged at start and shown in `/server_info`."""
 
     protocol: str
-    """What carries the bytes: `rdma`, `tcp`, `memory`, or `none`."""
+    """Medium of the bytes: `rdma`, `tcp`, `memory`, or `none`."""
     moves_bytes: bool
-    """False: nothing arrives, and what the receiver computes from it is noise."""
+    """False: no bytes arrive, and the receiver computes noise from its pages."""
     max_outstanding: int | None = None
-    """Copies that may be under way to one peer at a time, over all threads; None: no limit."""
+    """Most copies under way to one peer at a time, over all threads; None: no limit."""
     writers: int = 1
-    """Copy workers that share the jobs for one peer. More than one helps where a write is the thread's own work: one
-    copies while the other makes its next copy ready, or waits for the interpreter's lock."""
+    """Copy workers that share the jobs for one peer.
+
+    More than one helps where the thread itself copies: one copies while the other prepares its next copy or waits for
+    the GIL.
+    """
     notifies: bool = False
-    """True: it is a `NotifyingTransport`."""
+    """True: the transport is a `NotifyingTransport`."""
 
 
 class Transport(Protocol):
@@ -64,21 +67,21 @@ class Transport(Protocol):
 
     @property
     def facts(self) -> TransportFacts:
-        """What was chosen on this machine. Any thread, any time."""
+        """Properties on this machine. Any thread, any time."""
         ...
 
     @property
     def drain_timeout_s(self) -> float:
-        """Seconds after an unsettled failure by which no byte of that write is read here or sent any more.
+        """Seconds after an unsettled failure until no byte of that write is read here or sent any more.
 
-        A receiver which was stopped meanwhile may have bytes in its own buffers: it counts from when it runs again.
-        Any thread, any time.
+        A receiver that was stopped meanwhile may have bytes in its own buffers: its time starts when it runs again. Any
+        thread, any time.
         """
         ...
 
     @property
     def fence_drain_timeout_s(self) -> float:
-        """Seconds after `fence` has returned True until nothing of the peer's can land. 0.0 where that was measured.
+        """Seconds after `fence` has returned True until no write of the peer can land; 0.0 where that was measured.
 
         Any thread, any time.
         """
@@ -87,8 +90,8 @@ class Transport(Protocol):
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make regions readable for `write` and writable for peers.
 
-        Scheduler thread, at start-up, before `address` is given to anybody. Regions must not overlap, and stay
-        allocated until `close`.
+        Scheduler thread, at start-up, before any process gets `address`. Regions must not overlap, and stay allocated
+        until `close`.
 
         Raises:
             TransferError: the engine refuses a region (empty, overlapping, locked-memory limit).
@@ -96,16 +99,17 @@ class Transport(Protocol):
         ...
 
     def address(self) -> str:
-        """An address at which anybody may write, and which no `fence` ends: for tools and tests.
+        """Return an address at which any process may write, and which no `fence` ends: for tools and tests.
 
-        What a peer passes to `connect`. Unique to this incarnation of this process. Scheduler thread, after `register`.
+        Peers pass it to `connect`. Unique to this incarnation of this process. Scheduler thread, after `register`.
         """
         ...
 
     def open_receiver(self, peer: str) -> str:
-        """Open a receiving engine for `peer` (an instance id) alone; the address that it returns is for no other.
+        """Open a receiving engine for `peer` (an instance id) alone, and return its address, which is for no other
+        peer.
 
-        While it is open, the same address again; after a `fence`, one that was never used before.
+        While the engine is open, calls return the same address; after a `fence`, one that was never used before.
 
         A copy worker or control thread, after `register`; may block for some seconds (RDMA registers memory).
 
@@ -115,28 +119,28 @@ class Transport(Protocol):
         ...
 
     def fence(self, peer: str) -> bool:
-        """Destroy the receiving engine of `peer`, and return when nothing that the peer writes can land any more.
+        """Destroy the receiving engine of `peer`; return True when no write of the peer can land any more.
 
-        False: that cannot be known (`shm`: the peer's process lives); asked again later, it may be. Unknown peers:
-        True. Writes through `address` are not ended.
+        False: that is not known (`shm`: the peer's process lives); a later call may return True. Unknown peers: True.
+        Writes through `address` are not ended.
 
         A control thread; may block for seconds.
         """
         ...
 
     def connect(self, address: str) -> None:
-        """Prepare writing to a peer. A peer that came back has a new address, and needs a new `connect`.
+        """Prepare writing to a peer. A restarted peer has a new address, and needs a new `connect`.
 
-        A copy worker or control thread, before the first `write` to it; never the scheduler thread, since a peer
-        that is stopped can hold it up for a minute.
+        A copy worker or control thread, before the first `write` to the peer; never the scheduler thread, since a
+        stopped peer can block the call for a minute.
 
         Raises:
-            TransferError: the address is malformed, or nobody answers there; nothing was written.
+            TransferError: the address is malformed, or no process answers there; nothing was written.
         """
         ...
 
     def disconnect(self, address: str) -> None:
-        """Forget a peer; unknown ones are ignored. Writes under way to it end by themselves, well or badly.
+        """Forget a peer; unknown ones are ignored. Writes under way to it end by themselves, successfully or not.
 
         Any thread; never blocks for long.
         """
@@ -148,33 +152,35 @@ class Transport(Protocol):
         Copy-worker threads, several at once.
 
         Raises:
-            TransferError: `settled` True: no byte of this write will move any more. `settled` False: some may have
-                landed and more may, for up to `drain_timeout_s` seconds: until then neither source nor destination may
-                be reused.
+            TransferError: `settled` True: no byte of this write will move any more. `settled` False: some bytes may
+                have landed and more may, for up to `drain_timeout_s` seconds. Until then neither source nor destination
+                may be reused.
         """
         ...
 
     def close(self) -> None:
-        """End everything; later calls raise. Scheduler thread, after the copy workers have stopped."""
+        """Close the transport; later calls raise. Scheduler thread, after the copy workers have stopped."""
         ...
 
 
 class NotifyingTransport(Transport, Protocol):
-    """One whose engine tells the peer of a write, on the peer's side, when every byte of it is there."""
+    """A transport whose engine notifies the receiver of a write when every byte of it has landed."""
 
     def write_and_notify(self, address: str, copies: Sequence[Copy], note: bytes) -> None:
-        """As `write`, of copies that are not all empty. When all bytes are in the peer's memory, and not before, `note`
-        is among its notifications, once. When this raises, perhaps.
+        """Write as `write` does; at least one copy must not be empty.
+
+        When all bytes are in the peer's memory, and not before, `note` is among its notifications, once. When this
+        raises, the note may or may not arrive.
         """
         ...
 
     def take_notifications(self) -> Sequence[bytes]:
-        """Notes of peers' writes that have come since the last call. One call at a time, any thread; does not block."""
+        """Return the notes of peers' writes since the last call. One call at a time, any thread; does not block."""
         ...
 
 
 class RegionSet:
-    """The registered regions of a process, with the range check that engines do not make. Thread-safe to read."""
+    """The registered regions of a process, with a range check that engines do not make. Thread-safe to read."""
 
     def __init__(self) -> None:
         self._regions: tuple[MemoryRegion, ...] = ()
@@ -198,7 +204,9 @@ class RegionSet:
         self._starts = tuple(region.address for region in merged)
 
     def find(self, address: int, num_bytes: int) -> int | None:
-        """Index into `regions` of the one that holds `[address, address + num_bytes)`; None when there is none."""
+        """Return the index into `regions` of the region that holds `[address, address + num_bytes)`; None when there is
+        none.
+        """
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0:
             return None
@@ -215,7 +223,7 @@ class RegionSet:
         for copy in copies:
             source, num_bytes = copy.source, copy.num_bytes
             if num_bytes >= 0 and start <= source and source + num_bytes <= end:
-                continue  # most lie in the region of the one before
+                continue  # most sources lie in the region of the previous one
             index = self.find(source, num_bytes)
             if num_bytes < 0 or index is None:
                 raise TransferError(
