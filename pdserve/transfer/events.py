@@ -251,8 +251,7 @@ class CopyEngine(Protocol):
 
 
 class ControlSocket(Protocol):
-    """Sends frames to peers; received frames are posted as `FrameArrived`. Frames may be lost, repeated and reordered.
-    """
+    """Sends frames to peers; received frames are posted as `FrameArrived`. Frames may get lost, repeat and reorder."""
 
     @property
     def endpoint(self) -> str:

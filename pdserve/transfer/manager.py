@@ -288,8 +288,7 @@ class KVManager:
         ]
 
     def declare_dead(self, instance: str) -> bool:
-        """Handle an operator's word that a peer's process is dead: free its pages at once. False: the peer is unknown.
-        """
+        """Free a peer's pages at once: an operator declared its process dead. False: the peer is unknown."""
         receivers = self.sessions.receivers_of(instance)
         known = self.sessions.peer(instance) is not None or bool(receivers)
         self._apply(self.sessions.gone(instance))

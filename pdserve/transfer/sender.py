@@ -54,8 +54,7 @@ class Tombstone:
 
 
 class EarlyArrivals:
-    """Early Metas by key, tombstones by (room, prompt digest). All have the same lifetime, so the oldest expires first.
-    """
+    """Early Metas by key, tombstones by (room, prompt digest). Lifetimes are equal, so the oldest expires first."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
@@ -386,8 +385,7 @@ class SendSide:
     # ------------------------------------------------------------------ inside
 
     def _supersedes(self, room: SendRoom, key: MemoryKey) -> bool:
-        """True when `key` replaces the bound key: same receiver, higher attempt, and nothing was sent to the bound key.
-        """
+        """True when `key` replaces the bound key: same receiver, higher attempt, nothing sent to the bound key."""
         assert room.target is not None
         bound = room.target.key
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing

@@ -1,1 +1,1 @@
-"""One file per way to move bytes; `transfer.transport` names them and imports one when it is asked for."""
+"""One file per transport; `transfer.registry` maps names to transports and imports each one on demand."""

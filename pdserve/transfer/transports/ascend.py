@@ -1,8 +1,8 @@
-"""Ascend NPUs through `memfabric_hybrid`. Written to its published Python interface; not tested on hardware.
+"""Ascend NPUs through `memfabric_hybrid`. Written against its published Python interface; not tested on hardware.
 
-The engine wants every process to be `Prefill`, which writes, or `Decode`, which is written to. A transport is told
-neither, so a process has a `Decode` engine from the start, one more for each peer that is to write to it, and a
-`Prefill` engine from its first connection on.
+The engine requires each process to be either `Prefill`, which writes, or `Decode`, which is written to. A transport
+does not know its role. So a process has one `Decode` engine from the start, one more for each peer that writes to it,
+and a `Prefill` engine from its first connection on.
 
     ASCEND_MF_STORE_URL           tcp://host:port of memfabric's store; required
     ASCEND_MF_TRANSFER_PROTOCOL   sdma (default), device_rdma, host_rdma
@@ -29,7 +29,7 @@ FIELD = "disaggregation_transfer_backend"
 
 
 def session_of(address: str) -> str:
-    """The engine's session in `host:port/incarnation`. Raises TransferError (settled, for good) otherwise."""
+    """Return the engine's session in `host:port/incarnation`. Raises TransferError (settled, not retryable)."""
     session, _, incarnation = address.partition("/")
     host, _, port = session.rpartition(":")
     if not (host and incarnation and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
@@ -45,12 +45,12 @@ class AscendReceiver:
         self.address = f"{session}/{uuid.uuid4().hex[:16]}"
 
     def destroy(self) -> None:
-        """End this engine alone; `unInitialize` would end the library for the whole process."""
+        """Destroy this engine only; `unInitialize` would end the library for the whole process."""
         self.native.destroy()
 
 
 class AscendTransport:
-    """Writes through memfabric's TransferEngine. See `Transport` for who calls what from where."""
+    """Writes through memfabric's TransferEngine. For threads see `Transport`."""
 
     name = "ascend"
     drain_timeout_s = DRAIN_TIMEOUT_S
@@ -76,7 +76,9 @@ class AscendTransport:
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> AscendTransport:
-        """Start the receiving engine. Raises ConfigError when something is missing or it does not start."""
+        """Start the receiving engine. Raises ConfigError when a setting or the library is missing, or it does not
+        start.
+        """
         store_url = os.environ.get("ASCEND_MF_STORE_URL", "")
         protocol = os.environ.get("ASCEND_MF_TRANSFER_PROTOCOL", "sdma").lower()
         device = os.environ.get("ASCEND_DEVICE_ID", "0")
@@ -108,15 +110,15 @@ class AscendTransport:
         return self._base.address
 
     def open_receiver(self, peer: str) -> str:
-        """A `Decode` engine of its own for `peer`, which registers all memory again."""
+        """Create a `Decode` engine for `peer`, which registers all memory again."""
         return self._receivers.open(peer).address
 
     def fence(self, peer: str) -> bool:
-        """Destroy the engine of `peer`. Not measured: what is under way drains for `fence_drain_timeout_s`."""
+        """Destroy the engine of `peer`. Not measured: writes under way drain for `fence_drain_timeout_s`."""
         return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
-        """Start the sending engine, if this is the first peer. The engine finds the peer at the first write."""
+        """Start the sending engine for the first peer. The engine looks up the peer at the first write."""
         session = session_of(address)
         with self._lock:
             if self._sender is None:
@@ -134,7 +136,9 @@ class AscendTransport:
             self._peers.pop(address, None)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """Batches of at most `BATCH_COPIES`, one after the other. What the engine reports as failed is not settled."""
+        """Write batches of at most `BATCH_COPIES`, one after the other. A failure that the engine reports is not
+        settled.
+        """
         with self._lock:
             session, sender = self._peers.get(address), self._sender
         if session is None:
@@ -157,7 +161,7 @@ class AscendTransport:
                 )
 
     def close(self) -> None:
-        """End all engines."""
+        """Destroy all engines."""
         with self._lock:
             self._peers.clear()
             sender, self._sender = self._sender, None
@@ -167,7 +171,7 @@ class AscendTransport:
         self._base.native.unInitialize()
 
     def _start(self, role: str) -> tuple[Any, str]:
-        """An engine and its session. Raises ConfigError with the engine's code."""
+        """Start an engine; return it and its session. Raises ConfigError with the engine's code."""
         engine = self._native.TransferEngine()
         session = f"{self._host}:{engine.get_rpc_port()}"
         code = int(engine.initialize(self._store_url, session, role, self._device, self._operation))

@@ -1,8 +1,9 @@
-"""`auto`: for each peer the fastest way that works. `shm` where both sides share a host and have no GPU, else mooncake.
+"""`auto`: the fastest working transport for each peer: `shm` where both sides share a host and use no GPU, else
+mooncake.
 
-A server does not know its peers when it starts, so it opens both, and its address carries both. Who writes decides, in
-`connect`, and says so in the log. What cannot be had (memory of a GPU cannot be mapped, mooncake is not installed)
-is not offered; at least one must be.
+A server does not know its peers when it starts, so it opens both transports, and its address has both addresses. The
+writing side chooses in `connect`, and logs the choice. A transport that does not work here (GPU memory cannot be
+mapped, mooncake is not installed) is not offered; at least one must work.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ _PREFIX = "auto:"
 
 
 def open_each(openers: Mapping[str, Callable[[], Transport]]) -> AutoTransport:
-    """Open what can be opened, best first.
+    """Open the transports that can be opened, best first.
 
     Raises:
-        ConfigError: what the first one that cannot be opened says, when none can.
+        ConfigError: the first transport's error, when none can be opened.
     """
     opened, errors = [], []
     for name, opener in openers.items():
         try:
             opened.append(opener())
         except ConfigError as error:
-            log.warning("transfer backend auto goes without %s: %s", name, error)
+            log.warning("transfer backend auto continues without %s: %s", name, error)
             errors.append(error)
     if not opened:
         raise errors[0]
@@ -40,7 +41,7 @@ def open_each(openers: Mapping[str, Callable[[], Transport]]) -> AutoTransport:
 
 
 class AutoTransport:
-    """Several transports as one, `ways`, best first. See `Transport` for who calls what from where."""
+    """Combines the transports `ways`, best first. For threads see `Transport`."""
 
     name = "auto"
 
@@ -51,7 +52,7 @@ class AutoTransport:
 
     @property
     def facts(self) -> TransportFacts:
-        """What is offered, best first; which of them carries the bytes is decided for each peer."""
+        """Properties of the offered transports, best first; the one that carries the bytes is chosen for each peer."""
         limits = [limit for way in self._ways.values() if (limit := way.facts.max_outstanding) is not None]
         return TransportFacts(
             protocol=" or ".join(way.facts.protocol for way in self._ways.values()),
@@ -62,19 +63,19 @@ class AutoTransport:
 
     @property
     def drain_timeout_s(self) -> float:
-        """The longest of all."""
+        """The longest of all transports."""
         return max(way.drain_timeout_s for way in self._ways.values())
 
     @property
     def fence_drain_timeout_s(self) -> float:
-        """The longest of all."""
+        """The longest of all transports."""
         return max(way.fence_drain_timeout_s for way in self._ways.values())
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register with all; those that refuse are not offered.
+        """Register with all transports; those that refuse are not offered.
 
         Raises:
-            TransferError: what the best of them says, when all refuse.
+            TransferError: the best transport's error, when all refuse.
         """
         errors: dict[str, TransferError] = {}
         for name, way in self._ways.items():
@@ -85,30 +86,30 @@ class AutoTransport:
         if len(errors) == len(self._ways):
             raise next(iter(errors.values()))
         for name, refusal in errors.items():
-            log.info("transfer backend auto goes without %s: %s", name, refusal)
+            log.info("transfer backend auto continues without %s: %s", name, refusal)
             self._ways.pop(name).close()
 
     def address(self) -> str:
-        """`auto:` and a JSON object, address by name."""
+        """Return `auto:` and a JSON object of addresses by transport name."""
         return _address_of({name: way.address() for name, way in self._ways.items()})
 
     def open_receiver(self, peer: str) -> str:
-        """Of all ways: which of them the peer will take is not known."""
+        """Open a receiver on all transports, since the peer's choice is not known."""
         return _address_of({name: way.open_receiver(peer) for name, way in self._ways.items()})
 
     def fence(self, peer: str) -> bool:
-        """Fence all ways; True when all are."""
+        """Fence on all transports; True when all fences succeed."""
         fenced = [way.fence(peer) for way in self._ways.values()]
         return all(fenced)
 
     def connect(self, address: str) -> None:
-        """Take the best way to the peer that works; it is kept for good."""
+        """Choose the best transport that reaches the peer; the choice is final."""
         with self._lock:
             if address in self._chosen:
                 return
         offered = _addresses_in(address)
         way, inner = self._connect_best(offered)
-        log.info("copies to the peer at %s go by %s", inner, way.name)
+        log.info("copies to the peer at %s use %s", inner, way.name)
         with self._lock:
             kept, _ = self._chosen.setdefault(address, (way, inner))
         if kept is not way:
@@ -122,7 +123,7 @@ class AutoTransport:
             chosen[0].disconnect(chosen[1])
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """As the chosen way does."""
+        """Write through the chosen transport."""
         with self._lock:
             chosen = self._chosen.get(address)
         if chosen is None:
@@ -130,7 +131,7 @@ class AutoTransport:
         chosen[0].write(chosen[1], copies)
 
     def close(self) -> None:
-        """End all."""
+        """Close all transports."""
         with self._lock:
             self._chosen.clear()
         for way in self._ways.values():

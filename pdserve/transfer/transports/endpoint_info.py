@@ -1,6 +1,6 @@
-"""What an address of a native engine holds, as text: a prefix that names the transport, and a struct behind it.
+"""Text encoding of a native engine's address: a prefix that names the transport, and a msgpack struct.
 
-Called by the transports whose addresses are more than a host and a port.
+Used by the transports whose addresses are more than a host and a port.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ C = TypeVar("C", bound=msgspec.Struct)
 
 
 def encode_card(prefix: str, card: msgspec.Struct) -> str:
-    """The card as text."""
+    """Encode the struct as address text."""
     return prefix + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
 
 
 def decode_card(prefix: str, address: str, kind: type[C]) -> C:
-    """The card in an address. Raises `not_an_address` when there is none."""
+    """Decode the struct in an address. Raises `not_an_address` when the address is malformed."""
     if not address.startswith(prefix):
         raise not_an_address(prefix, address)
     try:
@@ -32,6 +32,6 @@ def decode_card(prefix: str, address: str, kind: type[C]) -> C:
 
 
 def not_an_address(prefix: str, address: str) -> TransferError:
-    """Settled, for good."""
+    """Return the error for a malformed address: settled, not retryable."""
     text = f"not a {prefix.removesuffix(':')} address: {address[:100]!r}"
     return TransferError(text, code="bad_address", retryable=False)

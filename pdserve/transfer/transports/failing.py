@@ -1,6 +1,7 @@
-"""A transport whose writes fail now and then, around a real one: for tests of a running pair. Opened by `registry`.
+"""A transport that wraps another one and fails a share of its writes: for tests of a running pair. Opened by
+`registry`.
 
-The name of the variable that asks for it is SGLang's. There each poll of a transfer may fail, here each write.
+The environment variable's name is SGLang's. There each poll of a transfer may fail, here each write.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, T
 
 
 class FailingTransport:
-    """`inner`, with a share of `probability` of its writes refused before a byte of them moves. See `Transport`."""
+    """Wraps `inner`, and refuses each write with `probability` before any byte moves. See `Transport`."""
 
     def __init__(self, inner: Transport, probability: float, rng: random.Random | None = None) -> None:
         self._inner = inner
@@ -25,22 +26,22 @@ class FailingTransport:
 
     @property
     def name(self) -> str:
-        """The inner one's: peers must not see a difference."""
+        """The inner transport's name, since peers must not see a difference."""
         return self._inner.name
 
     @property
     def facts(self) -> TransportFacts:
-        """The inner one's."""
+        """The inner transport's facts."""
         return self._inner.facts
 
     @property
     def drain_timeout_s(self) -> float:
-        """The inner one's."""
+        """The inner transport's timeout."""
         return self._inner.drain_timeout_s
 
     @property
     def fence_drain_timeout_s(self) -> float:
-        """The inner one's."""
+        """The inner transport's timeout."""
         return self._inner.fence_drain_timeout_s
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
@@ -71,18 +72,18 @@ class FailingTransport:
         """See `Transport`.
 
         Raises:
-            TransferError: settled, where it was this write's turn to fail; or the inner one's.
+            TransferError: settled, for an injected failure; or the inner transport's error.
         """
         self._fail_perhaps()
         self._inner.write(address, copies)
 
     def write_and_notify(self, address: str, copies: Sequence[Copy], note: bytes) -> None:
-        """See `NotifyingTransport`, which the inner one must be. Raises like `write`."""
+        """See `NotifyingTransport`, which the inner transport must implement. Raises like `write`."""
         self._fail_perhaps()
         cast(NotifyingTransport, self._inner).write_and_notify(address, copies, note)
 
     def take_notifications(self) -> Sequence[bytes]:
-        """See `NotifyingTransport`, which the inner one must be."""
+        """See `NotifyingTransport`, which the inner transport must implement."""
         return cast(NotifyingTransport, self._inner).take_notifications()
 
     def close(self) -> None:

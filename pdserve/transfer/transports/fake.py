@@ -1,4 +1,4 @@
-"""A transport that moves nothing: for warm-up requests, scheduler benchmarks, and tests of everything but the bytes."""
+"""A transport that moves no bytes: for warm-up requests, scheduler benchmarks, and tests without data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 
 
 class FakeTransport:
-    """Every write succeeds at once, after the same range check as the real ones. See `Transport` for threads."""
+    """Every write succeeds at once, after the same range check as in real transports. See `Transport` for threads."""
 
     name = "fake"
     facts = TransportFacts(protocol="none", moves_bytes=False)
@@ -19,30 +19,30 @@ class FakeTransport:
         self._regions = RegionSet()
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Note the regions."""
+        """Record the regions."""
         self._regions.add(regions)
 
     def address(self) -> str:
-        """Every fake has the same address."""
+        """Return the address, which all fake transports share."""
         return "fake"
 
     def open_receiver(self, peer: str) -> str:
-        """As `address`."""
+        """Return the same address as `address`."""
         return "fake"
 
     def fence(self, peer: str) -> bool:
-        """Nothing lands."""
+        """Return True: writes never land."""
         return True
 
     def connect(self, address: str) -> None:
-        """Any address will do."""
+        """Accept any address."""
 
     def disconnect(self, address: str) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
         """Check the sources, copy nothing."""
         self._regions.check_sources(copies)
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""Whose memory an address is: the host's or a GPU's. Used by the transports whose engines want to be told."""
+"""RDMA NICs of this host, and whether an address is host or GPU memory. Used by the transports over native engines."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ INFINIBAND = pathlib.Path("/sys/class/infiniband")
 
 
 def wanted_nics(ib_device: str | None) -> list[str]:
-    """The names in `--disaggregation-ib-device`."""
+    """Return the names in `--disaggregation-ib-device`."""
     return [name.strip() for name in (ib_device or "").split(",") if name.strip()]
 
 
 def choose_protocol(ib_device: str | None, infiniband: pathlib.Path = INFINIBAND) -> str:
-    """`rdma` where a NIC exists, else `tcp`. Raises ConfigError when a NIC is named that does not exist."""
+    """Return `rdma` where a NIC exists, else `tcp`. Raises ConfigError when a named NIC does not exist."""
     nics = sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
     for name in wanted_nics(ib_device):
         if name not in nics:
@@ -36,7 +36,7 @@ _ON_DEVICE = 2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MemoryLocation:
-    """Where a region lies. `device` is the GPU's number, None for host memory."""
+    """Where a region lies. `device` is the GPU number; None: host memory."""
 
     device: int | None
 
@@ -45,7 +45,7 @@ HOST = MemoryLocation(None)
 
 
 def place_of(address: int) -> MemoryLocation:
-    """Asks the driver of CUDA or of HIP, where there is one."""
+    """Return where an address lies, from the CUDA or HIP driver if one is installed."""
     for library, function in DRIVERS:
         try:
             driver = ctypes.CDLL(library)
@@ -57,7 +57,9 @@ def place_of(address: int) -> MemoryLocation:
 
 
 def _ask(driver: ctypes.CDLL, function: str, attribute: int, address: int) -> int:
-    """An attribute of a pointer; 0 where the driver does not know it, as with memory that it did not allocate."""
+    """Return an attribute of a pointer; 0 where the driver does not know the pointer, as for memory of other
+    allocators.
+    """
     value = ctypes.c_uint(0)
     code = driver[function](ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_void_p(address))
     return int(value.value) if code == 0 else 0

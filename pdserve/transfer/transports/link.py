@@ -1,4 +1,4 @@
-"""The ways to peers through engines that can be destroyed. Used by the transports over native engines."""
+"""Links to peers through engines that can be destroyed. Used by the transports over native engines."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pdserve.errors import TransferError
 
 
 class Destroyable(Protocol):
-    """A native engine."""
+    """A native engine that can be destroyed."""
 
     def destroy(self) -> None:
-        """End it: no byte moves after this."""
+        """Destroy the engine: no byte moves after this."""
         ...
 
 
@@ -34,7 +34,7 @@ class WritePermits:
 
     @contextlib.contextmanager
     def hold(self, num_entries: int) -> Iterator[None]:
-        """Hold `num_entries` permits, waiting for them; each holder ends within its own time limit."""
+        """Hold `num_entries` permits after waiting for them; each holder ends within its own timeout."""
         with self._returned:
             self._returned.wait_for(lambda: self._free >= num_entries)
             self._free -= num_entries
@@ -47,13 +47,13 @@ class WritePermits:
 
 
 class Link(Generic[E]):
-    """The way to one peer. With engines of its own (`owned`), the link can be cut, and then no byte moves on it.
+    """Connection to one peer. With engines of its own (`owned`), the link can be cut, after which no byte moves on it.
 
     open ── doom ──> doomed ── last borrower leaves, engines destroyed ──> cut
     """
 
     def __init__(self, engines: Sequence[E], session: str, *, owned: bool, num_permits: int) -> None:
-        """Threads that write at the same time get different engines, as far as there are so many."""
+        """Create an open link. Threads that write concurrently use different engines while enough are free."""
         self.session = session
         self.window = WritePermits(num_permits)
         self._engines = engines
@@ -66,12 +66,12 @@ class Link(Generic[E]):
 
     @property
     def doomed(self) -> bool:
-        """True once a write on it failed, or it was given up."""
+        """True once a write on the link failed, or the link was given up."""
         return self._doomed
 
     @contextlib.contextmanager
     def borrow(self) -> Iterator[E]:
-        """For the length of one batch the engine with the fewest borrowers; of several the one unused for longest.
+        """Borrow, for one batch, the engine with the fewest borrowers; among equals, the least recently used.
 
         Raises:
             TransferError: (settled) the link is doomed.
@@ -93,7 +93,7 @@ class Link(Generic[E]):
                 self._end()
 
     def doom(self) -> None:
-        """Let nobody in any more; cut the link when the last borrower has left. Any thread, any number of times."""
+        """Refuse new borrowers, and cut the link when the last borrower has left. Any thread; may be called again."""
         with self._lock:
             if self._doomed:
                 return
@@ -103,7 +103,9 @@ class Link(Generic[E]):
             self._end()
 
     def await_cut(self, timeout_s: float) -> bool:
-        """True when no byte can move on this link any more; False after `timeout_s`, or when the engine is shared."""
+        """Return True when no byte can move on this link any more; False after `timeout_s`, or when the engine is
+        shared.
+        """
         return self._owned and self._cut.wait(timeout_s)
 
     def _end(self) -> None:
@@ -114,7 +116,7 @@ class Link(Generic[E]):
 
 
 class LinkedPeer(Generic[E, T]):
-    """A connected peer: `about` is what its address says, `link` the way there, reopened after a failure."""
+    """A connected peer: `about` is its decoded address, `link` its connection, reopened after a failure."""
 
     def __init__(self, about: T, link: Link[E], open_link: Callable[[T], Link[E]]) -> None:
         self.about = about
@@ -124,7 +126,7 @@ class LinkedPeer(Generic[E, T]):
         self._reopen_at = 0.0
 
     def usable_link(self) -> Link[E]:
-        """The link, or a new one after a failure, at most once every `REOPEN_INTERVAL_S`. Raises TransferError."""
+        """Return the link; after a failure a new one, at most once every `REOPEN_INTERVAL_S`. Raises TransferError."""
         with self._lock:
             if self._link.doomed:
                 now = time.monotonic()
@@ -135,12 +137,12 @@ class LinkedPeer(Generic[E, T]):
             return self._link
 
     def doom(self) -> None:
-        """Give the link up. Writes under way fail."""
+        """Give up the link. Writes under way fail."""
         self._link.doom()
 
 
 class LinkedPeers(Generic[E, T]):
-    """Peers by address. Thread-safe."""
+    """Connected peers by address. Thread-safe."""
 
     def __init__(self, open_link: Callable[[T], Link[E]]) -> None:
         self._open_link = open_link
@@ -149,9 +151,9 @@ class LinkedPeers(Generic[E, T]):
         self._opening: dict[str, Future[None]] = {}
 
     def connect(self, address: str, about: T) -> None:
-        """Open a link to the peer, unless there is one. Raises TransferError when nobody answers.
+        """Open a link to the peer, unless one exists. Raises TransferError when no peer answers.
 
-        Of several threads at once, one opens the link, and what comes of it is true for all.
+        Of several concurrent calls, one opens the link, and all share its result.
         """
         with self._lock:
             if address in self._peers:
@@ -182,7 +184,7 @@ class LinkedPeers(Generic[E, T]):
             peer.doom()
 
     def get(self, address: str) -> LinkedPeer[E, T]:
-        """A connected peer. Raises TransferError when it is none."""
+        """Return a connected peer. Raises TransferError when `address` is not connected."""
         with self._lock:
             peer = self._peers.get(address)
         if peer is None:
@@ -190,7 +192,7 @@ class LinkedPeers(Generic[E, T]):
         return peer
 
     def close(self) -> None:
-        """Forget all."""
+        """Forget all peers and give up their links."""
         with self._lock:
             peers = list(self._peers.values())
             self._peers.clear()

@@ -1,15 +1,15 @@
-"""Which processes of this host have come as which peer, and whether they live. Used by `shm` and `nixl`: only its death
-ends what a process writes into memory that it can reach by itself.
+"""Tracks the processes of this host that connected as a peer, and whether they are alive. Used by `shm` and `nixl`: a
+process can write into directly accessible memory until it is dead.
 
     receiver: `LocalPeers`                               sender: `call`
-    listens at an abstract unix socket for each peer     is told the name of its own
-    who connects must be of our user     <── connect ──  who listens must be of our user
-    notes the process, sends a greeting  ──────────────> keeps the connection while it may write
-    fences the peer: shuts the socket    ── EOF ───────> writes no more, once it looks
-    sees the process end, and EOF        <── dies ─────
+    listens at an abstract unix socket for each peer     gets the socket's name in the address
+    checks that the caller is of our user <── connect ── checks that the listener is of our user
+    records the process, sends a greeting ─────────────> keeps the connection while it may write
+    fences the peer: closes the socket   ── EOF ───────> writes no more, after its next check
+    sees the end of the process, and EOF <── dies ──────
 
-An abstract socket leaves nothing behind when its process is killed. It belongs to a network namespace: a process in
-another one is not reached.
+An abstract socket leaves no file when its process is killed. It belongs to a network namespace: processes of another
+namespace cannot connect.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ log = logging.getLogger(__name__)
 BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
 CONNECT_TIMEOUT_S = 3.0
 SO_PEERPIDFD = 77
-"""Of Linux 6.5; the `socket` module has no name for it."""
+"""Available since Linux 6.5; the `socket` module has no name for it."""
 RETRY_S = 0.1
 _CREDENTIALS = struct.Struct("3i")
 _INT = struct.Struct("i")
 
 
 def host_identity() -> str:
-    """The same in all processes of one running kernel. Raises ConfigError where there is none."""
+    """Return an id that all processes of one running kernel share. Raises ConfigError where there is none."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError as error:
@@ -53,9 +53,9 @@ def host_identity() -> str:
 
 @dataclasses.dataclass(eq=False)
 class _Process:
-    """A process that has come as a peer, and its connections that are open.
+    """A process that connected as a peer, and its open connections.
 
-    `pidfd` becomes readable when the process has ended; None where the kernel gives none, and then that is never known.
+    `pidfd` becomes readable when the process has ended; None where the kernel gives none: then its end is never known.
     """
 
     pid: int
@@ -68,7 +68,7 @@ class _Process:
 
     @property
     def is_over(self) -> bool:
-        """It has ended, and so have those that it forked: they would have its memory, but its connections, too."""
+        """True when the process and its forks have ended: forks would share its memory, but also its connections."""
         for connection in [one for one in self.connections if not is_open(one.fileno())]:
             self.connections.remove(connection)
             connection.close()
@@ -83,7 +83,7 @@ class _Process:
 
 @dataclasses.dataclass
 class _Peer:
-    """One peer's socket, None once it is shut, and the processes that came to it or to a former one."""
+    """One peer's socket (None once closed), and the processes that connected to it or to a former one."""
 
     name: str = ""
     listener: socket.socket | None = None
@@ -96,10 +96,10 @@ class _Peer:
 
 
 class LocalPeers:
-    """A socket for each peer, with a name that cannot be guessed. Thread-safe; from the first one on it has a thread.
+    """One socket with an unguessable name for each peer. Thread-safe; the first `open` starts a thread.
 
-    `greet` sends what a process comes for, over a connection that does not block; it is told the socket's name. The
-    peer None stands for anybody.
+    `greet` sends the greeting over a non-blocking connection; its second argument is the socket's name. The peer None
+    stands for any process.
     """
 
     def __init__(self, thread_name: str, greet: Callable[[socket.socket, str], None]) -> None:
@@ -114,7 +114,7 @@ class LocalPeers:
         self._thread = threading.Thread(target=self._serve, name=thread_name, daemon=True)
 
     def open(self, peer: str | None) -> str:
-        """The name of the socket for `peer`, bound if there is none. Raises TransferError when that cannot be done."""
+        """Return the name of the socket for `peer`, bound if there is none. Raises TransferError when that fails."""
         with self._lock:
             if self._closed:
                 raise TransferError("the transport is closed", code="closed", retryable=False)
@@ -127,7 +127,7 @@ class LocalPeers:
             return entry.name
 
     def fence(self, peer: str | None) -> bool:
-        """Shut the socket of `peer`. True when every process that came to it is dead, or none did."""
+        """Close the socket of `peer`. True when every process that connected to it is dead, or none connected."""
         with self._lock:
             entry = self._peers.get(peer)
             if entry is None:
@@ -144,7 +144,7 @@ class LocalPeers:
             return True
 
     def close(self) -> None:
-        """Shut all. The processes are told, and watched no more."""
+        """Close all sockets. Connected processes see EOF, and are tracked no more."""
         with self._lock:
             if self._closed:
                 return
@@ -191,11 +191,11 @@ class LocalPeers:
                         if self._closed:
                             return
                         entry = self._listening.get(descriptor)
-                        if entry is not None and entry.listener is not None:  # else it was shut meanwhile
+                        if entry is not None and entry.listener is not None:  # else it was closed meanwhile
                             self._accept(entry, entry.listener)
                 except OSError as error:
-                    log.warning("a process of this host cannot be received: %s", error)
-                    time.sleep(RETRY_S)  # out of descriptors, say
+                    log.warning("cannot accept a connection of a process of this host: %s", error)
+                    time.sleep(RETRY_S)  # for example out of descriptors
 
     def _accept(self, entry: _Peer, listener: socket.socket) -> None:
         try:
@@ -221,10 +221,10 @@ class LocalPeers:
 
 
 def call(name: str, address: str) -> socket.socket:
-    """A connection to the socket called `name`, on which a greeting will come; calls on it time out.
+    """Connect to the socket called `name`, on which a greeting follows; the connection has a timeout.
 
     Raises:
-        TransferError: nobody answers at once, or who listens is of another user. It speaks of `address`.
+        TransferError: no process answers, or the listener is of another user. The text names `address`.
     """
     with contextlib.ExitStack() as stack:
         connection = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
@@ -243,12 +243,12 @@ def call(name: str, address: str) -> socket.socket:
 
 
 def socket_name(name: str) -> str:
-    """The address of an abstract unix socket."""
+    """Return the address of an abstract unix socket."""
     return f"\0pdserve-shm-{name}"
 
 
 def is_open(connection: int) -> bool:
-    """False once the other end is closed, or has said what it had no reason to say. `connection` does not block."""
+    """Return False once the other end is closed, or has sent an unexpected byte. `connection` must be non-blocking."""
     try:
         os.read(connection, 1)
     except BlockingIOError:
@@ -259,14 +259,14 @@ def is_open(connection: int) -> bool:
 
 
 def _credentials_of(connection: socket.socket) -> tuple[int, int]:
-    """Number and user of the process at the other end, as the kernel says."""
+    """Return pid and user id of the process at the other end, from the kernel."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, user, _ = _CREDENTIALS.unpack(raw)
     return int(pid), int(user)
 
 
 def _process_of(connection: socket.socket, known: list[_Process]) -> _Process:
-    """The process at the other end, one of `known` or a new one. Raises OSError when it is another user's, or over."""
+    """Return the process at the other end, from `known` or new. Raises OSError when it is another user's or ended."""
     pid, user = _credentials_of(connection)
     if user != os.geteuid():
         raise PermissionError(f"it is of user {user}, we are of {os.geteuid()}")
@@ -277,14 +277,14 @@ def _process_of(connection: socket.socket, known: list[_Process]) -> _Process:
 
 
 def _open_pidfd(connection: socket.socket, pid: int) -> int | None:
-    """See `_Process`. Raises OSError when the process has ended."""
+    """Open the pidfd for `_Process.pidfd`, or return None. Raises OSError when the process has ended."""
     with contextlib.suppress(OSError):
         return int(_INT.unpack(connection.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD, _INT.size))[0])
     if pid == 0:
         return None  # of another process namespace, on an older kernel
     pidfd = os.pidfd_open(pid)
     if not is_open(connection.fileno()):
-        os.close(pidfd)  # of a later process with that number, perhaps
+        os.close(pidfd)  # the pid may belong to a later process
         raise ConnectionResetError("it has ended")
     return pidfd
 

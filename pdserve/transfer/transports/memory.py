@@ -1,4 +1,4 @@
-"""A transport between parts of one process: memmove. For tests and simulated worlds with real bytes."""
+"""In-process transport over memmove, for tests and simulations with real bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 
 
 class MemoryHub:
-    """The "network": who is reachable at which address. Thread-safe; shared by the transports of one test."""
+    """In-process network: regions by address. Thread-safe; shared by the transports of one test."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -27,13 +27,13 @@ class MemoryHub:
             self._regions[address] = regions
 
     def leave(self, address: str) -> None:
-        """Nobody is at `address` any more; returns when writes that were under way there have ended."""
+        """Make `address` unreachable; return when writes under way to it have ended."""
         with self._changed:
             self._regions.pop(address, None)
             self._changed.wait_for(lambda: not self._num_writers[address])
 
     def find(self, address: str) -> RegionSet:
-        """The regions at `address`. Raises TransferError (settled) when nobody is there."""
+        """Return the regions at `address`. Raises TransferError (settled) when the address is unreachable."""
         with self._changed:
             regions = self._regions.get(address)
         if regions is None:
@@ -42,7 +42,7 @@ class MemoryHub:
 
     @contextlib.contextmanager
     def writing(self, address: str) -> Iterator[RegionSet]:
-        """As `find`, while something is written there."""
+        """Yield what `find` returns, and count a writer at `address` meanwhile."""
         with self._changed:
             regions = self.find(address)
             self._num_writers[address] += 1
@@ -74,31 +74,31 @@ class MemoryTransport:
         self._regions.add(regions)
 
     def address(self) -> str:
-        """A fresh name per instance."""
+        """Return the address, which is unique per instance."""
         return self._address
 
     def open_receiver(self, peer: str) -> str:
-        """A fresh name for each peer."""
+        """Return an address that is unique per peer and fence."""
         if peer not in self._receivers:
             self._receivers[peer] = _new_address()
             self._hub.join(self._receivers[peer], self._regions)
         return self._receivers[peer]
 
     def fence(self, peer: str) -> bool:
-        """Be unreachable at the peer's name."""
+        """Make the peer's address unreachable."""
         if peer in self._receivers:
             self._hub.leave(self._receivers.pop(peer))
         return True
 
     def connect(self, address: str) -> None:
-        """Check that somebody is there."""
+        """Check that the address is reachable."""
         self._hub.find(address)
 
     def disconnect(self, address: str) -> None:
-        """Nothing to forget."""
+        """Do nothing."""
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """memmove each copy, after all ranges were checked on both sides."""
+        """Copy with memmove, after checking all ranges on both sides."""
         self._regions.check_sources(copies)
         with self._hub.writing(address) as peer:
             for copy in copies:
@@ -112,7 +112,7 @@ class MemoryTransport:
                 ctypes.memmove(copy.destination, copy.source, copy.num_bytes)
 
     def close(self) -> None:
-        """Be unreachable from now on."""
+        """Make all addresses unreachable."""
         for address in (self._address, *self._receivers.values()):
             self._hub.leave(address)
 

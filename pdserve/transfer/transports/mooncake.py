@@ -1,25 +1,24 @@
-"""The real engine: Mooncake's TransferEngine, over RDMA where there is a NIC and TCP elsewhere.
+"""Mooncake's TransferEngine, over RDMA where there is a NIC and TCP elsewhere.
 
-What was measured of the engine shapes this file:
+The design follows from these measurements of the engine:
 
 - It does not check the protocol name and silently falls back, so `choose_protocol` looks for a NIC itself.
-- More than 2,048 outstanding entries to a peer wedge it: every write takes permits from the link's `WritePermits`.
-- It sends unregistered local ranges without a word: `RegionSet` checks them.
-- A failed batch goes on: what is still queued for a stalled peer is retried one entry after the other, for minutes, and
-  reads the source pages when its turn comes. Destroying the engine ends that. So over TCP each peer has
-  engines of its own, and a failed write destroys them before it raises: then it is settled.
-- One engine copies in one thread, which over TCP is what limits it: each peer has two, written to by a thread each.
-- It caches what it knows of a session, and a restarted peer may get the same session (host:port from a range of 2,000).
-  Turning the cache off costs ten times the time per entry; a new engine per connection costs a millisecond and needs no
-  cache to be right.
+- More than 2,048 outstanding entries to a peer block it: every write takes permits from the link's `WritePermits`.
+- It sends unregistered local ranges without an error: `RegionSet` checks them.
+- A failed batch continues: entries queued for a stalled peer are retried one after the other, for minutes, and read the
+  source pages at that time. Destroying the engine ends that. So over TCP each peer has its own engines, and a failed
+  write destroys them before it raises: then it is settled.
+- One engine copies in one thread, which limits it over TCP: each peer has two engines, each with a writing thread.
+- It caches sessions, and a restarted peer may get the same session (host:port from a range of 2,000). Turning the cache
+  off costs ten times the time per entry; a new engine per connection costs a millisecond and starts with no cache.
 - Unregistering memory does not end a write under way to it; destroying the receiving engine does, over TCP at once. So
-  each peer has a receiving engine of its own. Over RDMA that was not measured: see `fence_drain_timeout_s`.
-- A batch call reports its end only to a spinning wait. The first and the last entry go as their own submissions, which
-  can be polled asleep: the first tells of a dead or stopped peer, and when the last is there, so is nearly all.
+  each peer has its own receiving engine. Over RDMA that was not measured: see `fence_drain_timeout_s`.
+- A batch call reports its end only to a spinning wait. The first and the last entry are separate submissions, which can
+  be polled between sleeps: the first detects a dead or stopped peer, and the last arrives when nearly all has.
 
-The engine that is there from the start sends over RDMA, and is written to by those who were told `address`.
+The base engine, which exists from the start, sends over RDMA, and receives from peers that use `address`.
 
-Both of an engine's ports listen on all interfaces whatever address it is given, and are not authenticated.
+Both ports of an engine listen on all interfaces whatever its address, and are not authenticated.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 MAX_OUTSTANDING = 1024
 TCP_ENGINES = 2
-"""To each peer: one engine copies in one thread."""
+"""Sending engines for each peer: one engine copies in one thread."""
 BATCH_ENTRIES = 512
 POLL_S = 0.0003
 SLOWEST_BYTES_PER_S = 10e6
@@ -47,12 +46,12 @@ TCP_TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 
 
 def set_environment(protocol: str) -> int:
-    """Set the engine's variables that the user left open. Must run before the engine is imported.
+    """Set the engine's environment variables that the user left unset. Must run before the engine is imported.
 
-    It reads some of them at import and some, the TCP timeouts, each time it arms a timer.
+    The engine reads some of them at import and the TCP timeouts each time it arms a timer.
 
     Returns:
-        The longer TCP timeout in force, in seconds: how long a stalled entry is kept up.
+        The longer TCP timeout in force, in seconds, after which the engine drops a stalled entry.
     """
     os.environ.setdefault("MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER", "65535")
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_TIMEOUT_S))
@@ -68,7 +67,7 @@ def set_environment(protocol: str) -> int:
 
 
 def session_of(address: str) -> str:
-    """The engine's session in `host:port/incarnation`. Raises TransferError when it is something else."""
+    """Return the engine's session in `host:port/incarnation`. Raises TransferError when the address is malformed."""
     session, slash, incarnation = address.partition("/")
     host, colon, port = session.rpartition(":")
     if not (slash and colon and host and incarnation and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
@@ -77,7 +76,7 @@ def session_of(address: str) -> str:
 
 
 class MooncakeTransport:
-    """Writes through Mooncake's TransferEngine. See `Transport` for who calls what from where."""
+    """Writes through Mooncake's TransferEngine. For threads see `Transport`."""
 
     name = "mooncake"
 
@@ -98,7 +97,7 @@ class MooncakeTransport:
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> MooncakeTransport:
-        """Start the engine. Raises ConfigError when the library is missing or does not start."""
+        """Start the engine. Raises ConfigError when the library is missing or the engine does not start."""
         protocol = choose_protocol(ib_device)
         try:
             return cls(host, protocol, ib_device or "", set_environment(protocol))
@@ -116,15 +115,17 @@ class MooncakeTransport:
         return self._base.address
 
     def open_receiver(self, peer: str) -> str:
-        """An engine of its own for `peer`: two ports and two threads more; over RDMA it registers all memory again."""
+        """Create a receiving engine for `peer`: two ports and two threads more; over RDMA it registers all memory
+        again.
+        """
         return self._receivers.open(peer).address
 
     def fence(self, peer: str) -> bool:
-        """Destroy the engine of `peer`: some milliseconds."""
+        """Destroy the engine of `peer`, in some milliseconds."""
         return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
-        """Open a link to the peer, unless there is one."""
+        """Open a link to the peer, unless one exists."""
         self._peers.connect(address, session_of(address))
 
     def disconnect(self, address: str) -> None:
@@ -132,7 +133,7 @@ class MooncakeTransport:
         self._peers.disconnect(address)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """Batches of at most `BATCH_ENTRIES`, one after the other; several threads fill the window together.
+        """Write batches of at most `BATCH_ENTRIES`, one after the other; several threads share the window.
 
         After a failure the next write reopens the link, at most once every `REOPEN_INTERVAL_S`.
         """
@@ -146,7 +147,7 @@ class MooncakeTransport:
             self._write_batch(link, full[first : first + BATCH_ENTRIES])
 
     def close(self) -> None:
-        """Cut all links, stop receiving."""
+        """Cut all links and stop receiving."""
         self._peers.close()
         self._receivers.close()
         self._base.destroy()
@@ -156,7 +157,7 @@ class MooncakeTransport:
             engine.register(region)
 
     def _open_link(self, session: str) -> Link[MooncakeEngine]:
-        """A link over new engines (TCP) or the shared one (RDMA). Raises TransferError when nobody answers."""
+        """Open a link over new engines (TCP) or the shared one (RDMA). Raises TransferError when no peer answers."""
         owned = self.facts.protocol == "tcp"
         engines = [self._new_sender() for _ in range(TCP_ENGINES)] if owned else [self._base]
         try:
@@ -172,7 +173,9 @@ class MooncakeTransport:
         return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
     def _new_sender(self) -> MooncakeEngine:
-        """It listens, too, and knows all our memory: not where a fenced peer looks for it."""
+        """Create a sending engine. It also listens and has all local memory registered, so it must not use a spent
+        port.
+        """
         return self._ports.start(lambda: MooncakeEngine(*self._start))[0]
 
     def _write_batch(self, link: Link[MooncakeEngine], copies: Sequence[Copy]) -> None:
@@ -193,7 +196,7 @@ class MooncakeTransport:
 def _run_batch(
     engine: MooncakeEngine, link: Link[MooncakeEngine], copies: Sequence[Copy], timeout_s: float
 ) -> str | None:
-    """Write one batch and wait asleep for its end. None when all is there, else what went wrong."""
+    """Write one batch and sleep until it ends. Returns None when all has landed, else the failure."""
     if link.doomed:
         return "another write on the link failed"
     deadline = time.monotonic() + timeout_s

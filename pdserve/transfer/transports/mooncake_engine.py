@@ -1,4 +1,4 @@
-"""Typed door to the untyped `mooncake.engine`. Used by `mooncake` only."""
+"""Typed wrapper of the untyped `mooncake.engine`. Used by `mooncake` only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 3.0
 BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
-"""A millisecond, as the kernel takes it."""
+"""One millisecond as a `struct timeval`."""
 MAX_STARTS = 16
 MAX_TURNED_AWAY = 4096
 LOOPBACK = "127.0.0.1"
@@ -48,11 +48,13 @@ def _new_native() -> Any:
 
 
 def _started(host: str, protocol: str, ib_device: str) -> Any:
-    """A native engine that listens. It takes ports that are free and binds them later: another process may be faster.
+    """Return a native engine that listens.
+
+    The engine picks free ports and binds them later, so another process may take them first; then it is started again.
 
     Raises:
-        ConfigError: it does not start on this host.
-        TransferError: its ports were taken each time.
+        ConfigError: the engine does not start on this host.
+        TransferError: its ports were taken each time, or it fails in another way.
     """
     for _ in range(MAX_STARTS):
         native = _new_native()
@@ -79,7 +81,7 @@ class MooncakeEngine:
         self._num_probes = 0
         self.session = f"{host}:{self._port}"
         self.address = f"{self.session}/{uuid.uuid4().hex[:16]}"
-        """`host:port/incarnation`: sessions come again, these do not."""
+        """`host:port/incarnation`: a session may be reused, an address is not."""
 
     def register(self, region: MemoryRegion) -> None:
         """Register one region. Raises TransferError with the engine's code."""
@@ -87,13 +89,13 @@ class MooncakeEngine:
             raise TransferError(f"mooncake refuses {region}: code {code}", code="bad_region", retryable=False)
 
     def reach(self, session: str) -> None:
-        """Probe a peer, and fetch where its regions and its data port are.
+        """Probe a peer, and fetch the addresses of its regions and its data port.
 
-        A stopped peer would hold both calls up for a minute each, so they run in a thread that is left behind. It holds
-        the engine; destroyed meanwhile, that ends with the last such thread.
+        A stopped peer would block both calls for a minute each, so they run in a thread that is abandoned on timeout.
+        The thread holds the engine; an engine that is destroyed meanwhile ends with the last such thread.
 
         Raises:
-            TransferError: nobody answers within `PROBE_TIMEOUT_S`; nothing was written.
+            TransferError: no peer answers within `PROBE_TIMEOUT_S`; nothing was written.
         """
         answers: queue.Queue[int] = queue.Queue()
 
@@ -108,7 +110,7 @@ class MooncakeEngine:
                 if given_up:
                     speed_up_shutdown(self._port)
 
-        with self._lock:  # no name for it in this frame: a traceback would keep it from ending
+        with self._lock:  # no local variable for the engine: a traceback would keep it alive
             self._num_probes += 1
             thread = threading.Thread(target=ask, args=(self._native,), name="mooncake-probe", daemon=True)
         thread.start()
@@ -127,7 +129,7 @@ class MooncakeEngine:
         return int(self._native.batch_transfer_async_write(session, sources, destinations, lengths))
 
     def finish_batch(self, batch: int) -> int:
-        """Wait for a batch, spinning. 0 when all arrived, -1 when one failed (the others may still be under way)."""
+        """Wait for a batch, spinning. Returns 0 when all arrived, -1 when one failed (the rest may be under way)."""
         return int(self._native.get_batch_transfer_status([batch]))
 
     def submit_one(self, session: str, copy: Copy) -> int:
@@ -135,7 +137,7 @@ class MooncakeEngine:
         return int(self._native.transfer_submit_write(session, copy.source, copy.destination, copy.num_bytes))
 
     def check(self, submission: int) -> int:
-        """0 under way, 1 arrived, negative failed. After anything but 0 the submission is gone."""
+        """Return 0 for under way, 1 for arrived, negative for failed. Any result but 0 releases the submission."""
         return int(self._native.transfer_check_status(submission))
 
     def destroy(self) -> None:
@@ -148,34 +150,35 @@ class MooncakeEngine:
 
 
 class MooncakeReceiver(MooncakeEngine):
-    """An engine that never calls a peer, so that no thread of a probe can keep it."""
+    """An engine that never calls a peer, so that no probe thread can keep it alive."""
 
     def destroy(self) -> None:
-        """See `MooncakeEngine`; checked: what a fence promises hangs on it."""
+        """See `MooncakeEngine`. Asserts that the engine is gone, since a fence depends on it."""
         alive = None if self._native is None else weakref.ref(self._native)
         super().destroy()
         if alive is not None and alive() is not None:
-            gc.collect()  # an exception's traceback, say
-            assert alive() is None, "something holds the engine that was to be destroyed"
+            gc.collect()  # for example an exception's traceback
+            assert alive() is None, "a reference to the destroyed engine is left"
 
 
 def open_session(native: Any, session: str) -> bool:
-    """Have an engine fetch where a peer's regions and its data port are; False when the peer does not tell.
+    """Make an engine fetch the addresses of a peer's regions and its data port; False when the peer does not answer.
 
-    An empty batch does that and lets go of the interpreter's lock. The call that asks for an address keeps it: with a
-    peer that was stopped between two answers, all threads of this process would stand still for a minute.
+    An empty batch does that and releases the GIL. The call that requests an address keeps the GIL: with a peer that was
+    stopped between two answers, it would block all threads of this process for a minute.
     """
     batch = int(native.batch_transfer_async_write(session, [], [], []))
     return batch != 0 and int(native.get_batch_transfer_status([batch])) == 0
 
 
 def speed_up_shutdown(port: int) -> None:
-    """Have the engine that answers on `port` end in milliseconds; to be called right before its last name goes.
+    """Make the engine that answers on `port` end in milliseconds. Call it right before its last reference is dropped.
 
     The destructor joins the engine's accept thread and holds the GIL meanwhile. That thread accepts a connection, reads
-    from it with a time limit of 5 s per read, and only then checks whether to stop. A silent connection would block all
-    threads of this process. This function replaces the listening socket by one with a time limit of 1 ms, wakes the
-    thread with one connection, and shuts down the connections that it reads from. Otherwise it waits.
+    from it with a timeout of 5 s per read, and only then checks whether to stop. A silent connection would block all
+    threads of this process. This function replaces the listening socket by one with a timeout of 1 ms, wakes the thread
+    with one connection, and shuts down the connections that it reads from. If a step fails, the destructor waits as
+    before.
     """
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=True):
@@ -189,12 +192,12 @@ def speed_up_shutdown(port: int) -> None:
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=False):
             with contextlib.suppress(OSError), own_socket(descriptor) as connection:
-                if connection.getsockname()[1] == port:  # else it was closed, and the number is another's by now
+                if connection.getsockname()[1] == port:  # else it was closed, and the descriptor was reused
                     connection.shutdown(socket.SHUT_RDWR)
 
 
 def own_socket(descriptor: int) -> socket.socket:
-    """The socket at `descriptor`, under a descriptor of its own. OSError: there is none any more."""
+    """Return the socket at `descriptor`, under a duplicate descriptor. Raises OSError when it is closed."""
     own = os.dup(descriptor)
     try:
         return socket.socket(fileno=own)
@@ -204,14 +207,14 @@ def own_socket(descriptor: int) -> socket.socket:
 
 
 def close_pending(listener: socket.socket) -> None:
-    """Close what waits to be accepted."""
+    """Close the connections that wait to be accepted."""
     with contextlib.suppress(BlockingIOError):
         for _ in range(MAX_TURNED_AWAY):
             listener.accept()[0].close()
 
 
 def sockets_at(port: int, *, listening: bool) -> list[int]:
-    """Descriptors of this process's TCP sockets with that local port: those that listen, or the others."""
+    """Return the descriptors of this process's TCP sockets with that local port: listening ones, or all others."""
     found = psutil.Process().net_connections("tcp")
     mine = [one for one in found if one.laddr and one.laddr.port == port]
     return [one.fd for one in mine if (one.status == psutil.CONN_LISTEN) == listening]

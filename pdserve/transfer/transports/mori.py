@@ -1,7 +1,7 @@
-"""AMD's MoRI-IO, RDMA between GPUs. Written to its published Python interface; not tested on hardware.
+"""AMD's MoRI-IO: RDMA between GPUs. Written against its published Python interface; not tested on hardware.
 
-The engine writes between memory descriptors, at offsets; ours are absolute addresses, so an address carries, beside the
-engine's description, the start and the descriptor of each region.
+The engine writes between memory descriptors, at offsets, while `Transport` uses absolute addresses. So an address holds
+the engine's description, and the start and the descriptor of each region.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 DRAIN_TIMEOUT_S = 30.0
 STALL_S = 15.0
-"""A batch that has made no end after so long, and some for its length, is given up."""
+"""Seconds after which an unfinished batch is given up, plus time for its length."""
 SLOWEST_BYTES_PER_S = 10e6
 POLL_S = 0.0002
 BATCH_COPIES = 1024
@@ -35,7 +35,7 @@ FIELD = "disaggregation_transfer_backend"
 
 
 class MoriRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, as its owner tells of it."""
+    """A registered region in an address."""
 
     address: int
     num_bytes: int
@@ -43,19 +43,19 @@ class MoriRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MoriEndpointInfo(msgspec.Struct, frozen=True):
-    """What an address holds. The engine's description names one life of an engine."""
+    """Content of an address. The engine's description identifies one incarnation of an engine."""
 
     engine: bytes
     regions: tuple[MoriRegion, ...]
 
 
 def encode_address(card: MoriEndpointInfo) -> str:
-    """The card as text."""
+    """Encode the address content as text."""
     return encode_card(PREFIX, card)
 
 
 def decode_address(address: str) -> MoriEndpointInfo:
-    """The card in an address. Raises TransferError (settled, for good) when there is none."""
+    """Decode an address. Raises TransferError (settled, not retryable) when it is malformed."""
     card = decode_card(PREFIX, address, MoriEndpointInfo)
     if not card.engine:
         raise not_an_address(PREFIX, address)
@@ -69,7 +69,7 @@ class DescribedRegion:
     regions: tuple[tuple[MemoryRegion, Any], ...]
 
     def find(self, address: int, num_bytes: int) -> int | None:
-        """Which region holds the range."""
+        """Return the index of the region that holds the range; None when no region does."""
         for index, (region, _) in enumerate(self.regions):
             if region.address <= address and address + num_bytes <= region.address + region.num_bytes:
                 return index
@@ -85,7 +85,7 @@ class MoriPeer:
 
 
 class MoriEngine:
-    """One IOEngine and its descriptors of our memory."""
+    """One IOEngine and its descriptors of local memory."""
 
     def __init__(self, native: Any, host: str) -> None:
         self._native = native
@@ -97,16 +97,16 @@ class MoriEngine:
             raise ConfigError(f"mori does not start on host {host!r}: {error!r}", field=FIELD) from error
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Raises TransferError when the engine refuses one."""
+        """Register regions. Raises TransferError when the engine refuses one."""
         self.memory = DescribedRegion((*self.memory.regions, *((region, self._describe(region)) for region in regions)))
 
     def address(self) -> str:
-        """The engine's description and those of all regions, as text."""
+        """Return the engine's description and those of all regions, as text."""
         regions = (MoriRegion(region.address, region.num_bytes, it.pack()) for region, it in self.memory.regions)
         return encode_address(MoriEndpointInfo(self.native.get_engine_desc().pack(), tuple(regions)))
 
     def destroy(self) -> None:
-        """Let go of it, which ends it: its interface has no call for that."""
+        """Drop the references to the engine, which ends it: its interface has no call for that."""
         self.memory = DescribedRegion(())
         self.native = None
 
@@ -120,7 +120,7 @@ class MoriEngine:
 
 
 class MoriTransport:
-    """Writes through MoRI's IOEngine. See `Transport` for who calls what from where."""
+    """Writes through MoRI's IOEngine. For threads see `Transport`."""
 
     name = "mori"
     drain_timeout_s = DRAIN_TIMEOUT_S
@@ -140,7 +140,7 @@ class MoriTransport:
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> MoriTransport:
-        """Start the engine. Raises ConfigError when the library or a NIC is missing, or it does not start."""
+        """Start the engine. Raises ConfigError when the library or a NIC is missing, or the engine does not start."""
         choose_protocol(ib_device)
         if nics := wanted_nics(ib_device):
             os.environ.setdefault("MORI_RDMA_DEVICES", ",".join(nics))
@@ -158,19 +158,19 @@ class MoriTransport:
         self._base.register(regions)
 
     def address(self) -> str:
-        """The engine's description and those of all regions, as text."""
+        """Return the engine's description and those of all regions, as text."""
         return self._base.address()
 
     def open_receiver(self, peer: str) -> str:
-        """An engine of its own for `peer`, which registers all memory again."""
+        """Create a receiving engine for `peer`, which registers all memory again."""
         return self._receivers.open(peer).address()
 
     def fence(self, peer: str) -> bool:
-        """Let go of the engine of `peer`. Not measured: what is under way drains for `fence_drain_timeout_s`."""
+        """Drop the engine of `peer`. Not measured: writes under way drain for `fence_drain_timeout_s`."""
         return self._receivers.fence(peer)
 
     def connect(self, address: str) -> None:
-        """Tell the engine of the peer. It connects with the first write."""
+        """Register the peer with the engine, which connects with the first write."""
         card = decode_address(address)
         try:
             engine = self._native.EngineDesc.unpack(card.engine)
@@ -194,7 +194,9 @@ class MoriTransport:
                 self._base.native.deregister_remote_engine(peer.engine)
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """Batches of at most `BATCH_COPIES`, one after the other. What the engine reports as failed is not settled."""
+        """Write batches of at most `BATCH_COPIES`, one after the other. A failure that the engine reports is not
+        settled.
+        """
         with self._lock:
             peer = self._peers.get(address)
         if peer is None:
@@ -205,7 +207,7 @@ class MoriTransport:
             self._write_batch(peer, full[first : first + BATCH_COPIES])
 
     def close(self) -> None:
-        """End all engines."""
+        """Destroy all engines."""
         with self._lock:
             addresses = list(self._peers)
         for address in addresses:
@@ -214,7 +216,7 @@ class MoriTransport:
         self._base.destroy()
 
     def _find(self, peer: MoriPeer, copy: Copy) -> tuple[int, int]:
-        """The regions of a copy, here and there. Raises TransferError (settled) when the peer has none."""
+        """Return the regions of a copy, here and at the peer. Raises TransferError (settled) when the peer has none."""
         here = self._base.memory.find(copy.source, copy.num_bytes)
         there = peer.memory.find(copy.destination, copy.num_bytes)
         assert here is not None, "sources were checked"
@@ -227,7 +229,7 @@ class MoriTransport:
         return here, there
 
     def _write_batch(self, peer: MoriPeer, batch: Sequence[tuple[Copy, int, int]]) -> None:
-        """One call of the engine, with a row for each pair of regions; then wait asleep for all rows."""
+        """Write a batch with one engine call, one row per pair of regions; then sleep until all rows have ended."""
         rows: dict[tuple[int, int], list[Copy]] = {}
         for copy, here, there in batch:
             rows.setdefault((here, there), []).append(copy)
@@ -257,7 +259,7 @@ class MoriTransport:
 
 
 def _await_all(states: Sequence[Any], deadline: float) -> str | None:
-    """None when all have arrived, else what went wrong with the first that did not."""
+    """Return None when all transfers have arrived, else the failure of the first that did not."""
     for state in states:
         while not state.Succeeded():
             if state.Failed():

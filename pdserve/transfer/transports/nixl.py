@@ -1,22 +1,22 @@
-"""NIXL over UCX: RDMA where there is a NIC, else TCP, and a process's memory directly where both share a host.
+"""NIXL over UCX: RDMA where there is a NIC, else TCP, and direct access to process memory within a host.
 
-What was measured of the engine shapes this file:
+The design follows from these measurements of the engine:
 
-- A write to a stopped peer stays under way for ever, and neither releasing it nor removing the peer ends it: when the
-  peer runs again, source bytes of that later time still land. Destroying the agent ends it, in some tenths of a second.
-  So each peer has agents of its own to be written to from, and a failed write destroys them before it raises.
-- An agent destroys itself when the last reference to it goes: handles hold one. `Agent.destroy` makes sure.
-- Neither deregistering memory nor removing the peer keeps its bytes out of here; destroying the agent does, over TCP at
-  once. So each peer has an agent of its own to write to. Over RDMA that was not measured: `fence_drain_timeout_s`.
-- Within a host UCX writes into the target's memory by itself (`process_vm_writev`, an IPC handle of a GPU), whatever
-  has become of the agent there. So a sender of this host says which process it is before it writes (`local_peers`), and
+- A write to a stopped peer never ends, and neither releasing it nor removing the peer ends it: when the peer runs
+  again, source bytes of that later time still land. Destroying the agent ends it, in some tenths of a second. So each
+  peer has its own sending agents, and a failed write destroys them before it raises.
+- An agent destroys itself when its last reference is dropped; handles hold one. `Agent.destroy` asserts it.
+- Neither deregistering memory nor removing the peer stops incoming bytes; destroying the agent does, over TCP at once.
+  So each peer has its own receiving agent. Over RDMA that was not measured: see `fence_drain_timeout_s`.
+- Within a host, UCX writes into the target's memory directly (`process_vm_writev`, an IPC handle of a GPU), even after
+  the target's agent is destroyed. So a sender on this host identifies its process before it writes (`local_peers`), and
   is fenced when that process is dead; unless `UCX_TLS` names networks only.
-- A target works only while a thread of it makes progress; a sender makes progress when it asks. Receiving agents have
-  the engine's thread, sending agents do without. Left to itself that thread never sleeps: a core for every idle server.
+- A target makes progress only in a thread; a sender makes progress when it polls. Receiving agents have the engine's
+  thread, sending agents have none. By default that thread never sleeps: one core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
-  The peer is told so by the engine's notification, on the connection that the bytes took.
-- A transfer to a process of the same host is made by the call that begins it, in the caller's thread, and the agent's
-  lock is kept all the while: two threads write, each through an agent of its own. Where a NIC copies they share one.
+  The engine's notification tells the peer, on the same connection as the bytes.
+- The call that starts a transfer to a process of the same host also makes the copy, in the caller's thread, and holds
+  the agent's lock meanwhile: two threads write, each through its own agent. Where a NIC copies, they share one agent.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.
 """
 
@@ -53,7 +53,7 @@ from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 BATCH_COPIES = 4096
 STALL_S = 15.0
-"""A batch that has made no end after so long, and some for its length, is given up."""
+"""Seconds after which an unfinished batch is given up, plus time for its length."""
 SLOWEST_BYTES_PER_S = 10e6
 PROBE_TIMEOUT_S = 3.0
 TCP_DRAIN_TIMEOUT_S = 11.0
@@ -61,11 +61,11 @@ RDMA_DRAIN_TIMEOUT_S = 30.0
 PREFIX = "nixl:"
 GREETING = b"nixl"
 NETWORKS = frozenset(("tcp", "self", "ib", "rc", "ud", "dc"))
-"""How values of `UCX_TLS` begin with which bytes go through the agent of the target, or its NIC."""
+"""Prefixes of `UCX_TLS` values with which bytes go through the target's agent or its NIC."""
 
 
 class NixlRegion(msgspec.Struct, frozen=True, array_like=True):
-    """A registered region, as its owner tells of it."""
+    """A registered region in an address."""
 
     address: int
     num_bytes: int
@@ -74,25 +74,26 @@ class NixlRegion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlEndpointInfo(msgspec.Struct, frozen=True):
-    """What an address holds: the engine's metadata, which name one life of an agent, and the regions they cover.
+    """Content of an address: the engine's metadata, which identify one incarnation of an agent, and the registered
+    regions.
 
-    The first region is there for probes; what is written there means nothing.
+    The first region is for probes; its content has no meaning.
     """
 
     metadata: bytes
     regions: tuple[NixlRegion, ...]
     host: str = ""
     local_socket: str = ""
-    """Where a sender on `host` says who it is before it writes; empty: it need not."""
+    """Name of the socket at which a sender on `host` identifies itself before it writes; empty: not required."""
 
 
 def encode_address(card: NixlEndpointInfo) -> str:
-    """The card as text."""
+    """Encode the address content as text."""
     return encode_card(PREFIX, card)
 
 
 def decode_address(address: str) -> NixlEndpointInfo:
-    """The card in an address. Raises TransferError (settled, for good) when there is none."""
+    """Decode an address. Raises TransferError (settled, not retryable) when it is malformed."""
     card = decode_card(PREFIX, address, NixlEndpointInfo)
     if not card.metadata or not card.regions:
         raise not_an_address(PREFIX, address)
@@ -100,21 +101,23 @@ def decode_address(address: str) -> NixlEndpointInfo:
 
 
 def set_environment(ib_device: str | None) -> None:
-    """Set the engine's variables that the user left open. Must run before the engine is imported."""
+    """Set the engine's environment variables that the user left unset. Must run before the engine is imported."""
     if nics := wanted_nics(ib_device):
         os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{nic}:1" for nic in nics))
 
 
 def reaches_memory(ucx_tls: str) -> bool:
-    """Whether UCX may write into other processes' memory by itself, where `UCX_TLS` has this value; empty: unset."""
+    """Return whether UCX may write into other processes' memory directly with this `UCX_TLS` value; empty: unset."""
     return not ucx_tls or any(name.partition("_")[0] not in NETWORKS for name in ucx_tls.split(","))
 
 
 def introduce(card: NixlEndpointInfo) -> socket.socket | None:
-    """Say who we are to a peer of this host that must know. The connection is kept while we may write.
+    """Identify this process to a peer on this host that requires it. The connection stays open while we may write.
+
+    Returns None where the peer does not require it.
 
     Raises:
-        TransferError: the peer does not answer there.
+        TransferError: the peer does not answer at the socket.
     """
     if not card.local_socket or card.host != host_identity():
         return None
@@ -125,7 +128,7 @@ def introduce(card: NixlEndpointInfo) -> socket.socket | None:
         except OSError:
             heard = b""
         if heard != GREETING:
-            raise TransferError("the peer on this host takes no senders", code="peer_unreachable")
+            raise TransferError("the peer on this host accepts no senders", code="peer_unreachable")
         stack.pop_all()
     return connection
 
@@ -136,30 +139,30 @@ def _greet(connection: socket.socket, name: str) -> None:
 
 @dataclasses.dataclass(eq=False)
 class NixlPeer:
-    """What the address of a peer says. `there` are its regions, by kind of memory; see `introduce`."""
+    """A connected peer. `there` are its regions by kind of memory; for `introduction` see `introduce`."""
 
     card: NixlEndpointInfo
     there: SpansByKind
     introduction: socket.socket | None = None
 
     def introduce(self) -> None:
-        """See `introduce`; once."""
+        """Identify this process to the peer with `introduce`, once."""
         if self.introduction is None:
             self.introduction = introduce(self.card)
 
     @property
     def has_shut_us_out(self) -> bool:
-        """True where the peer is of this host, and has ended or fenced us."""
+        """True where the peer is on this host, and has ended or fenced this process."""
         return self.introduction is not None and not is_open(self.introduction.fileno())
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection to the peer's socket."""
         if self.introduction is not None:
             self.introduction.close()
 
 
 class NixlTransport:
-    """Writes through NIXL. See `Transport` for who calls what from where."""
+    """Writes through NIXL. For threads see `Transport`."""
 
     name = "nixl"
 
@@ -171,9 +174,11 @@ class NixlTransport:
         self._host = host_identity()
         self._base = NixlReceiver(native)
         self._notes: deque[bytes] = deque()
-        """Taken from receiving agents, in particular from those that were about to be destroyed."""
+        """Notes taken from receiving agents, in particular from agents that were about to be destroyed."""
         self._trouble: str | None = None
-        """Why an agent's notes cannot be read; not the exception, which would keep the agent."""
+        """Why an agent's notes cannot be read, as text: the exception would keep a reference to the agent. None:
+        readable.
+        """
         self._receivers = ReceivingEngines(SpentPorts(), lambda: NixlReceiver(native), self._prepare, self._take_notes)
         self._local_peers: LocalPeers | None = None
         if reaches_memory(os.environ.get("UCX_TLS", "")):
@@ -186,7 +191,7 @@ class NixlTransport:
 
     @classmethod
     def open(cls, host: str, ib_device: str | None) -> NixlTransport:
-        """Start the engine. Raises ConfigError when the library is missing or does not start."""
+        """Start the engine. Raises ConfigError when the library is missing or the engine does not start."""
         protocol = choose_protocol(ib_device)
         set_environment(ib_device)
         return cls(load_native(), protocol)
@@ -201,25 +206,25 @@ class NixlTransport:
         self._here = spans_by_kind(self._known)
 
     def address(self) -> str:
-        """The engine's metadata and all regions, as text of some hundred characters."""
+        """Return the engine's metadata and all regions, as text of some hundred characters."""
         return self._address_of(self._base, None)
 
     def open_receiver(self, peer: str) -> str:
-        """An agent of its own for `peer`: a thread more, which sleeps; over RDMA it registers all memory again."""
+        """Create a receiving agent for `peer`: one more sleeping thread; over RDMA it registers all memory again."""
         receiver = self._receivers.open(peer)
         receiver.address = receiver.address or self._address_of(receiver, peer)
         return receiver.address
 
     def fence(self, peer: str) -> bool:
-        """Destroy the agent of `peer`: some milliseconds.
+        """Destroy the agent of `peer`, in some milliseconds.
 
-        False while a process of this host lives that came as that peer, where UCX may write by itself.
+        False while a process of this host that connected as that peer is alive, where UCX may write directly.
         """
         are_dead = self._local_peers is None or self._local_peers.fence(peer)
         return self._receivers.fence(peer) and are_dead
 
     def connect(self, address: str) -> None:
-        """Open a link to the peer, unless there is one."""
+        """Open a link to the peer, unless one exists."""
         card = decode_address(address)
         there = spans_by_kind(
             [(MemoryRegion(it.address, it.num_bytes), KindOfMemory(it.kind, it.device)) for it in card.regions]
@@ -234,21 +239,21 @@ class NixlTransport:
             peer.close()
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """Batches of at most `BATCH_COPIES`, one after the other.
+        """Write batches of at most `BATCH_COPIES`, one after the other.
 
         After a failure the next write reopens the link, at most once every `REOPEN_INTERVAL_S`.
         """
         self.write_and_notify(address, copies, b"")
 
     def write_and_notify(self, address: str, copies: Sequence[Copy], note: bytes) -> None:
-        """As `write`; the last batch carries `note`, and the others have ended before it. An empty one is not sent."""
+        """Write as `write` does; the last batch carries `note`, after the other batches. An empty note is not sent."""
         peer = self._peers.get(address)
         self._regions.check_sources(copies)
         full = [copy for copy in copies if copy.num_bytes]
         if not full:
             return
         if peer.about.has_shut_us_out:
-            raise TransferError("the peer on this host has ended, or shut us out", code="peer_unreachable")
+            raise TransferError("the peer on this host has ended or fenced this process", code="peer_unreachable")
         try:
             parts = split_by_kind(Ranges.of(full), self._here, peer.about.there)
         except ValueError as error:
@@ -269,7 +274,7 @@ class NixlTransport:
         return taken
 
     def close(self) -> None:
-        """Cut all links, stop receiving."""
+        """Cut all links and stop receiving."""
         self._peers.close()
         if self._local_peers is not None:
             self._local_peers.close()
@@ -292,21 +297,21 @@ class NixlTransport:
         return encode_address(NixlEndpointInfo(receiver.agent.metadata(), tuple(regions), self._host, local_socket))
 
     def _open_link(self, peer: NixlPeer) -> Link[Sender]:
-        """A link over new agents. Raises TransferError (settled over TCP) when nobody answers."""
+        """Open a link over new agents. Raises TransferError (settled over TCP) when no peer answers."""
         peer.introduce()
         num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers
         senders = [Sender(self._native, self._known, peer.card.metadata, peer.there) for _ in range(num_senders)]
         link = Link(senders, senders[0].peer, owned=True, num_permits=1)
         (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
-        for _ in senders:  # each connects with its first write, and the link takes them in turn
+        for _ in senders:  # each connects with its first write; the link alternates between them
             self._write_all(link, [(one, (kind.name, probe.kind))], PROBE_TIMEOUT_S)
         return link
 
     def _write_all(
         self, link: Link[Sender], batches: Sequence[tuple[Ranges, tuple[str, str]]], stall_s: float, note: bytes = b""
     ) -> None:
-        """Through one agent, so that the note comes the way that all bytes have come."""
+        """Write all batches through one agent, so that the note follows all bytes on one connection."""
         failure, num_copies, num_bytes = None, 0, 0
         with link.borrow() as sender:
             for number, (ranges, kinds) in enumerate(batches, 1):

@@ -1,6 +1,6 @@
 """Copies as indices into lists of equal blocks, so that an engine prepares each list once. Pure; used by `nixl_engine`.
 
-A list of block size B over spans holds each span's whole blocks of B bytes, span after span:
+The list of block size B over spans holds each span's whole blocks of B bytes, in span order:
 
     spans   |---- 3.5 B ----|      |-- 2 B --|
     blocks  | 0 | 1 | 2 |          | 3 | 4 |
@@ -20,12 +20,12 @@ Ints = npt.NDArray[np.int64]
 
 MAX_BLOCKS = 1 << 18
 MAX_BLOCKS_PER_COPY = 8
-"""Copies of more blocks than that, on average, are cheaper to name by address."""
+"""Most blocks per copy, on average; longer copies are cheaper to name by address."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Registered memory of one kind: absolute address, length in bytes, the device's number."""
+    """Registered memory of one kind: absolute address, length in bytes, device number."""
 
     address: int
     num_bytes: int
@@ -33,7 +33,7 @@ class Span:
 
 
 class Spans:
-    """Spans of one side, sorted by address."""
+    """Spans of one side, sorted by address. Arrays are int64 `[spans]`."""
 
     def __init__(self, spans: Sequence[Span]) -> None:
         ordered = sorted(spans, key=lambda span: span.address)
@@ -42,34 +42,34 @@ class Spans:
         self.devices: Ints = np.array([span.device for span in ordered], dtype=np.int64)
 
     def index(self, addresses: Ints) -> Ints:
-        """Which span holds each address; -1 before the first."""
+        """Return the index of the span that holds each address; -1 before the first span."""
         return np.searchsorted(self.starts, addresses, side="right") - 1
 
     def hold(self, addresses: Ints, lengths: Ints) -> npt.NDArray[np.bool_]:
-        """For each range, whether it lies in one span. There must be spans."""
+        """Return for each range whether it lies in one span. There must be spans."""
         index = self.index(addresses)
         return (index >= 0) & (addresses + lengths <= (self.starts + self.lengths)[index])
 
     def num_blocks(self, block_bytes: int) -> int:
-        """How long the list of blocks of this size is."""
+        """Return the length of the list of blocks of this size."""
         return int((self.lengths // block_bytes).sum())
 
     def blocks(self, block_bytes: int) -> Ints:
-        """The list itself: rows of (address, bytes, device)."""
+        """Return the list of blocks, int64 `[blocks, 3]`: (address, bytes, device)."""
         counts = self.lengths // block_bytes
         starts = np.repeat(self.starts, counts) + _ramps(counts) * block_bytes
         return np.stack([starts, np.full(len(starts), block_bytes), np.repeat(self.devices, counts)], axis=1)
 
     def rows(self, addresses: Ints, lengths: Ints) -> Ints:
-        """Ranges as rows of (address, bytes, device)."""
+        """Return ranges as int64 `[ranges, 3]`: (address, bytes, device)."""
         return np.stack([addresses, lengths, self.devices[self.index(addresses)]], axis=1)
 
     def offsets(self, addresses: Ints) -> Ints:
-        """Bytes from the start of the span that holds each address."""
+        """Return the byte offset of each address within its span."""
         return addresses - self.starts[self.index(addresses)]
 
     def first_blocks(self, addresses: Ints, block_bytes: int) -> Ints:
-        """The number of the block that starts at each address."""
+        """Return the index of the block that starts at each address."""
         counts = self.lengths // block_bytes
         index = self.index(addresses)
         return (np.cumsum(counts) - counts)[index] + self.offsets(addresses) // block_bytes
@@ -77,7 +77,7 @@ class Spans:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Ranges:
-    """Copies as columns: absolute addresses here and there, and lengths in bytes. One row a copy, none empty."""
+    """Copies as columns: absolute addresses here and at the peer, and lengths in bytes. One row a copy, none empty."""
 
     sources: Ints
     destinations: Ints
@@ -85,7 +85,7 @@ class Ranges:
 
     @classmethod
     def of(cls, copies: Sequence[Copy]) -> Ranges:
-        """The columns of `copies`."""
+        """Return the columns of `copies`."""
         return cls(  # three lists are three times as fast as one of tuples
             np.array([copy.source for copy in copies], dtype=np.int64),
             np.array([copy.destination for copy in copies], dtype=np.int64),
@@ -93,16 +93,16 @@ class Ranges:
         )
 
     def rows(self, chosen: slice | npt.NDArray[np.bool_]) -> Ranges:
-        """Some of the rows."""
+        """Return the chosen rows."""
         return Ranges(self.sources[chosen], self.destinations[chosen], self.lengths[chosen])
 
 
 SpansByKind = Mapping[str, Spans]
-"""What there is of each kind of memory, by NIXL's name of the kind: `DRAM`, `VRAM`."""
+"""Spans of each kind of memory, by NIXL's name of the kind: `DRAM`, `VRAM`."""
 
 
 def split_by_kind(ranges: Ranges, here: SpansByKind, there: SpansByKind) -> list[tuple[tuple[str, str], Ranges]]:
-    """`ranges` parted by the kinds of memory (here, there) that they lie in. Sources must lie in `here`.
+    """Split `ranges` by the kinds of memory (here, there) in which they lie. Sources must lie in `here`.
 
     Raises:
         ValueError: a destination lies in no span.
@@ -124,15 +124,15 @@ def split_by_kind(ranges: Ranges, here: SpansByKind, there: SpansByKind) -> list
 
 
 def grid(ranges: Ranges, here: Spans, there: Spans) -> int:
-    """The largest block size whose lists have every copy as whole blocks, on both sides; bytes."""
+    """Return the largest block size in bytes with which every copy is whole blocks on both sides."""
     columns = (ranges.lengths, here.offsets(ranges.sources), there.offsets(ranges.destinations))
     return int(np.gcd.reduce(np.concatenate(columns)))
 
 
 def choose_block(ranges: Ranges, here: Spans, there: Spans, known: Sequence[int], max_lists: int) -> int | None:
-    """The block size to send `ranges` with: one of `known` where it fits, else a new one, or None: by address.
+    """Return the block size for `ranges`: one of `known` if it fits, else a new one; None: name the copies by address.
 
-    A list is worth preparing only while there are few of them, and when it is not too long.
+    A new list is worth preparing only while there are few lists, and when it is not too long.
     """
     widest = grid(ranges, here, there)
     total = int(ranges.lengths.sum())
@@ -147,7 +147,7 @@ def choose_block(ranges: Ranges, here: Spans, there: Spans, known: Sequence[int]
 def block_indices(
     ranges: Ranges, here: Spans, there: Spans, block_bytes: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Which blocks go where: numbers in the lists of `here` and `there`, pair by pair."""
+    """Return int32 block indices in the lists of `here` and `there`, one pair per block to copy."""
     counts = ranges.lengths // block_bytes
     ramps = _ramps(counts)
     local = np.repeat(here.first_blocks(ranges.sources, block_bytes), counts) + ramps
@@ -156,6 +156,6 @@ def block_indices(
 
 
 def _ramps(counts: Ints) -> Ints:
-    """0..n-1 for each n in `counts`, one after the other."""
+    """Return 0..n-1 for each n in `counts`, concatenated."""
     ends = np.cumsum(counts)
     return np.arange(int(counts.sum()), dtype=np.int64) - np.repeat(ends - counts, counts)

@@ -1,4 +1,4 @@
-"""Typed door to the untyped `nixl`: agents that receive, and agents that send to one peer. Used by `nixl` only."""
+"""Typed wrapper of the untyped `nixl`: receiving agents, and agents that send to one peer. Used by `nixl` only."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansBy
 FIRST_POLL_S = 0.00002
 LONGEST_POLL_S = 0.0003
 IDLE_SLEEP_US = 100_000
-"""How long the engine's thread sleeps at most when nothing comes; what comes wakes it at once."""
+"""Longest sleep of the engine's idle thread, in microseconds; an incoming message wakes it at once."""
 MAX_LISTS = 4
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""The first knows which of the others fits, but the package it comes in brings both of them."""
+"""Module names. The first selects one of the others, but its package installs both of them."""
 INSTALL_HELP = (
     "install the engine: `pip install nixl-cu12`, on a machine with CUDA 13 `nixl-cu13`; without CUDA either does"
 )
@@ -39,27 +39,27 @@ INSTALL_HELP = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KindOfMemory:
-    """Where a region lies: NIXL's name for the kind, and the device's number (0 for host memory)."""
+    """Where a region lies: NIXL's name for the kind, and the device number (0 for host memory)."""
 
     name: str
     device: int
 
 
 def kind_of(address: int) -> KindOfMemory:
-    """The kind of memory at an address of this process."""
+    """Return the kind of memory at an address of this process."""
     place = place_of(address)
     return KindOfMemory("DRAM", 0) if place.device is None else KindOfMemory("VRAM", place.device)
 
 
 def is_installed() -> bool:
-    """True when there is a module to load. Imports nothing."""
+    """Return whether a module can be loaded. Imports nothing."""
     return any(importlib.util.find_spec(name) is not None for name in MODULES)
 
 
 def load_native() -> Any:
-    """The engine's module, with its log lines where ours go. Raises ConfigError when there is none."""
+    """Load the engine's module, and send its log lines to our log. Raises ConfigError when no module is installed."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is for those who started us
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is reserved for our own output
     raise_exceptions = logging.raiseExceptions
     try:
         native = _import_first(MODULES)
@@ -76,8 +76,9 @@ def load_native() -> Any:
 
 @functools.cache
 def exit_without_unloading() -> None:
-    """Have the process end without finalising its shared libraries, which is the last thing it would do: the wheel's
-    own copy of libnl-route crashes there, and a process that has done all its work would end with signal 11.
+    """End the process without finalising its shared libraries, which would be its last action.
+
+    The wheel's own copy of libnl-route crashes in its finaliser, and a finished process would end with signal 11.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
@@ -88,13 +89,15 @@ def exit_without_unloading() -> None:
 
 @functools.cache
 def let_idle_threads_sleep(bindings: Any) -> None:
-    """The engine's thread can sleep until something comes, but its Python layer knows no such argument and always asks
-    for no sleep at all, which costs every server a core for ever. So the class it asks with keeps our value.
+    """Make the engine's progress thread sleep while idle.
+
+    The engine supports this, but its Python layer has no such argument and always configures no sleep, which costs
+    every server one core. So the configuration class is replaced by one that keeps `IDLE_SLEEP_US`.
     """
     config: Any = bindings.nixlAgentConfig
 
     class PatientConfig(config):  # type: ignore[misc]
-        """As given, except for this one field."""
+        """The engine's configuration with a fixed `pthrDelay`."""
 
         def __setattr__(self, name: str, value: Any) -> None:
             super().__setattr__(name, IDLE_SLEEP_US if name == "pthrDelay" else value)
@@ -119,7 +122,9 @@ class Agent:
     """One NIXL agent with the UCX backend. Its calls are thread-safe."""
 
     def __init__(self, native: Any, *, answers: bool) -> None:
-        """`answers`: a thread of its own serves peers that write. A sender needs none: it looks when it waits."""
+        """Create an agent. `answers`: its own thread serves writing peers; a sender needs none, since it polls while it
+        waits.
+        """
         config = native.nixl_agent_config(
             enable_prog_thread=answers, backends=["UCX"], sync_mode=native.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
@@ -137,11 +142,11 @@ class Agent:
             raise TransferError(f"nixl refuses {region}: {error!r}", code="bad_region", retryable=False) from None
 
     def metadata(self) -> bytes:
-        """What a sender needs to write here; of the regions registered so far."""
+        """Return the metadata that a sender needs to write here, with the regions registered so far."""
         return bytes(self.native.get_agent_metadata())
 
     def take_notifications(self) -> list[bytes]:
-        """Notes that came with peers' writes since the last call, in the order of each peer."""
+        """Return the notes of peers' writes since the last call, in the order of each peer."""
         found: dict[str, list[bytes]] = self.native.get_new_notifs()
         return list(itertools.chain.from_iterable(found.values()))
 
@@ -150,12 +155,12 @@ class Agent:
         alive = weakref.ref(self.native.agent)
         self.native = None
         if alive() is not None:
-            gc.collect()  # an exception's traceback, say
-        assert alive() is None, "something holds the agent that was to be destroyed"
+            gc.collect()  # for example an exception's traceback
+        assert alive() is None, "a reference to the destroyed agent is left"
 
 
 class NixlReceiver:
-    """An agent that peers write to, and the address that they are told, once there is one."""
+    """An agent that peers write to, and its published address; empty before it is published."""
 
     def __init__(self, native: Any) -> None:
         self.agent = Agent(native, answers=True)
@@ -167,7 +172,7 @@ class NixlReceiver:
 
 
 class Sender:
-    """An agent that writes to one peer, and the lists that it has prepared for that. Several threads may `run`."""
+    """An agent that writes to one peer, and its prepared lists of blocks. Several threads may call `run`."""
 
     def __init__(
         self,
@@ -176,7 +181,7 @@ class Sender:
         metadata: bytes,
         there: SpansByKind,
     ) -> None:
-        """Connects with the first write. Raises TransferError when `metadata` are none."""
+        """Create the agent, which connects with the first write. Raises TransferError when `metadata` are invalid."""
         self._agent = Agent(native, answers=False)
         for region, kind in regions:
             self._agent.register(region, kind)
@@ -193,10 +198,10 @@ class Sender:
     def run(
         self, ranges: Ranges, kinds: tuple[str, str], note: bytes, given_up: Callable[[], bool], deadline: float
     ) -> str | None:
-        """Write `ranges` between memory of these kinds, here and there, then `note`, and wait asleep for the end.
+        """Write `ranges` between memory of these kinds (here, peer), then `note`; sleep until the write ends.
 
-        None when every byte is there (the engine has flushed the connection), else what went wrong. `deadline` is of
-        the monotonic clock. After a failure bytes may go on moving until `destroy`.
+        Returns None when every byte has landed (the engine has flushed the connection), else the failure. `deadline` is
+        on the monotonic clock. After a failure bytes may still move until `destroy`.
         """
         native = self._agent.native
         try:
@@ -212,7 +217,7 @@ class Sender:
                 handle.release()
 
     def destroy(self) -> None:
-        """See `Agent.destroy`. Nobody may be in `run`."""
+        """See `Agent.destroy`. No thread may be in `run`."""
         self._lists.clear()  # the handles release themselves; a name for one here would keep the agent
         self._agent.destroy()
 
@@ -237,7 +242,7 @@ class Sender:
 
 
 def spans_by_kind(regions: Sequence[tuple[MemoryRegion, KindOfMemory]]) -> SpansByKind:
-    """Regions sorted into kinds of memory."""
+    """Group regions by kind of memory."""
     spans: dict[str, list[Span]] = {}
     for region, kind in regions:
         spans.setdefault(kind.name, []).append(Span(region.address, region.num_bytes, kind.device))

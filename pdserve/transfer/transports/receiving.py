@@ -1,10 +1,10 @@
-"""The engines that peers write to: one for each peer, destroyed by `fence`. Used by the transports over native engines.
+"""Receiving engines: one for each peer, destroyed by `fence`. Used by the transports over native engines.
 
     peer A ── its own address ──> engine A ──┐
     peer B ── its own address ──> engine B ──┴─> the same pools
 
-A sender that was stopped and goes on after the fence tries again at the ports that it knew. So no later engine of this
-process may listen there (`SpentPorts`): Mooncake's engine let 58 MB in that way.
+A sender that was stopped and continues after the fence retries at the ports that it knew. So no later engine of this
+process may listen there (`SpentPorts`): Mooncake's engine accepted 58 MB that way.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Destroyable)
 MAX_SPENT = 800
-"""Ports that are remembered; Mooncake takes its two from a range of 2,000."""
+"""Most remembered ports; Mooncake takes its two from a range of 2,000."""
 MAX_TRIES = 64
 
 
 def listening_ports() -> frozenset[int]:
-    """The TCP ports at which this process listens."""
+    """Return the TCP ports at which this process listens."""
     found = psutil.Process().net_connections("tcp")
     return frozenset(one.laddr.port for one in found if one.status == psutil.CONN_LISTEN)
 
@@ -43,14 +43,14 @@ class SpentPorts:
         self._spent: OrderedDict[int, None] = OrderedDict()
 
     def start(self, make: Callable[[], E]) -> tuple[E, frozenset[int]]:
-        """An engine made by `make` that listens at no spent port, and the ports that came with it.
+        """Create an engine with `make` that listens at no spent port; return it and the ports that it opened.
 
-        They may be a few more than its own, if another thread began to listen meanwhile.
+        The ports may include a few of another thread that began to listen meanwhile.
 
         Raises:
             TransferError: each of many engines listened at a spent port.
         """
-        unfit: list[E] = []  # kept while others are made, which so take other ports
+        unfit: list[E] = []  # kept alive so that new engines take other ports
         try:
             with self._lock:
                 while len(unfit) < MAX_TRIES:
@@ -63,10 +63,10 @@ class SpentPorts:
         finally:
             for engine in unfit:
                 engine.destroy()
-        raise TransferError("no port is left that no former peer knows", code="engine_failed")
+        raise TransferError("every port that the engine took is known to a fenced peer", code="engine_failed")
 
     def spend(self, ports: frozenset[int]) -> None:
-        """A peer that was fenced knows these ports."""
+        """Mark the ports of a fenced peer's engine as spent."""
         with self._lock:
             for port in ports:
                 self._spent[port] = None
@@ -76,10 +76,11 @@ class SpentPorts:
 
 
 class ReceivingEngines(Generic[E]):
-    """An engine for each peer that may write here, and for no other. Thread-safe; calls for one peer take turns.
+    """One receiving engine for each peer that may write here. Thread-safe; calls for one peer run one at a time.
 
-    `start` makes an engine that listens, `prepare` gives it our memory; either may take seconds. `before_end` is called
-    with an engine that a fence is about to destroy. Like what `visit` is given it must be brief, and keep no reference.
+    `start` creates an engine that listens, `prepare` registers local memory with it; either may take seconds.
+    `before_end` gets an engine that a fence is about to destroy. `before_end` and the callback of `visit` must be
+    brief, and keep no reference to the engine.
     """
 
     def __init__(
@@ -98,14 +99,14 @@ class ReceivingEngines(Generic[E]):
         """Peers whose engine is being started or destroyed."""
         self._engines: dict[str, tuple[E, frozenset[int]]] = {}
         self._undead: set[str] = set()
-        """Peers with an engine that could not be destroyed: what they write may land for ever."""
+        """Peers with an engine that could not be destroyed: their writes may land for ever."""
         self._closed = False
 
     def open(self, peer: str) -> E:
-        """The engine of `peer`, started if there is none.
+        """Return the engine of `peer`, and start it if there is none.
 
         Raises:
-            TransferError: it does not start, or everything is closed.
+            TransferError: the engine does not start, or the transport is closed.
         """
         with self._turn(peer):
             with self._changed:
@@ -121,7 +122,7 @@ class ReceivingEngines(Generic[E]):
         raise TransferError("the transport is closed", code="closed", retryable=False)
 
     def fence(self, peer: str) -> bool:
-        """Destroy the engine of `peer`. False when that could not be done, now or before."""
+        """Destroy the engine of `peer`. Returns False when that failed, now or before."""
         with self._turn(peer):
             with self._changed:
                 engine, ports = self._engines.pop(peer, (None, frozenset()))
@@ -143,7 +144,7 @@ class ReceivingEngines(Generic[E]):
                 look(engine)
 
     def close(self) -> None:
-        """Destroy all; no more are started."""
+        """Destroy all engines; no more are started."""
         with self._changed:
             self._closed = True
             engines = [engine for engine, _ in self._engines.values()]

@@ -1,8 +1,8 @@
-"""Within one host, from CPU memory to CPU memory: the peer's pools are mapped here, and a copy is a memmove.
+"""Transport within one host between CPU memories: maps the peer's pools into this process and copies with memmove.
 
-Nothing but the two processes takes part, so what `write` promises is simple: when it returns or raises, it moves
-nothing any more, whatever the peer does. A peer that is stopped is written to all the same. The mapping outlives a
-dead peer: the connection of `shm_share` tells, before and after each batch of a write.
+Only the two processes take part, so `write` is always settled: when it returns or raises, it moves no more bytes,
+whatever the peer does. Writes to a stopped peer succeed. A mapping outlives a dead peer: the connection of `Share`
+detects that, before and after each batch of a write.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 
 Move = tuple[int, int, int]
-"""Destination and source, both addresses of this process, and bytes."""
+"""Destination and source address, both in this process, and bytes."""
 SMALL_BYTES = 1 << 16
-"""So few are moved sooner than the interpreter's lock is got back, so it is not let go of."""
+"""Largest move that keeps the GIL: moving so few bytes takes less time than getting the GIL back."""
 
 
 class MemcpyEngine:
-    """Moves bytes. Where the library of kernels is, the interpreter's lock is let go of once for all moves of a call;
-    else once for each that is not small. Thread-safe.
+    """Moves bytes. Thread-safe.
+
+    With the kernel library, the GIL is released once for all moves of a call; else once for each move that is not
+    small.
     """
 
     def __init__(self, *, native: bool = True) -> None:
-        """`native` False: as where there is no library."""
+        """Create an engine. `native` False: do not use the kernel library."""
         self._small = ctypes.PyDLL(None).memmove
         self._small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
         self._small.restype = None
@@ -46,7 +48,7 @@ class MemcpyEngine:
                 self._copy = library().pdk_copy
 
     def __call__(self, moves: Sequence[Move]) -> None:
-        """All of them, in order; ranges are not checked."""
+        """Make all moves in order; ranges are not checked."""
         if self._copy is not None and sum(move[2] for move in moves) > SMALL_BYTES:
             table = np.array(moves, dtype=np.int64)
             self._copy(table.ctypes.data, len(table))
@@ -57,13 +59,13 @@ class MemcpyEngine:
 
 
 MAX_REGIONS = 128
-"""Regions of one process; the kernel passes at most 253 files in one message."""
+"""Most regions of one process; the kernel passes at most 253 files in one message."""
 MAX_OFFER_BYTES = 1 << 16
 _PREFIX = "shm"
 
 
 class SharedWindow(msgspec.Struct, frozen=True):
-    """A region: `[address, address + num_bytes)` in the receiver is at `offset` of a file of `file_bytes`."""
+    """A region: `[address, address + num_bytes)` in the receiver is at `offset` of a file of `file_bytes` bytes."""
 
     address: int
     num_bytes: int
@@ -72,31 +74,33 @@ class SharedWindow(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """What the receiver sends, with one file for each window."""
+    """Message of the receiver, together with one file descriptor for each window."""
 
     incarnation: str
     windows: tuple[SharedWindow, ...]
 
 
 class Share:
-    """The receiving end: shows regions to who connects, each peer at a socket of its own."""
+    """Receiving end: passes regions to connecting processes; each peer has its own socket."""
 
     def __init__(self) -> None:
-        """Raises ConfigError where the host has no identity."""
+        """Create a share without regions. Raises ConfigError where the host has no identity."""
         self._host = host_identity()
         self._windows: tuple[SharedWindow, ...] = ()
         self._files: tuple[int, ...] = ()
         self._peers = LocalPeers("kv-shm", self._show)
 
     def address(self, peer: str | None) -> str:
-        """Where `peer` alone connects; with None, anybody. Raises TransferError when there can be no such socket."""
+        """Return the address at which only `peer` connects; None: any process. Raises TransferError when no socket can
+        be bound.
+        """
         return f"{_PREFIX}:{self._host}:{self._peers.open(peer)}"
 
     def add(self, regions: Sequence[MemoryRegion]) -> None:
-        """Show more regions to those who connect from now on.
+        """Add regions for processes that connect from now on.
 
         Raises:
-            TransferError: a region is not in memory that can be shared; then none is added.
+            TransferError: a region is not in shareable memory; then none is added.
         """
         windows, files = list(self._windows), list(self._files)
         for region in regions:
@@ -115,11 +119,11 @@ class Share:
         self._windows, self._files = tuple(windows), tuple(files)
 
     def fence(self, peer: str) -> bool:
-        """Show nothing more to `peer`. True when no process that mapped something lives."""
+        """Close the socket of `peer`. True when no process that mapped memory as that peer is alive."""
         return self._peers.fence(peer)
 
     def close(self) -> None:
-        """Be seen as gone. Mappings that others have stay theirs."""
+        """Close all sockets. Existing mappings of peers stay valid."""
         self._peers.close()
 
     def _show(self, connection: socket.socket, name: str) -> None:
@@ -128,9 +132,10 @@ class Share:
 
 
 class MappedPeer:
-    """A peer's memory as we see it. Unmapped, and the connection closed, with the last reference: no write is cut.
+    """Mapping of a peer's memory. Unmapped, and the connection closed, with the last reference, so that no write is
+    cut.
 
-    `given_up` is set when nobody wants it any more; writers look at it between two copies.
+    `given_up` is set when the peer was disconnected; writers check it between two batches.
     """
 
     def __init__(self, connection: int, offer: Offer, bases: Sequence[int], keep: object) -> None:
@@ -142,14 +147,14 @@ class MappedPeer:
             for window, base in zip(offer.windows, bases, strict=True)
         }
         self.shifts = tuple(shifts[region.address] for region in self.regions.regions)
-        """For each of `regions`: what to add to the peer's address to get ours."""
+        """For each of `regions`: the offset from the peer's address to the local address."""
         self._keep = keep
         self._connection = connection
         weakref.finalize(self, os.close, connection).atexit = False
 
     @property
     def is_alive(self) -> bool:
-        """False once the peer's process has ended, or has fenced us. A stopped one is alive."""
+        """False once the peer's process has ended or has fenced this process. A stopped process is alive."""
         return is_open(self._connection)
 
 
@@ -157,8 +162,8 @@ def open_peer(address: str) -> MappedPeer:
     """Map the memory of the process behind `address`.
 
     Raises:
-        TransferError: the address is malformed or of another host, nobody answers, or what answers is no `Share` of
-            our user.
+        TransferError: the address is malformed or of another host, no process answers, or the answering process is no
+            `Share` of our user.
     """
     incarnation = _incarnation_of(address)
     with contextlib.ExitStack() as stack:
@@ -199,13 +204,15 @@ def _incarnation_of(address: str) -> str:
 
 
 DRAIN_TIMEOUT_S = 5.0
-"""Writes settle as they end. This is for other ranks of a replica whose leader is dead: by then they have ended too."""
+"""Writes settle when they end. This delay is for other ranks of a replica whose rank 0 is dead: their writes end by
+then.
+"""
 BATCH_BYTES = 32 << 20
-"""So much is moved before we look again whether the peer was given up: some milliseconds."""
+"""Bytes that are moved between two checks whether the peer was given up: some milliseconds."""
 
 
 class ShmTransport:
-    """Writes into mapped memory of processes of this host. See `Transport` for who calls what from where."""
+    """Writes into mapped memory of processes of this host. For threads see `Transport`."""
 
     name = "shm"
     facts = TransportFacts(protocol="memory", moves_bytes=True, writers=2)
@@ -213,7 +220,7 @@ class ShmTransport:
     fence_drain_timeout_s = 0.0
 
     def __init__(self) -> None:
-        """Raises ConfigError where the host has no identity."""
+        """Create a transport. Raises ConfigError where the host has no identity."""
         self._share = Share()
         self._regions = RegionSet()
         self._lock = threading.Lock()
@@ -233,18 +240,18 @@ class ShmTransport:
         return self._share.address(None)
 
     def open_receiver(self, peer: str) -> str:
-        """A socket of its own for `peer`."""
+        """Open a socket for `peer`, and return its address."""
         return self._share.address(peer)
 
     def fence(self, peer: str) -> bool:
-        """Shut the socket of `peer`. True once all processes are dead that have mapped our memory as that peer.
+        """Close the socket of `peer`. True once all processes that mapped our memory as that peer are dead.
 
-        One that lives is asked to stop: it does so within `BATCH_BYTES`, but that cannot be seen from here.
+        A live process is notified and stops within `BATCH_BYTES`, but that cannot be observed from here.
         """
         return self._share.fence(peer)
 
     def connect(self, address: str) -> None:
-        """Map the peer's memory, unless it is."""
+        """Map the peer's memory, unless it is mapped."""
         with self._lock:
             if self._closed:
                 raise TransferError("the transport is closed", code="closed", retryable=False)
@@ -262,7 +269,7 @@ class ShmTransport:
             peer.given_up = True
 
     def write(self, address: str, copies: Sequence[Copy]) -> None:
-        """memmove each copy, after all ranges were checked on both sides."""
+        """Copy with memmove, after checking all ranges on both sides."""
         with self._lock:
             peer = self._peers.get(address)
         if peer is None:
@@ -277,7 +284,7 @@ class ShmTransport:
         _check_alive(peer, address)
 
     def close(self) -> None:
-        """Be seen as gone, and let go of all peers."""
+        """Close all sockets, and forget all peers."""
         with self._lock:
             self._closed = True
         for address in list(self._peers):
@@ -286,7 +293,7 @@ class ShmTransport:
 
 
 def _moves(peer: MappedPeer, copies: Sequence[Copy]) -> list[Move]:
-    """Where in this process the copies end. Raises TransferError when the peer has not registered a destination."""
+    """Return the copies with local addresses. Raises TransferError when the peer has not registered a destination."""
     moves, start, end, shift = [], 0, 0, 0
     for copy in copies:
         destination, num_bytes = copy.destination, copy.num_bytes
@@ -307,7 +314,7 @@ def _moves(peer: MappedPeer, copies: Sequence[Copy]) -> list[Move]:
 
 
 def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
-    """Runs of moves of about `BATCH_BYTES`."""
+    """Yield runs of moves of about `BATCH_BYTES`."""
     first, total = 0, 0
     for index, (_, _, num_bytes) in enumerate(moves):
         total += num_bytes
@@ -320,4 +327,4 @@ def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
 
 def _check_alive(peer: MappedPeer, address: str) -> None:
     if not peer.is_alive:
-        raise TransferError(f"the process at {address} has ended, or shut us out", code="peer_unreachable")
+        raise TransferError(f"the process at {address} has ended or fenced this process", code="peer_unreachable")
