@@ -1,1 +1,1 @@
-"""The ranks of one replica: what their schedulers decide by, what they agree on, how they find and lose each other."""
+"""Ranks of one replica: rendezvous, links, failure detection, input log, and consensus on transfers."""

@@ -1,10 +1,10 @@
-"""How the ranks of a replica agree on what has become of transfers: one MIN over all of them, for all that is polled.
+"""Consensus of a replica's ranks on the outcomes of transfers: one MIN reduction over the states of all pending items.
 
-    rank 0 (leader)   all copies of a transfer have ended, or one failed: begin ───┐ Turn.reduction
+    rank 0            all copies of a transfer have ended, or one failed: begin ───┐ Turn.reduction
     all ranks         poll ── MIN over gloo ──> the same states on all ────────────┴─> the same events, in the same turn
 
-Nothing is reduced while nothing is pending, or nothing is new. Nobody waits for a rank that is late: a reduction that
-takes longer than a moment is taken in a later turn, which the leader names. Scheduler thread, but for `heard`.
+No reduction runs while no item is pending, or no report is new. No turn waits for a late rank: a reduction that takes
+longer than `WAIT_S` is taken in a later turn, which rank 0 names. Scheduler thread, except `heard`.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from pdserve.ranks.input_log import InputLog
 from pdserve.ranks.rank_group import guarded
 
 WAIT_S = 0.001
-"""How long a turn waits for its own reduction, where all ranks compute the same steps at the same time."""
+"""Seconds that a turn waits for its own reduction, where all ranks compute the same steps at the same time."""
 PATIENCE_S = 0.05
-"""A word that makes no transfer whole waits so long for others, and no longer."""
+"""Longest delay in seconds of a report that completes no transfer; it waits for further reports."""
 CLOSE_S = 4.0
 
 
 class Reduction(enum.IntFlag):
-    """What a turn does about it; first it takes, then it begins the next one."""
+    """Actions of a turn: first take the running reduction, then begin the next one."""
 
     NOTHING = 0
     TAKE = 1
-    """What was begun has ended on the leader, and so is about to on all."""
+    """The running reduction has ended on rank 0, and ends soon on all ranks."""
     BEGIN = 2
 
 
@@ -57,9 +57,11 @@ class _Round:
 
 
 class Consensus:
-    """One rank's side. `begin_least` is the reduction, `root_cause` as for `RankGroup`; `wake` is called on any thread
-    when a turn should look again. With `in_step` the ranks have no stages, so that a turn waits a moment for its
-    reduction. `now` is the time that `PATIENCE_S` is measured in.
+    """One rank's side of the consensus.
+
+    `begin_least` starts the reduction, `root_cause` is as in `RankGroup`; `wake` is called on any thread when a turn
+    should check for work. `in_step`: the replica has no pipeline stages, so a turn waits a moment for its reduction.
+    `now` is the clock of `PATIENCE_S`.
     """
 
     def __init__(
@@ -83,14 +85,14 @@ class Consensus:
         self._round: _Round | None = None
         self._has_failed = False
         self._news_at: float | None = None
-        """When the oldest word came that no reduction has told of yet."""
+        """Time of the oldest report that no reduction has covered; None: none."""
         self._taken: list[Outcome] | None = None
-        """What this turn has taken already, to see whether another reduction is due. The leader's."""
+        """Outcomes that this turn has taken early, to decide whether another reduction is due. Rank 0 only."""
         self._ended: set[Item] = set()
-        """What has ended here or elsewhere, and is not agreed on. The leader's."""
+        """Items that have ended on their rank, and are not agreed on. Rank 0 only."""
 
     def heard(self, event: Outcome) -> None:
-        """What has become of an item, of ours or of another rank's. The leader's; any thread."""
+        """Record the outcome of an item of any rank. Rank 0 only; any thread."""
         item = item_of(event)
         self._copies.heard(event)
         self._ended.add(item)
@@ -103,13 +105,14 @@ class Consensus:
 
     @property
     def num_pending(self) -> int:
-        """What the ranks have not agreed on; the same number on all, at the same point."""
+        """Number of items that the ranks have not agreed on; the same on all ranks at the same point."""
         return self._copies.num_pending
 
     @property
     def is_due(self) -> bool:
-        """Whether a turn would take a reduction, or begin one: when it would tell of a transfer that has ended or
-        failed, or after a while of anything. The leader's.
+        """True when a turn would take or begin a reduction. Rank 0 only.
+
+        A reduction begins for a transfer that has ended or failed, and after `PATIENCE_S` for any report.
         """
         if self._round is not None:
             return self._round.done.is_set()
@@ -123,19 +126,21 @@ class Consensus:
         return self._has_failed or late or self._copies.all_ended(self._ended)
 
     def due(self) -> Reduction:
-        """What this turn shall do, on all ranks. The leader's, which takes already; `poll_and_all_reduce` follows."""
+        """Return the actions of this turn for all ranks; rank 0 only. It may take already; `poll_and_all_reduce` must
+        follow.
+        """
         due = Reduction.NOTHING
         if self._round is not None:
             if not self._round.done.is_set():
                 return due
             due, self._taken = Reduction.TAKE, self._take()
         if self._may_begin:
-            self._news_at, self._has_failed = None, False  # before it polls: what comes now is for the next one
+            self._news_at, self._has_failed = None, False  # reset before the poll
             due |= Reduction.BEGIN
         return due
 
     def poll_and_all_reduce(self, due: Reduction) -> list[Outcome]:
-        """Do what is due in this turn; what all ranks agree on now. Raises RankError when a rank is lost."""
+        """Run the due actions of this turn; return the agreed outcomes. Raises RankError when a rank is lost."""
         agreed: list[Outcome] = []
         if Reduction.TAKE in due:
             agreed += self._take() if self._taken is None else self._taken
@@ -147,7 +152,7 @@ class Consensus:
         return agreed
 
     def close(self) -> None:
-        """What is under way should end before the ranks part."""
+        """Wait for the running reduction before the ranks disconnect, at most `CLOSE_S` seconds."""
         if self._round is not None:
             self._round.done.wait(CLOSE_S)
 
@@ -174,5 +179,5 @@ class Consensus:
         agreed = self._copies.agreed(taken.items, taken.values)
         self._ended.difference_update(map(item_of, agreed))
         if not self._copies.num_pending:
-            self._ended.clear()  # words that came too late
+            self._ended.clear()  # late reports
         return agreed

@@ -1,7 +1,7 @@
-"""A rank's copy engine: of all jobs that the scheduler submits, it runs those out of this rank's pages, and keeps what
-has become of them until all ranks agree on it (`consensus`).
+"""Copy engine of one rank: runs the submitted jobs that read this rank's pages, and keeps outcomes until all ranks
+agree.
 
-Made by the composition root of each rank's process.
+The ranks agree in `consensus`. Created by `engine` in each rank's process.
 """
 
 from __future__ import annotations
@@ -41,20 +41,21 @@ class Fencing(msgspec.Struct, frozen=True):
 
 
 Item = tuple[MemoryKey | Opening | Fencing | str, int]
-"""A copy job by its index; what rank r expects to be notified of, `-1 - r`; an address that rank r shall reach; or a
-receiving engine that rank r opens or ends."""
+"""A pending item: a copy job by its index; `-1 - r` for the notifications that rank r expects; an address that rank r
+connects to; or a receiving engine that rank r opens or fences.
+"""
 Outcome = PeerConnected | CopyDone | Notified | ReceiverOpened | PeerFenced
 Tell = Callable[[Outcome], None]
 
-LOST = Failure(code="transfer_failed", message="a rank could not; its own log says why", status=502)
+LOST = Failure(code="transfer_failed", message="another rank failed; see its log", status=502)
 _LATER = torch.iinfo(torch.int64).max
-"""What a rank says of another's items: no less than what that one says."""
+"""A rank's value for an item of another rank: the maximum, so that MIN keeps the owner's value."""
 
 
 class RankCopies:
-    """Implements `CopyEngine` for rank `rank` over an engine that is told later (`drive`).
+    """Implements `CopyEngine` for rank `rank` over an engine that is set later (`drive`).
 
-    All ranks have the same items pending, for their schedulers submit and expect the same.
+    All ranks have the same pending items, since their schedulers make the same calls.
     """
 
     def __init__(self, rank: int) -> None:
@@ -63,24 +64,24 @@ class RankCopies:
         self._own: CopyEngine | None = None
         self._lock = threading.RLock()
         self._pending: dict[Item, int] = {}
-        """Whose each is, in the order in which they came."""
+        """Rank of each item, in the order of submission."""
         self._together: dict[MemoryKey | Opening | Fencing | str, set[Item]] = {}
-        """The same by what they are of."""
+        """The same items, grouped by key, address or session."""
         self._outcomes: dict[Item, Outcome] = {}
-        """Of own items, until all agree."""
+        """Outcomes of own items, until all ranks agree."""
         self._reasons: dict[Item, Failure] = {}
-        """Why others' have failed, where that has been heard."""
+        """Failures of other ranks' items, as far as reported."""
         self._addresses: dict[Item, str] = {}
-        """Of others' receiving engines, where that has been heard. The leader's."""
+        """Addresses of other ranks' receiving engines, as far as reported. Used by rank 0 only."""
         self.drain_timeout_s = 0.0
         self.fence_drain_timeout_s = 0.0
 
     def drive(self, own: CopyEngine, drain_timeout_s: float, fence_drain_timeout_s: float, tell: Tell) -> None:
-        """Copy with `own`, which posts to `post`. Once, before anything is submitted.
+        """Copy with `own`, which must report to `post`. Call once, before the first submission.
 
-        `tell` is called with what has become of an own item, on any thread. `drain_timeout_s` and
-        `fence_drain_timeout_s` are the longest of all ranks': every rank must free pages at the same turn, and none
-        before its transport is still.
+        `tell` gets the outcome of each own item, on any thread. `drain_timeout_s` and `fence_drain_timeout_s` are the
+        longest of all ranks: every rank must free pages in the same turn, and no rank before its transport's writes
+        have drained.
         """
         self._own, self._tell = own, tell
         self.drain_timeout_s, self.fence_drain_timeout_s = drain_timeout_s, fence_drain_timeout_s
@@ -92,13 +93,13 @@ class RankCopies:
 
     @property
     def num_pending(self) -> int:
-        """Items that the ranks have not agreed on; the same number on all."""
+        """Number of items that the ranks have not agreed on; the same on all ranks."""
         return len(self._pending)
 
     def reach(self, rank: int, transport_address: str) -> bool:
-        """See `CopyEngine`. What this rank knows at once, the others do not: they, too, agree first."""
+        """See `CopyEngine`. Always False: a result that only this rank knows needs the agreement of all ranks first."""
         if (transport_address, rank) in self._pending:
-            return False  # asked before, by somebody who has given up
+            return False  # pending from an earlier call whose caller has given up
         self._add((transport_address, rank), rank)
         if rank == self._rank and self._engine.reach(0, transport_address):
             self.post(PeerConnected(transport_address, None))
@@ -120,7 +121,7 @@ class RankCopies:
         self._engine.forget(transport_address)
 
     def open_receiver(self, rank: int, peer: str) -> None:
-        """See `CopyEngine`. The leader alone hears the addresses of other ranks; on followers these are empty."""
+        """See `CopyEngine`. Only rank 0 gets the addresses of other ranks; on followers they are empty."""
         self._add((Opening(peer), rank), rank)
         if rank == self._rank:
             self._engine.open_receiver(0, peer)
@@ -139,18 +140,20 @@ class RankCopies:
         return False
 
     def post(self, event: TransferEvent) -> None:
-        """What the engine tells of an own item. Any thread."""
+        """Handle the engine's report on an own item. Any thread."""
         assert isinstance(event, Outcome), event
         if not isinstance(event, CopyDone):
             event = msgspec.structs.replace(event, rank=self._rank)
         item = item_of(event)
-        with self._lock:  # nobody polls what has not been told, nor is told what a poll does not find
+        with self._lock:  # record and report atomically: `poll` and `tell` must agree
             if item in self._pending:
                 self._outcomes[item] = event
                 self._tell(event)
 
     def heard(self, event: Outcome) -> None:
-        """Another rank has told of its own. What counts is what all agree on; but it knows why. Any thread."""
+        """Record another rank's report: the reason of a failure, or an address. The outcome itself needs consensus. Any
+        thread.
+        """
         failure = failure_of(event)
         with self._lock:
             if failure is not None:
@@ -159,14 +162,16 @@ class RankCopies:
                 self._addresses[item_of(event)] = event.transport_address
 
     def all_ended(self, ended: Container[Item], of: MemoryKey | Opening | Fencing | str | None = None) -> bool:
-        """Whether all that is pending of a transfer, or of that one alone, is known to have `ended`. Any thread."""
+        """Return whether all items of one transfer are in `ended`: of any transfer, or only of `of`. Any thread."""
         with self._lock:
             some = self._together.values() if of is None else [self._together.get(of, set())]
             return any(items and all(item in ended for item in items) for items in some)
 
     def poll(self) -> tuple[Sequence[Item], Tensor]:
-        """What is pending, and int64 `[items, 3]` of it: a `KVPoll`, whether an end is settled, and how long the copy
-        took, negative, in microseconds. The least that any rank says is what the item's own rank says.
+        """Return the pending items and their state, int64 `[items, 3]`.
+
+        Columns: a `KVPoll`; whether an end is settled; the negative duration of the copy in microseconds. MIN over the
+        ranks is the value of the item's own rank.
         """
         with self._lock:
             values = [
@@ -176,9 +181,10 @@ class RankCopies:
         return list(self._pending), torch.tensor(values, dtype=torch.int64)
 
     def agreed(self, items: Sequence[Item], values: Tensor) -> list[Outcome]:
-        """All ranks say of `items`, which `poll` gave, what `values` say: those that have ended are pending no more.
+        """Apply the reduced `values` of `items` from `poll`: remove the items that have ended, and return their
+        outcomes.
 
-        The outcomes are the same on all ranks, but for the words of failures, which the leader has.
+        The outcomes are the same on all ranks, except the texts of failures, which only rank 0 has.
         """
         ended: list[Outcome] = []
         for item, (state, settled, spent_us) in zip(items, values.tolist(), strict=True):
@@ -205,11 +211,13 @@ class RankCopies:
                     ended.append(CopyDone(key, index, failure, bool(settled), -spent_us / 1e6))
         if not self._pending:
             with self._lock:
-                self._reasons.clear()  # those that came too late; an address never does, and may have come early
+                self._reasons.clear()  # late reports; addresses are kept, since they are never late and may be early
         return ended
 
     def _of_another(self, item: Item) -> tuple[int, int, int]:
-        """What we say of another rank's item. The leader waits until it has heard the address of a receiving engine."""
+        """Return our value for another rank's item. Rank 0 reports TRANSFERRING until it has a receiving engine's
+        address.
+        """
         if self._rank == 0 and isinstance(item[0], Opening) and item not in self._addresses:
             return KVPoll.TRANSFERRING, 0, 0
         return _LATER, _LATER, _LATER
@@ -228,12 +236,12 @@ class RankCopies:
 
     @property
     def _engine(self) -> CopyEngine:
-        assert self._own is not None, "nobody copies yet"
+        assert self._own is not None, "no copy engine is set"
         return self._own
 
 
 def item_of(event: Outcome) -> Item:
-    """What it is the outcome of."""
+    """Return the item of an outcome."""
     match event:
         case PeerConnected(transport_address=address, rank=rank):
             return address, rank
@@ -248,12 +256,12 @@ def item_of(event: Outcome) -> Item:
 
 
 def failure_of(event: Outcome) -> Failure | None:
-    """Why it has not ended well; None also where it says so in another way."""
+    """Return the failure of an outcome; None on success, and for outcomes that encode failure in another field."""
     return None if isinstance(event, Notified | PeerFenced) else event.failure
 
 
 def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
-    """What an item's own rank says of it; see `RankCopies.poll`."""
+    """Return the values of an item at its own rank; see `RankCopies.poll`."""
     match outcome:
         case None:
             return KVPoll.TRANSFERRING, 0, 0

@@ -1,14 +1,14 @@
-"""Replicas that compute every step together, a round, as DP attention asks: how their leaders call each other to it.
+"""Lockstep of DP attention replicas: they compute every step together, in rounds that their ranks 0 announce.
 
-    a leader with something to compute enters round k ── Entered(k) ──> the others: who has nothing to compute
-                                                                        enters round k with no tokens
+    a rank 0 with work enters round k ── RoundEntered(k) ──> the other ranks 0: those without work enter round k
+                                                             with no tokens
 
-Who has heard of a round enters it silently. So a round is announced by those who enter it by themselves, and reaches
-everybody; where nobody has anything to compute nothing is said. As every leader enters every round in its order,
-and nothing else holds up a round that all have entered, there is always one that can go on.
+A rank 0 that has received the announcement of a round enters the round without a message. So only ranks 0 that start a
+round announce it, to all, and idle replicas send nothing. Every rank 0 enters every round in order, and a round that
+all have entered waits for nothing else, so there is always a replica that can proceed.
 
-One `DpSync` in each leader's process, made by its composition root, used on the scheduler thread; the others'
-messages come in on the link thread.
+Each rank 0's process has one `DpSync`, created by `engine` and used on the scheduler thread. Messages of the other
+replicas arrive on the link thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OnLost = Callable[[PdserveError], None]
 
 
 class LoadAgreed(msgspec.Struct, frozen=True, tag="Loaded"):
-    """The replica can compute; `samples` of the weights of each of its ranks."""
+    """The replica has loaded; `samples` of the weights of each of its ranks."""
 
     samples: tuple[dict[str, dict[int, float]], ...]
 
@@ -49,7 +49,7 @@ class RoundEntered(msgspec.Struct, frozen=True, tag="Entered"):
 
 
 class RoundLeft(msgspec.Struct, frozen=True, tag="Left"):
-    """The sender was told to stop in this round, and enters later ones only where it is called."""
+    """The sender was stopped in this round, and enters later rounds only when another replica announces them."""
 
     round: Round
 
@@ -58,9 +58,9 @@ LeaderMessage = LoadAgreed | RoundEntered | RoundLeft | RankFailed | Alive
 
 
 class DpSync:
-    """This replica's leader among the others', which are `peers`. Rounds are counted from 1, like a scheduler's steps.
+    """Rank 0 of this replica among the ranks 0 of the others, `peers`. Rounds count from 1, like a scheduler's steps.
 
-    `wake` is called on the link thread when another leader has entered a round that we have not, or leaves.
+    `wake` is called on the link thread when another replica has entered a round that this one has not, or leaves.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class DpSync:
         )
 
     def share_samples(self, samples: Sequence[WeightSamples]) -> list[WeightSamples]:
-        """Those of the other replicas' ranks, `samples` being those of ours. Blocks until all have loaded.
+        """Return the weight samples of the other replicas' ranks; `samples` are ours. Blocks until all have loaded.
 
         Raises:
-            PdserveError: why the server ends.
+            PdserveError: the error that ends the server.
         """
         ours = tuple({name: dict(values) for name, values in rank.items()} for rank in samples)
         self._links.broadcast(LoadAgreed(ours))
@@ -103,7 +103,7 @@ class DpSync:
             return [rank for loaded in self._loaded.values() for rank in loaded.samples]
 
     def enter(self, number: int) -> None:
-        """We are about to compute round `number`: all others shall, too. Never blocks."""
+        """Enter round `number`, and announce it unless another replica did. Never blocks."""
         assert number == self._entered + 1, (number, self._entered)
         self._entered = number
         with self._changed:
@@ -113,37 +113,37 @@ class DpSync:
 
     @property
     def is_behind(self) -> bool:
-        """Whether others have entered a round that we have not."""
+        """True when another replica has entered a round that this one has not."""
         with self._changed:
             return self._called > self._entered
 
     def leave(self) -> None:
-        """We shall stop; to be called once. From now on nobody's end is taken for a loss."""
+        """Announce that this replica stops; call once. From now on the end of a peer is no loss."""
         self._links.broadcast(RoundLeft(self._entered))
         self._links.expect_end()
 
     @property
     def may_end(self) -> bool:
-        """Whether all others leave as well, and nobody needs us for a round any more."""
+        """True when all other replicas leave as well, and no round waits for this one."""
         with self._changed:
             return len(self._left) == self._num_others and self._called <= self._entered
 
     def ended(self, deadline: float) -> bool:
-        """Whether we may end, or it is too late (`time.monotonic()`) for the others to say so."""
+        """Return whether this replica may end, or `deadline` (`time.monotonic()`) has passed."""
         return self.may_end or time.monotonic() >= deadline
 
     def root_cause(self) -> PdserveError | None:
-        """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
+        """Return the loss behind a failed exchange, after waiting up to `_VERDICT_S` for it; None: no rank is lost."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
             return self._lost
 
     def close(self, trouble: PdserveError | None = None) -> None:
-        """End the links, and say why when that was not wanted. May be called again."""
+        """Close the links; send `trouble` first, the error of an irregular end. May be called again."""
         self._links.close(None if trouble is None else RankFailed(Trouble.of(trouble)))
 
     def _take(self, rank: int, message: LeaderMessage) -> None:
-        """Link thread."""
+        """Handle a message. Link thread."""
         with self._changed:
             match message:
                 case LoadAgreed():
@@ -161,7 +161,7 @@ class DpSync:
         self.wake()
 
     def _give_up(self, error: PdserveError) -> None:
-        """Link thread; the others have been told."""
+        """Handle a loss, after the peers were notified. Link thread."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
@@ -180,13 +180,13 @@ def meet_leaders(
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
 ) -> DpSync:
-    """Meet the leaders of the other replicas over `store`; `host` is where they reach us.
+    """Connect to rank 0 of the other replicas over `store`; `host` is the address at which they reach this process.
 
     `on_lost` as for `meet_followers`.
 
     Raises:
-        ConfigError: nothing can be bound at `host`, or a replica was started differently.
-        RankError: a leader did not come in time, or has another token.
+        ConfigError: nothing can be bound at `host`, or a replica was started with other flags.
+        RankError: a rank 0 did not join in time, or has another token.
     """
     names = [f"replica {number}" for number in range(num_replicas)]
     introduction = Introduction(names, dp_rank, store, token, facts or {}, timeout_s)

@@ -1,8 +1,9 @@
-"""Whether the other ranks live: what was heard of each, and what to say when one is lost. Pure; time is an argument.
+"""Failure detector of the other ranks: the last message and state of each, and the error when one is lost. Pure.
 
-Owned by the link thread of a rank (`links`), which asks for a verdict a few times a second. The first trouble seen is
-rarely its cause: when a rank dies, others fail in the middle of an exchange with it, and last words may arrive after
-the end of the connection is seen. So the verdict waits a moment, and names those first who ended without a word.
+Time is an argument. Owned by the link thread of a rank (`links`), which requests a verdict a few times a second. The
+first trouble seen is rarely its cause: when a rank dies, other ranks fail in an exchange with it, and final messages
+may arrive after the end of the connection. So the verdict waits `grace_s`, and names ranks that ended without a message
+first.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinkTimes:
-    """Seconds. A rank is lost when nothing is heard of it for `silent_s`, or for `join_s` before its first word.
+    """Times in seconds. A rank is lost after `silent_s` without a message, or `join_s` before its first message.
 
-    A follower hears its leader's first word when all ranks have come.
+    Rank 0 sends a follower its first message when all ranks have joined.
     """
 
     beat_s: float = 1.0
@@ -28,7 +29,7 @@ class LinkTimes:
 
 @dataclasses.dataclass(frozen=True)
 class PeerRank:
-    """Another rank. `name` is for people: its number, host and process. `nonce` is what it drew at its start."""
+    """Another rank. `name` is for display: its number, host and process. `nonce` is drawn at its start."""
 
     rank: int
     name: str
@@ -39,19 +40,19 @@ class PeerRank:
 @dataclasses.dataclass(slots=True)
 class _State:
     since: float
-    """When it was heard last, or when the watch began."""
+    """Time of its last message, or of the start of the watch."""
     last: str | None = None
     refused_at: float | None = None
-    """Since when nobody listens where it should."""
+    """Since when its endpoint refuses connections; None: it does not."""
     trouble_at: float | None = None
     gone: str | None = None
-    """It ended without a word, or is silent."""
+    """Why the rank counts as ended without a message, or as silent; None: it does not."""
     failure: PdserveError | None = None
-    """Its own word."""
+    """The error that the rank reported, or that its messages caused."""
 
 
 class FailureDetector:
-    """Peers and what is known of them. One thread only."""
+    """Peers and their state. One thread only."""
 
     def __init__(self, peers: Sequence[PeerRank], times: LinkTimes, now: float) -> None:
         self._peers = {peer.rank: peer for peer in peers}
@@ -60,34 +61,34 @@ class FailureDetector:
         self._asked_at = now
 
     def heard(self, rank: int, what: str, now: float) -> None:
-        """A message, called `what`, came from `rank`."""
+        """Record a message of type `what` from `rank`."""
         state = self._states[rank]
         state.since, state.last = now, what
 
     def closed(self, rank: int, now: float) -> None:
-        """Its connection is closed: its process has ended, or the network between us."""
+        """Record a closed connection: the peer's process has ended, or the network is broken."""
         self._trouble(rank, now, gone=f"is gone: its connection is closed{self._last_heard(rank, now)}")
 
     def refused(self, rank: int, now: float) -> None:
-        """It could not be reached; another try follows."""
+        """Record a refused connection; zmq retries."""
         state = self._states[rank]
         state.refused_at = now if state.refused_at is None else state.refused_at
 
     def reached(self, rank: int) -> None:
-        """It was reached after all."""
+        """Record a successful connection."""
         self._states[rank].refused_at = None
 
     def failed(self, rank: int, error: PdserveError, now: float) -> None:
-        """It said what went wrong, or what came from it was wrong."""
+        """Record an error that the rank reported, or that its messages caused."""
         state = self._states[rank]
         state.failure = state.failure or error
         state.trouble_at = now if state.trouble_at is None else state.trouble_at
 
     def verdict(self, now: float) -> PdserveError | None:
-        """Why the replica cannot go on; None while nothing is known to be wrong.
+        """Return the error that ends the replica; None while no loss is known.
 
-        Call it after everything that has arrived was taken in. When it was not called for long it is this process that
-        was held up, and nobody's silence is counted.
+        Call it after all received messages were handled. After a long pause between calls, this process was held up
+        itself, and the pause does not count as silence of any rank.
         """
         if now - self._asked_at > self._times.silent_s / 2:
             for state in self._states.values():
@@ -116,12 +117,14 @@ class FailureDetector:
     def _last_heard(self, rank: int, now: float | None) -> str:
         state = self._states[rank]
         if state.last is None:
-            return "; it never said a word"
+            return "; it never sent a message"
         ago = "" if now is None else f" {now - state.since:.1f} s before"
-        return f"; the last we heard was {state.last}{ago}"
+        return f"; its last message was {state.last}{ago}"
 
     def _sentence(self) -> PdserveError:
-        """Refusals first, then those who ended without a word, then those who complain."""
+        """Return the error: configuration errors first, then ranks that ended without a message, then ranks with
+        errors.
+        """
         sentences = dict[int, list[tuple[int, str, PdserveError | None]]]({0: [], 1: [], 2: []})
         for rank, state in self._states.items():
             name = self._peers[rank].name

@@ -1,10 +1,10 @@
-"""What the schedulers of all ranks decide by and do not compute themselves: the time, what came in, what steps gave.
+"""Input log: the inputs of all schedulers of a replica that they do not compute: time, events, results of steps.
 
-    leader     turn, launched, settled, answer: looks, writes an entry, and goes on ──> all followers
-    follower   turn, launched, settled, answer: the next entry
+    rank 0     turn, launched, settled, answer: reads its input, writes an entry, and goes on ──> all followers
+    follower   turn, launched, settled, answer: reads the next entry
 
-So every rank runs the same role on the same messages and the same `now`. A scheduler reads nothing else of the world:
-whatever else differs between ranks must not be seen by it, or come through here. Scheduler thread.
+So every rank runs the same role on the same messages and the same `now`. A scheduler has no other input: any state that
+differs between ranks must be hidden from it, or go through this log. Scheduler thread.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ V = TypeVar("V", bound=Value)
 E = TypeVar("E", bound=Entry)
 
 PART_BYTES = 8 << 20
-"""About as much as one entry has of what came in."""
+"""Approximate limit on the bytes of events in one entry."""
 _TOKEN_BYTES, _EVENT_BYTES = 5, 1024
 
 
 @dataclasses.dataclass(frozen=True)
 class TickInput:
-    """What a turn begins with. `num_pending` is this rank's own; the rest is the leader's."""
+    """Input of a turn. `num_pending` is this rank's own; the rest is rank 0's."""
 
     events: Sequence[SharedEvent] = ()
     reduction: int = 0
@@ -38,31 +38,31 @@ class TickInput:
 
 
 class InputLog(Protocol):
-    """One rank's side of it. It is the clock of all that decides. Raises RankError where ranks have come apart."""
+    """One rank's side of the input log, and the clock of all decisions. Raises RankError where ranks have diverged."""
 
     def now(self) -> float:
-        """The time that the newest turn, or end of a step, came with."""
+        """Return the time of the newest turn or end of a step."""
         ...
 
     def turn(self, look: TickInput) -> TickInput:
-        """A turn of the loop begins; what the leader's begins with."""
+        """Begin a turn of the loop; return the input of rank 0's turn."""
         ...
 
     def launched(self, step: int, seen: int) -> None:
-        """This rank is about to compute `step`. All must see the same of its plan."""
+        """Record that this rank is about to compute `step`. The fingerprint `seen` of its plan must equal rank 0's."""
         ...
 
     def settled(self, result: StepResult) -> StepResult:
-        """The oldest step under way is computed here, with `result`; what the leader's gave."""
+        """End the oldest step under way, computed here with `result`; return rank 0's result."""
         ...
 
     def answer(self, find: Callable[[], V]) -> V:
-        """What only the leader knows, by `find` there."""
+        """Return a value that only rank 0 knows; rank 0 computes it with `find`."""
         ...
 
 
 class LeaderLog:
-    """Implements `InputLog`: what we see we tell, by `say`, before we act on it."""
+    """Implements `InputLog` for rank 0: sends each entry with `say` before rank 0 acts on it."""
 
     def __init__(self, clock: Clock, say: Callable[[Entry], None]) -> None:
         self._clock = clock
@@ -100,9 +100,9 @@ class LeaderLog:
 
 
 class FollowerLog:
-    """Implements `InputLog`: the next entry is what `hear` gives, which waits for it. `name` is this rank's.
+    """Implements `InputLog` for a follower: `hear` waits for the next entry and returns it. `name` is this rank's.
 
-    A `hear` that raises ends the loop: nothing comes any more.
+    A `hear` that raises ends the loop: no entry follows.
     """
 
     def __init__(self, name: str, now: float, hear: Callable[[], Entry]) -> None:
@@ -121,7 +121,7 @@ class FollowerLog:
             events += entry.events
         turn = self._check(entry, Turn)
         if turn.reduction and turn.num_pending != look.num_pending:
-            raise self._apart(f"has {look.num_pending} things to agree on where its leader has {turn.num_pending}")
+            raise self._apart(f"has {look.num_pending} pending transfer items, rank 0 has {turn.num_pending}")
         self._now = turn.now
         return TickInput([*events, *turn.events], turn.reduction, turn.num_pending)
 
@@ -129,13 +129,13 @@ class FollowerLog:
         """See `InputLog.launched`."""
         launched = self._check(self._hear(), Launched)
         if (launched.step, launched.seen) != (step, seen):
-            raise self._apart(f"has planned another step {step} than its leader, which is at step {launched.step}")
+            raise self._apart(f"has planned step {step} differently than rank 0, which is at step {launched.step}")
 
     def settled(self, result: StepResult) -> StepResult:
         """See `InputLog.settled`."""
         settled = self._check(self._hear(), Settled)
         if settled.result.step != result.step:
-            raise self._apart(f"has computed step {result.step} where its leader has step {settled.result.step}")
+            raise self._apart(f"has computed step {result.step}, rank 0 has computed step {settled.result.step}")
         self._now = settled.now
         return settled.result
 
@@ -145,15 +145,15 @@ class FollowerLog:
 
     def _check(self, entry: Entry, wanted: type[E]) -> E:
         if not isinstance(entry, wanted):
-            raise self._apart(f"waits for {wanted.__name__} where its leader said {type(entry).__name__}")
+            raise self._apart(f"expects {wanted.__name__}, but rank 0 sent {type(entry).__name__}")
         return entry
 
     def _apart(self, what: str) -> RankError:
-        return RankError(f"{self._name} {what}: the ranks' schedulers have come apart")
+        return RankError(f"{self._name} {what}: the schedulers of the ranks have diverged")
 
 
 def _parts(events: Sequence[SharedEvent]) -> list[list[SharedEvent]]:
-    """`events` in order, in parts of about `PART_BYTES`; at least one part."""
+    """Split `events` in order into parts of about `PART_BYTES`; at least one part."""
     parts: list[list[SharedEvent]] = [[]]
     size = 0
     for event in events:

@@ -1,12 +1,12 @@
-"""How the ranks of a replica talk: one PULL socket each, one PUSH socket to each peer, and a thread that watches.
+"""Links between the ranks of a replica: one PULL socket each, one PUSH socket to each peer, and a link thread.
 
-    sending threads   Links.send, Links.broadcast   PUSH (one to each peer, under its lock)
-    thread "ranks"    takes what comes from PULL, sends heartbeats, sees who is lost
+    sending threads   RankLink.send, RankLink.broadcast   PUSH (one to each peer, under its lock)
+    thread "ranks"    receives from PULL, sends heartbeats, detects losses
 
-A rank that computes for minutes is not silent, for heartbeats have the thread of their own. Frames are sealed with the
-control token and the nonces of both ends, and counted. One that is lost or comes too early ends the replica, as a
-silent or dead peer does. One that comes again is ignored, as is everything from strangers. A PUSH socket is used by
-several threads, by one at a time: its lock is the memory fence that zmq asks for. Sends never block.
+Heartbeats have their own thread, so a rank that computes for minutes is not silent. Frames are sealed with the control
+token and the nonces of both ends, and numbered. A lost or early frame ends the replica, as a silent or dead peer does.
+Repeated frames, and frames of unknown senders, are ignored. Several threads use a PUSH socket, one at a time: its lock
+is the memory fence that zmq requires. Sends never block.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ _HEADER = struct.Struct("<IQ")
 _MAX_FRAME_BYTES = MAX_RANK_BYTES + 64
 _WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
 _MAX_WAITING = 1000
-"""Frames that zmq takes in ahead of us, for each connection. More wait at their sender."""
+"""Most frames that zmq buffers for each connection. Further frames wait at their sender."""
 _POLL_MS = 100
 _TAKE_S = 0.05
-"""Frames are taken for so long at a time: a stranger who sends without a pause must not hold up heartbeats."""
+"""Longest time in seconds to receive frames at once, so that a flood of unknown frames does not delay heartbeats."""
 _LINGER_MS = 500
 _REFUSED, _LOST = 2, 1
 
 
 def end_process(error: PdserveError) -> NoReturn:
-    """What `on_lost` is in a server: say why, and end at once with status 2 where the start is refused, 1 otherwise.
+    """Log the error, and exit at once: status 2 for a configuration or model error, else 1. The `on_lost` of a server.
 
-    Not an exception: the main thread may be in an exchange of tensors that will never end.
+    It does not raise, since the main thread may be in an exchange of tensors that never ends.
     """
     log.error("%s", error)
     logging.shutdown()
@@ -58,7 +58,7 @@ def end_process(error: PdserveError) -> NoReturn:
 
 
 class _Line:
-    """The way to one peer. `send` from any thread; all else from the link thread."""
+    """Connection to one peer. `send` from any thread; all else from the link thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rank: int, peer: PeerRank, seal: Seal) -> None:
         self.peer = peer
@@ -71,17 +71,17 @@ class _Line:
         self._socket.connect(peer.endpoint)
 
     def send(self, body: bytes) -> None:
-        """Hand one message to zmq; nothing happens after `close`."""
+        """Pass one message to zmq; does nothing after `close`."""
         with self._lock:
             if self._socket is None:
                 return
             self._count += 1
             frame = self._seal.close(_HEADER.pack(self._rank, self._count) + body)
-            with contextlib.suppress(zmq.Again):  # a peer that takes nothing for so long is seen to be silent
+            with contextlib.suppress(zmq.Again):  # a peer that takes no frames becomes silent
                 self._socket.send(frame, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """What was sent just before is given a moment to leave."""
+        """Close the socket; frames sent just before have `_LINGER_MS` to leave."""
         with self._lock:
             if self._socket is not None:
                 self._socket.disable_monitor()
@@ -91,12 +91,11 @@ class _Line:
 
 
 class RankLink(Generic[Out, In]):
-    """One rank's end of the conversation: it sends `Out` and is sent `In`.
+    """One rank's end of the links: sends `Out` and receives `In`.
 
-    Listens from the beginning at `endpoint`; `connect` starts the thread. From then on each message goes to
-    `on_message(rank, message)`, and the first loss goes to `on_lost(error)`, once,
-    after `last_words(error)` were sent to all; everything on the thread "ranks". Nothing counts as lost any more once
-    `expect_end` was called.
+    Listens at `endpoint` from the constructor on; `connect` starts the thread "ranks", which runs all callbacks. Each
+    message goes to `on_message(rank, message)`. The first loss goes to `on_lost(error)`, once, after
+    `last_words(error)` was sent to all peers. After `expect_end` nothing counts as a loss.
 
     Raises:
         ConfigError: nothing can be bound at `host`.
@@ -122,9 +121,9 @@ class RankLink(Generic[Out, In]):
         self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
         self.nonce = uuid.uuid4().hex
         self.refused = 0
-        """Frames that no peer sealed for us, or that came again."""
+        """Frames that no peer sealed for this rank, and repeated frames."""
         self.num_heard = 0
-        """Messages of peers."""
+        """Messages received from peers."""
         self._lines: dict[int, _Line] = {}
         self._closing = threading.Event()
         self._ending = False
@@ -141,7 +140,7 @@ class RankLink(Generic[Out, In]):
         on_lost: Callable[[PdserveError], None],
         last_words: Callable[[PdserveError], Out | None] = lambda error: None,
     ) -> None:
-        """Begin to talk with `peers`, which listen by now and know our `nonce`; `alive` is the heartbeat. Once."""
+        """Connect to `peers`, which listen already and know our `nonce`; `alive` is the heartbeat. Call once."""
         assert self._thread is None, "connected twice"
         self._counts = dict.fromkeys((peer.rank for peer in peers), 0)
         self._seals = {peer.rank: frame_seal(token, peer.nonce, self.nonce) for peer in peers}
@@ -156,29 +155,29 @@ class RankLink(Generic[Out, In]):
         self._thread.start()
 
     def send(self, rank: int, message: Out) -> None:
-        """To one peer. Any thread; never blocks."""
+        """Send to one peer. Any thread; never blocks."""
         self._lines[rank].send(self._outgoing.encode(message))
 
     def broadcast(self, message: Out) -> None:
-        """To all peers, encoded once. Any thread; never blocks."""
+        """Send to all peers, encoded once. Any thread; never blocks."""
         body = self._outgoing.encode(message)
         for line in self._lines.values():
             line.send(body)
 
     def report(self, rank: int, error: PdserveError) -> None:
-        """`rank` said that it failed. Called by `on_message`."""
+        """Record that `rank` reported a failure. Called by `on_message`."""
         self._watch.failed(rank, error, time.monotonic())
 
     def expect_end(self) -> None:
-        """Peers may end from now on."""
+        """Allow peers to end from now on."""
         self._ending = True
 
     def fail(self, error: PdserveError) -> None:
-        """This rank cannot go on; `on_lost` is called as for a lost peer. Called by `on_message`."""
+        """Fail this rank; `on_lost` is called as for a lost peer. Called by `on_message`."""
         self._failing = self._failing or error
 
     def close(self, last: Out | None = None) -> None:
-        """Send `last` to all, and end the thread. Not from that thread; may be called again."""
+        """Send `last` to all peers, and end the thread. Not from that thread; may be called again."""
         self.expect_end()
         if last is not None and not self._closing.is_set():
             self.broadcast(last)
@@ -206,7 +205,7 @@ class RankLink(Generic[Out, In]):
             self._on_lost(lost)
 
     def _talk(self) -> PdserveError | None:
-        """Until `close`, or a loss, which is returned."""
+        """Run until `close`, or a loss, which is returned."""
         poller = zmq.Poller()
         poller.register(self._pull, zmq.POLLIN)
         for line in self._lines.values():
@@ -227,7 +226,7 @@ class RankLink(Generic[Out, In]):
         return None
 
     def _take_all(self) -> None:
-        """For `_TAKE_S` at the longest; zmq takes frames from all connections in turn."""
+        """Receive frames for at most `_TAKE_S`; zmq alternates between the connections."""
         end = time.monotonic() + _TAKE_S
         while time.monotonic() < end:
             try:
@@ -239,12 +238,12 @@ class RankLink(Generic[Out, In]):
             except ProtocolError as error:
                 self.refused += 1
                 if self.refused == 1:
-                    log.warning("refused what was said to be from another rank, and all like it: %s", error)
+                    log.warning("refused a frame that claims to be from another rank (logged once): %s", error)
                 continue
             self._take(rank, count, body)
 
     def _open(self, sealed: bytes) -> tuple[int, int, bytes]:
-        """Sender, its count, and the message. Raises ProtocolError for a stranger's, and for one that came before."""
+        """Return sender, its count, and the message. Raises ProtocolError for foreign and for repeated frames."""
         if len(sealed) < SEAL_BYTES + _HEADER.size:
             raise ProtocolError(f"frame of {len(sealed)} bytes")
         rank, count = _HEADER.unpack_from(sealed, SEAL_BYTES)
@@ -252,19 +251,19 @@ class RankLink(Generic[Out, In]):
             raise ProtocolError(f"rank {rank} is no peer")
         frame = self._seals[rank].open(sealed, max_bytes=_MAX_FRAME_BYTES)
         if count <= self._counts[rank]:
-            raise ProtocolError(f"message {count} of rank {rank} came again")
+            raise ProtocolError(f"message {count} of rank {rank} is repeated")
         return rank, count, frame[_HEADER.size :]
 
     def _take(self, rank: int, count: int, body: bytes) -> None:
         now = time.monotonic()
         expected = self._counts[rank] = self._counts[rank] + 1
         if count != expected:
-            self._watch.failed(rank, RankError(f"its message {count} came where {expected} was due"), now)
+            self._watch.failed(rank, RankError(f"its message {count} came where {expected} was expected"), now)
             return
         try:
             message = self._incoming.decode(body)
         except ProtocolError as error:
-            self._watch.failed(rank, RankError(f"it says what is not understood: {error}"), now)
+            self._watch.failed(rank, RankError(f"its message cannot be decoded: {error}"), now)
             return
         self.num_heard += 1
         self._watch.heard(rank, type(message).__name__, now)

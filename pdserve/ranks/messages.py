@@ -1,13 +1,13 @@
-"""What the leader of a replica and its followers say to each other. Pure; `links` carries it.
+"""Messages between rank 0 of a replica and the other ranks, its followers. Pure; `links` carries them.
 
-leader                                    follower
-  | <----------------------------- Sized |   the weights are loaded, so many pages would fit
-  | Agreed ----------------------------> |   so many pages all have
-  | <------------------------- RankReady |   pool and transport are there
-  | Begin -----------------------------> |   what a scheduler like the leader's is made with
-  | Turn, Launched, Settled, Answer ---> |   what the schedulers of all ranks decide by, in order (`input_log`)
-  | <------ StepDone, Offloaded, Digested |   where the leader waits for it
-  | <------- Reached, CopyDone, Notified |   of this rank's transport: news, on which all agree then (`consensus`)
+rank 0                                    follower
+  | <----------------------------- Sized |   the weights are loaded; number of pages that fit
+  | Agreed ----------------------------> |   number of pages of every rank's pool
+  | <------------------------- RankReady |   pool and transport are open
+  | Begin -----------------------------> |   the parameters of a scheduler equal to rank 0's
+  | Turn, Launched, Settled, Answer ---> |   the input of the schedulers of all ranks, in order (`input_log`)
+  | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
+  | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -45,14 +45,16 @@ Value = bool | bytes | tuple[RankDigest, ...]
 
 
 class More(msgspec.Struct, frozen=True, tag=True):
-    """What has come since the last turn, but for the last part, which the `Turn` has: together it may be too much."""
+    """Events since the last turn, except the last part, which is in the `Turn`: one frame has a size limit."""
 
     events: tuple[SharedEvent, ...]
 
 
 class Turn(msgspec.Struct, frozen=True, tag=True):
-    """A turn of the loop begins: the time, what has come since the last one, and what is due of a `Reduction`, of so
-    many pending items.
+    """Start of a turn of the loop.
+
+    `now` is the time, `events` came since the last turn. `reduction` are the actions of a `Reduction` that are due,
+    over `num_pending` pending items.
     """
 
     now: float
@@ -62,27 +64,27 @@ class Turn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Launched(msgspec.Struct, frozen=True, tag=True):
-    """A step is about to be computed; `seen` is what the leader sees of its plan (`RankExecutor`)."""
+    """A step is about to be computed; `seen` is rank 0's fingerprint of its plan (`RankExecutor`)."""
 
     step: Count
     seen: int
 
 
 class Settled(msgspec.Struct, frozen=True, tag=True):
-    """The oldest step under way has ended: the time, and what it gave."""
+    """The oldest step under way has ended: the time, and its result."""
 
     now: float
     result: StepResult
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """What the leader alone can know, where all ranks have come to ask."""
+    """A value that only rank 0 knows, at a point that all ranks reach."""
 
     value: Value
 
 
 Entry = More | Turn | Launched | Settled | Answer
-"""One line of the log that all schedulers of a replica read."""
+"""One entry of the log that all schedulers of a replica read."""
 
 
 WIRE_NAMES = {"drain_timeout_s": "settle_s", "fence_drain_timeout_s": "fence_settle_s"}
@@ -90,7 +92,7 @@ WIRE_NAMES = {"drain_timeout_s": "settle_s", "fence_drain_timeout_s": "fence_set
 
 
 class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES):
-    """What a transfer manager like the leader's is made with. `ranks` are all of the replica's, the leader's first.
+    """Parameters of a transfer manager equal to rank 0's. `ranks` are all ranks of the replica, rank 0 first.
 
     `secret`: see `KVArgs`.
     """
@@ -105,7 +107,7 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All ranks are ready. `now` is the time until the first turn; `rebalances`: experts will be moved between steps.
+    """All ranks are ready. `now` is the time until the first turn; `rebalances`: experts are moved between steps.
 
     `transfer` is None in a monolith.
     """
@@ -116,31 +118,31 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Agreed(msgspec.Struct, frozen=True, tag=True):
-    """The pages of every rank's pool."""
+    """The number of pages of every rank's pool."""
 
     num_pages: Count
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """The replica ends; `trouble` says why where that was not wanted."""
+    """The replica ends; `trouble` is the error, None for a regular end."""
 
     trouble: Trouble | None = None
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True):
-    """Heartbeat, both ways."""
+    """Heartbeat, in both directions."""
 
 
 class Sized(msgspec.Struct, frozen=True, tag=True):
-    """This many pages would fit. Nothing is allocated yet."""
+    """The number of pages that would fit. Nothing is allocated yet."""
 
     num_pages: Count
 
 
 class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE_NAMES):
-    """The follower can begin. `memory` is where peers write to it; None where nothing is transferred.
+    """The follower can begin. `memory` is what peers write to at this rank; None where nothing is transferred.
 
-    `facts` must be the leader's, too: what no flag says of its checkpoint and its kernels. `samples` are those of
+    `facts` must equal rank 0's: properties of its checkpoint and its kernels that no flag sets. `samples` are those of
     its weights (`WeightSamples`); `drain_timeout_s` and `fence_drain_timeout_s` are its transport's.
     """
 
@@ -152,19 +154,19 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """The step is computed here: it writes nothing any more. Sent where the leader's own end of it does not say so."""
+    """The follower's part of the step is computed and writes no more. Sent only by the last pipeline stage."""
 
     step: Count
 
 
 class Offloaded(msgspec.Struct, frozen=True, tag=True):
-    """The pages of the so many-th offload are copied to host memory."""
+    """The pages of offload `number` are copied to host memory."""
 
     number: Count
 
 
 class Digested(msgspec.Struct, frozen=True, tag=True):
-    """What this rank has of the pages that were hashed as the so many-th."""
+    """The follower's digest of the pages of hash request `number`."""
 
     number: Count
     digest: RankDigest
@@ -179,7 +181,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, error: BaseException) -> Trouble:
-        """The value of an exception; those that pdserve did not raise on purpose are named."""
+        """Return the value of an exception; exceptions other than `PdserveError` are named by type."""
         match error:
             case ConfigError():
                 return cls(kind="config", message=str(error), field=error.field)
@@ -191,7 +193,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
                 return cls(kind="rank", message=f"{type(error).__name__}: {error}")
 
     def error(self) -> PdserveError:
-        """The exception again."""
+        """Return the exception again."""
         match self.kind:
             case "config":
                 return ConfigError(self.message, field=self.field)
@@ -202,7 +204,7 @@ class Trouble(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The follower's last words."""
+    """The follower's final message: its error."""
 
     trouble: Trouble
 
@@ -225,10 +227,10 @@ ToLeader = (
 
 
 def follower_codec() -> Codec[ToFollower]:
-    """For what the leader sends."""
+    """Return the codec for messages of rank 0."""
     return Codec(ToFollower, max_bytes=MAX_RANK_BYTES)
 
 
 def leader_codec() -> Codec[ToLeader]:
-    """For what followers send."""
+    """Return the codec for messages of followers."""
     return Codec(ToLeader, max_bytes=MAX_RANK_BYTES)

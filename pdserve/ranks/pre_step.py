@@ -1,7 +1,7 @@
-"""Steps that something must come before: a round that others are called to, experts that move.
+"""Runs a hook before each step: a DP round, or an expert rebalance.
 
-Made by the composition roots of the ranks' processes. In a round a plan without rows is this replica's part of what
-only others have work in.
+Created by `engine` in the ranks' processes. A plan without rows is this replica's part of a round in which only other
+replicas have work.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from pdserve.ranks.rank_group import guarded
 
 
 class ExpertRebalancer(Protocol):
-    """What may move experts."""
+    """Moves experts between steps."""
 
     def before_step(self, step: int) -> None:
-        """`step` is about to be launched. What is done here may be an exchange with the other ranks."""
+        """Called before `step` is launched. May exchange tensors with the other ranks."""
         ...
 
 
 class StepRebalancer:
-    """Every `num_steps` steps a new plan is begun; it is carried out before the first step at which the leader's is
-    there. `experts` is None on a rank whose stage has none.
+    """Starts a new placement plan every `num_steps` steps, and applies it before the first step after rank 0 has its
+    plan.
+
+    `experts` is None on a rank whose stage has none.
     """
 
     def __init__(self, experts: ExpertBalance | None, log: InputLog, num_steps: int) -> None:
@@ -56,8 +58,10 @@ class StepRebalancer:
 
 
 class RoundRebalancer:
-    """As the ranks of all replicas do it that share experts: by the number of the round alone, so that nobody need
-    ask. Half an interval after a plan is begun it is carried out, and waited for where it is not there yet.
+    """Rebalancing for ranks of several replicas that share experts: depends on the round number alone, without
+    messages.
+
+    A plan is applied half an interval after its start; the rank waits for a plan that is not ready.
     """
 
     def __init__(self, experts: ExpertBalance, num_rounds: int) -> None:
@@ -76,8 +80,10 @@ class RoundRebalancer:
 
 
 class PreStepExecutor:
-    """Implements `Executor` over `inner`. `prepare` is called with the number of each step before it is launched: all
-    that follows may be an exchange with other ranks, which `root_cause` knows as `RankGroup.root_cause` does.
+    """Implements `Executor` over `inner`; calls `prepare` with the number of each step before its launch.
+
+    `prepare` and the step may exchange tensors with other ranks; on failure `root_cause` names the lost rank (see
+    `RankGroup.root_cause`).
     """
 
     def __init__(
@@ -118,7 +124,9 @@ class PreStepExecutor:
 
 
 class SharedRounds:
-    """What `lockstep` tells the schedulers of all ranks of a replica; None on a follower, which hears it by `log`."""
+    """State of `lockstep` for the schedulers of all ranks of a replica. `lockstep` None: a follower, which reads it
+    from `log`.
+    """
 
     def __init__(self, lockstep: DpSync | None, log: InputLog) -> None:
         self._lockstep = lockstep

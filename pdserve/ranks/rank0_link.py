@@ -1,5 +1,6 @@
-"""A follower's door to its leader. Made by the composition root of the follower's process; used on its main thread, but
-for what comes in, on the link thread, and what copy workers report.
+"""A follower's link to rank 0. Created by `engine` in the follower's process; used on its main thread.
+
+Messages of rank 0 arrive on the link thread; copy workers report from their threads.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ _LEADER = 0
 
 
 class Stopped(Exception):
-    """The leader has told us to stop, and wanted that. Control flow of a follower's process; nobody else sees it."""
+    """Rank 0 stopped this follower regularly. Control flow inside the follower's process."""
 
 
 class Rank0Link:
-    """A follower's link to rank 0; implements `RankGroup`. `on_lost` is called on the link thread when rank 0 is gone
-    or reports the replica lost: it should end the process.
+    """A follower's link to rank 0; implements `RankGroup`.
+
+    `on_lost` is called on the link thread when rank 0 is gone or reports the replica lost: it should end the process.
     """
 
     def __init__(
@@ -93,14 +95,14 @@ class Rank0Link:
             stack.pop_all()
 
     def report(self, report: ToLeader) -> None:
-        """Any thread; never blocks."""
+        """Send a report to rank 0. Any thread; never blocks."""
         self._links.send(_LEADER, report)
 
     def agree(self, num_pages: int) -> int:
-        """The pages that every rank shall have, `num_pages` being the most that we can hold. Blocks.
+        """Return the number of pages of every rank's pool; `num_pages` is the most that fit here. Blocks.
 
         Raises:
-            PdserveError: why the replica ends.
+            PdserveError: the error that ends the replica.
         """
         self.report(Sized(num_pages))
         match self._agreed.get():
@@ -110,32 +112,32 @@ class Rank0Link:
                 raise error
 
     def wait_begin(self) -> Begin:
-        """What all begin with. Raises Stopped."""
+        """Wait for `Begin`. Raises Stopped."""
         match self._said.get():
             case Begin() as begin:
                 return begin
             case Stop():
                 raise Stopped
             case entry:
-                raise RankError(f"the leader said {type(entry).__name__} before all had begun")
+                raise RankError(f"rank 0 sent {type(entry).__name__} before Begin")
 
     def hear(self) -> Entry:
-        """The next entry of the log; waits for it. Raises Stopped."""
+        """Wait for the next entry of the log. Raises Stopped."""
         match self._said.get():
             case More() | Turn() | Launched() | Settled() | Answer() as entry:
                 return entry
             case Stop():
                 raise Stopped
             case Begin():
-                raise RankError("the leader began twice")
+                raise RankError("rank 0 sent Begin twice")
 
     def wait_stop(self) -> NoReturn:
-        """Our loop has ended, as the leader's has: until it says so, or is gone. Raises Stopped."""
+        """Wait, after the end of the loop here and on rank 0, until rank 0 sends `Stop` or is gone. Raises Stopped."""
         while True:
             self.hear()
 
     def computed(self, step: int) -> None:
-        """See `RankGroup.computed`: in the last stage the leader waits for us."""
+        """See `RankGroup.computed`: ranks of the last pipeline stage report, since rank 0 waits for them."""
         if self._place.shape.pp_size > 1 and self._place.is_last_stage:
             self.report(StepDone(step))
 
@@ -149,12 +151,14 @@ class Rank0Link:
         return (own,)
 
     def root_cause(self) -> PdserveError | None:
-        """See `RankGroup.root_cause`: the leader knows, and will say it; see `say_why`."""
+        """See `RankGroup.root_cause`: None, since rank 0 detects losses and reports them; see `say_why`."""
         return None
 
     def say_why(self, error: Exception) -> None:
-        """Our last words. An exchange may have failed because of another rank; then the leader says so, and that
-        counts: it ends the process.
+        """Send our error to rank 0, and start the close timer.
+
+        When an exchange failed because of another rank, rank 0 reports that loss within `_VERDICT_S`, which ends the
+        process first.
         """
         self.report(RankFailed(Trouble.of(error)))
         self._lost.wait(_VERDICT_S)
@@ -163,17 +167,17 @@ class Rank0Link:
         self.set_close_timeout(Trouble.of(error).error())
 
     def set_close_timeout(self, error: PdserveError) -> None:
-        """What is closed from now on may wait for ranks that are gone."""
+        """End the process after `END_TIMEOUT_S`: closing may wait for ranks that are gone."""
         timer = threading.Timer(END_TIMEOUT_S, end_process, (error,))
         timer.daemon = True
         timer.start()
 
     def close(self, error: BaseException | None = None) -> None:
-        """End the link; `error` are our last words. Not from the link thread; may be called again."""
+        """Close the link; `error` is sent first. Not from the link thread; may be called again."""
         self._links.close(None if error is None else RankFailed(Trouble.of(error)))
 
     def _take(self, rank: int, message: ToFollower) -> None:
-        """Link thread."""
+        """Handle a message. Link thread."""
         match message:
             case Alive():
                 pass
@@ -181,7 +185,7 @@ class Rank0Link:
                 self._agreed.put(num_pages)
             case Stop(trouble=None):
                 self._links.expect_end()
-                self._agreed.put(RankError("the leader ended before all ranks had loaded"))
+                self._agreed.put(RankError("rank 0 ended before all ranks had loaded"))
                 self._said.put(message)
             case Stop(trouble=trouble):
                 assert trouble is not None
@@ -190,7 +194,7 @@ class Rank0Link:
                 self._said.put(message)
 
     def _give_up(self, error: PdserveError) -> None:
-        """Link thread."""
+        """Handle the loss of the replica. Link thread."""
         self._lost.set()
         self._agreed.put(error)
         self._said.put(Stop())

@@ -1,7 +1,7 @@
-"""The executor of a rank that is one of many: it computes its part of each step, and gives what the leader's gave.
+"""Executor of one rank of several: computes its part of each step, and returns rank 0's results.
 
-Made by the composition root of each rank's process. Every rank's scheduler makes the same plans in the same order, and
-a step is an exchange of tensors between them all.
+Created by `engine` in each rank's process. Every rank's scheduler makes the same plans in the same order, and in each
+step all ranks exchange tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pdserve.ranks.rank_group import RankGroup, guarded
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _AllRanksPages:
-    """Implements `HostPages`: what this rank has saved. All count the bytes of all, so that they decide alike."""
+    """Implements `HostPages` for one rank's part. `num_bytes` counts all ranks, so that schedulers decide alike."""
 
     own: HostPages
     num_bytes: int
@@ -31,21 +31,21 @@ class _AllRanksPages:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _OwnMarks:
-    """Implements `LayerEvents` in numbers of the whole model: this rank has the layers `own`."""
+    """Implements `LayerEvents` in layer numbers of the whole model, for a rank that has the layers `own`."""
 
     marks: LayerEvents
     own: range
 
     def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents.wait`. Layers of later stages are no concern of ours; of earlier ones only: our first one,
-        before which no earlier step is at work here.
+        """See `LayerEvents.wait`. Layers of later stages are ignored. For layers of earlier stages it waits for our
+        first layer, since no earlier step runs here once that is written.
         """
         return self.marks.wait(min(max(num_layers - self.own.start, 1), len(self.own)), timeout_s)
 
 
 @dataclasses.dataclass(eq=False)
 class _Step:
-    """A step under way. `result` is there once it is computed here."""
+    """A step under way. `result` is None until the step is computed here."""
 
     handle: StepHandle
     own: StepHandle
@@ -53,13 +53,14 @@ class _Step:
 
 
 class RankExecutor:
-    """Implements `Executor` over `local`, the part of this rank, which is at `place`. `layout` is the whole model's.
+    """Implements `Executor` over `local`, the executor of this rank, which is at `place`. `layout` is the whole
+    model's.
 
-    `at_once`: a step is computed while it is launched, so that others need not wait until it is resolved: for followers
-    that compute on the calling thread.
+    `at_once`: compute a step at its launch, so that other ranks need not wait for `resolve`: for followers that compute
+    on the calling thread.
 
-    A step is resolved when every rank has computed it. Without stages the end of our own part says so: each layer ends
-    with an exchange between all ranks, behind what they write. With stages the last one says so itself.
+    A step is resolved when every rank has computed it. Without pipeline stages the end of the local part proves that:
+    each layer ends with an exchange between all ranks, after their writes. With stages the last stage reports it.
     """
 
     def __init__(
@@ -85,17 +86,17 @@ class RankExecutor:
         places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
         self._page_bytes = sum(group.page_bytes for each in places for group in layout.of_rank(each).groups)
         self._num_seen = [0] * table.num_rows
-        """Pages of each row that were in a fingerprint."""
+        """Number of pages of each row that a fingerprint has covered."""
         self.close_row = local.close_row
 
     @property
     def layout(self) -> KVLayout:
-        """Geometry of the whole model's pages."""
+        """Layout of the whole model's pages."""
         return self._layout
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
-        """See `Executor.buffers`; this rank's."""
+        """See `Executor.buffers`; the buffers of this rank."""
         return self._local.buffers
 
     def open_row(
@@ -106,15 +107,15 @@ class RankExecutor:
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
     ) -> None:
-        """See `Executor.open_row`: all ranks open the same ones."""
+        """See `Executor.open_row`: all ranks open the same rows."""
         self._num_seen[row] = 0
         self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
 
     def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor.launch`. The marks count layers of the whole model, and open for this rank's part of them.
+        """See `Executor.launch`. The marks count layers of the whole model, and open for this rank's layers.
 
         Raises:
-            RankError: a rank is lost, or its scheduler has come to another plan.
+            RankError: a rank is lost, or its scheduler has made another plan.
         """
         self._log.launched(plan.step, self._fingerprint(plan))
         own = guarded(lambda: self._local.launch(plan, layer_marks=layer_marks), self._rank_group.root_cause)
@@ -137,28 +138,30 @@ class RankExecutor:
         return self._log.settled(step.result or self._compute(step))
 
     def offload(self, pages: Sequence[int]) -> HostPages:
-        """See `Executor.offload`. Where the leader's returns every rank has its copy."""
+        """See `Executor.offload`. When rank 0's call returns, every rank has its copy."""
         saved = self._local.offload(pages)
         self._rank_group.offloaded(next(self._offloads))
         return _AllRanksPages(saved, len(pages) * self._page_bytes)
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""
-        assert isinstance(saved, _AllRanksPages), "pages that another executor saved"
+        assert isinstance(saved, _AllRanksPages), "the pages were saved by another executor"
         self._local.restore(saved.own, pages)
 
     def zero(self, pages: Sequence[int]) -> None:
-        """See `Executor.zero`: this rank's part, as every rank does."""
+        """See `Executor.zero`: zeroes this rank's part; every rank does the same."""
         self._local.zero(pages)
 
     def _compute(self, step: _Step) -> StepResult:
-        """Wait for our part of it, and tell the others."""
+        """Wait for the local part of a step, and report it."""
         step.result = guarded(lambda: self._local.resolve(step.own), self._rank_group.root_cause)
         self._rank_group.computed(step.handle.plan.step)
         return step.result
 
     def _fingerprint(self, plan: BatchPlan) -> int:
-        """Differs between ranks that have planned differently, or given a row another page, now or in earlier steps."""
+        """Return a hash of the plan and its new pages; differs between ranks with different plans or page tables so
+        far.
+        """
         seen: list[int] = [plan.step]
         for row in plan.rows:
             seen += (row.row, row.start, row.end, row.sample)

@@ -1,5 +1,5 @@
-"""What a rank and the others of its replica owe each other beside the log: `WorkerLinks` is the leader's, `Rank0Link` a
-follower's.
+"""Per-step synchronisation of a replica's ranks beside the input log: `WorkerLinks` on rank 0, `Rank0Link` on
+followers.
 """
 
 from __future__ import annotations
@@ -14,27 +14,31 @@ T = TypeVar("T")
 
 
 class RankGroup(Protocol):
-    """A leader waits where a follower only reports. Raises RankError when a rank is lost. Scheduler thread."""
+    """Reports of progress: rank 0 waits, a follower only reports. Raises RankError when a rank is lost. Scheduler
+    thread.
+    """
 
     def computed(self, step: int) -> None:
-        """This rank's part of `step` is computed. The leader's return says that all ranks' are."""
+        """Report that this rank's part of `step` is computed. On rank 0, return when all ranks' parts are."""
         ...
 
     def offloaded(self, number: int) -> None:
-        """The pages of the so many-th offload are copied here. The leader's return says: at all ranks."""
+        """Report that the pages of offload `number` are copied here. On rank 0, return when they are on all ranks."""
         ...
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
-        """What this rank has of the pages that are hashed as the so many-th; where we lead, what all have."""
+        """Report this rank's digest for hash request `number`; return it. On rank 0, wait for and return all ranks'
+        digests.
+        """
         ...
 
     def root_cause(self) -> PdserveError | None:
-        """An exchange with other ranks failed here: who is lost, if anybody, as soon as that is known."""
+        """Return the loss of a rank after a failed exchange, as soon as it is known; None: no rank is lost."""
         ...
 
 
 def guarded(compute: Callable[[], T], root_cause: Callable[[], PdserveError | None]) -> T:
-    """Compute. Where that fails because another rank is lost, that is the error."""
+    """Call `compute`. When it fails because another rank is lost, raise that loss instead."""
     try:
         return compute()
     except Exception as error:

@@ -1,7 +1,7 @@
-"""Where the ranks of a replica first meet: a torch store, in a file on one host, over TCP on several.
+"""Rendezvous of ranks: a torch store, in a file on one host, over TCP on several.
 
-With DP attention it is where the ranks of all replicas do. Opened by each rank's process at start-up; the first leader
-serves the TCP store.
+With DP attention the ranks of all replicas share it. Each rank's process opens it at start-up; rank 0 of the first
+replica serves the TCP store.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from pdserve.ranks.failure_detector import PeerRank
 from pdserve.ranks.seals import contact_seal
 
 MEET_TIMEOUT_S = 600.0
-"""How long ranks wait for each other: one of them may still be loading its program from a slow disk."""
+"""Seconds that ranks wait for each other: a rank may still be loading its program from a slow disk."""
 FILE, TCP = "file://", "tcp://"
 
 
 def open_stores(rendezvous: str, parallel: ParallelConfig, place: RankCoord, dp_rank: int) -> tuple[Store, Store]:
-    """The store of all ranks that compute together, and that of the rank's own replica, which may be the same.
+    """Open the store of all ranks that compute together, and that of the rank's own replica, which may be the same.
 
     Raises like `open_store`.
     """
@@ -41,10 +41,10 @@ def open_stores(rendezvous: str, parallel: ParallelConfig, place: RankCoord, dp_
 
 
 def open_store(rendezvous: str, rank: int, num_ranks: int, timeout_s: float = MEET_TIMEOUT_S) -> Store:
-    """The store at `file://PATH` or `tcp://HOST:PORT`; rank 0 makes it.
+    """Open the store at `file://PATH` or `tcp://HOST:PORT`; rank 0 creates it.
 
     Raises:
-        ConfigError: the address of the TCP store cannot be listened on, or nobody answers there in time.
+        ConfigError: the address of the TCP store cannot be listened on, or does not answer in time.
     """
     timeout = timedelta(seconds=timeout_s)
     if rendezvous.startswith(FILE):
@@ -58,13 +58,14 @@ def open_store(rendezvous: str, rank: int, num_ranks: int, timeout_s: float = ME
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).splitlines()[0]
-        message = f"rank {rank} cannot meet the others at {host}:{port}: {reason}"
+        message = f"rank {rank} cannot join the rendezvous at {host}:{port}: {reason}"
         raise ConfigError(message, field="dist_init_addr") from error
 
 
 def close_rendezvous(store: Store) -> None:
-    """Take no more connections; those of ranks stay. To be called when all ranks have met. Nothing happens in a process
-    that does not serve the TCP store.
+    """Accept no more connections; those of ranks stay open. Call it when all ranks have joined.
+
+    Does nothing in a process that does not serve the TCP store.
     """
     if isinstance(store, TCPStore):
         close_port(store.port)
@@ -80,16 +81,16 @@ _OWN = frozenset(
         "disaggregation_bootstrap_port", "disaggregation_transfer_threads",
     }
 )  # fmt: skip
-"""Flags that each host may have its own of."""
+"""Flags that may differ between hosts."""
 _SLICE_S = 1.0
 
 
 Facts = Mapping[str, str]
-"""What must be equal on all ranks, by the name of the flag."""
+"""Flags and properties that must be equal on all ranks, by name."""
 
 
 class RankContact(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a rank listens, and who it is. `nonce` is drawn at its start."""
+    """Address and identity of a rank. `nonce` is drawn at its start."""
 
     endpoint: str
     host: str
@@ -102,8 +103,9 @@ _CODEC: Codec[RankContact] = Codec(RankContact, max_bytes=_MAX_BYTES)
 
 
 def facts_of(config: ServerConfig) -> Facts:
-    """What hosts that share a replica must have been started alike in, for their schedulers decide by it. Paths,
-    addresses, threads and how much memory there is may differ.
+    """Return the flags that must be equal on all hosts of a replica, since their schedulers depend on them.
+
+    Paths, addresses, threads and memory sizes may differ.
     """
     groups = (config.model, config.parallel, config.memory, config.schedule, config.disagg)
     facts = {name: value for group in groups for name, value in dataclasses.asdict(group).items()}
@@ -117,12 +119,12 @@ def facts_of(config: ServerConfig) -> Facts:
 
 
 def own_host(config: ServerConfig) -> str:
-    """The address of this host that the other ranks of the replica reach."""
+    """Return the address of this host at which the other ranks of the replica reach it."""
     return LOOPBACK if config.parallel.nnodes == 1 else _outward_host(config)
 
 
 def transfer_host(config: ServerConfig) -> str:
-    """The address that peers' transports reach this rank at."""
+    """Return the address at which peers' transports reach this rank."""
     if config.disagg.disaggregation_host is not None or config.parallel.nnodes == 1:
         return config.disagg.disaggregation_host or config.serving.host
     return _outward_host(config)
@@ -132,7 +134,7 @@ def _outward_host(config: ServerConfig) -> str:
     parallel = config.parallel
     if config.disagg.disaggregation_host is not None:
         return config.disagg.disaggregation_host
-    assert parallel.dist_init_addr is not None, "several hosts without an address to meet at"
+    assert parallel.dist_init_addr is not None, "several hosts need dist_init_addr"
     host, _, port = parallel.dist_init_addr.rpartition(":")
     host = host.strip("[]")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -143,8 +145,9 @@ def _outward_host(config: ServerConfig) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Introduction:
-    """One rank at the meeting, where all have numbers, and `names` for people. `facts` are its own; only those that
-    both sides name are compared.
+    """One rank at the rendezvous, where ranks have numbers and display names. `facts` are its own.
+
+    Only facts that both sides name are compared.
     """
 
     names: Sequence[str]
@@ -155,14 +158,14 @@ class Introduction:
     timeout_s: float = MEET_TIMEOUT_S
 
     def publish(self, endpoint: str, nonce: str) -> None:
-        """Write our contact."""
+        """Write our contact to the store."""
         contact = RankContact(
             endpoint=endpoint, host=socket.gethostname(), pid=os.getpid(), nonce=nonce, facts=dict(self.facts)
         )
         self._write(_key(self.rank), _CODEC.encode(contact))
 
     def lookup(self, rank: int) -> PeerRank:
-        """Wait for the contact of `rank`.
+        """Wait for the contact of `rank`, and check its facts.
 
         Raises:
             RankError: it did not come in time, or has another token.
@@ -186,7 +189,9 @@ class Introduction:
         return PeerRank(rank, f"{whose} on {contact.host}, pid {contact.pid},", contact.endpoint, contact.nonce)
 
     def _await(self, rank: int) -> None:
-        """Until there is a contact. A rank that refuses to meet says so in the store, for those that still wait."""
+        """Wait for the contact of `rank`. A rank with other flags writes its refusal to the store, for the ranks that
+        wait.
+        """
         deadline = time.monotonic() + self.timeout_s
         while True:
             try:
@@ -199,7 +204,9 @@ class Introduction:
                     raise RankError(f"{self.names[rank]} did not come within {self.timeout_s:g} s") from error
 
     def _refusal(self) -> str:
-        """Why a rank refuses to meet; empty while none does. What strangers write is none."""
+        """Return the refusal of a rank; empty while there is none. An entry that is not sealed with our token does not
+        count.
+        """
         if not self.store.check([_REFUSED]):
             return ""
         try:
@@ -211,20 +218,20 @@ class Introduction:
         self.store.set(key, contact_seal(self.token, key).close(said).hex())
 
     def _read(self, key: str) -> bytes:
-        """What is written under `key`. Raises ProtocolError where it is not sealed with our token, or not for `key`."""
+        """Return the entry under `key`. Raises ProtocolError unless it is sealed with our token for `key`."""
         try:
             sealed = bytes.fromhex(self.store.get(key).decode())
         except ValueError as error:
-            raise ProtocolError(f"{key} is not what a rank writes") from error
+            raise ProtocolError(f"{key} is not an entry of a rank") from error
         return contact_seal(self.token, key).open(sealed, max_bytes=_MAX_BYTES)
 
     def lookup_followers(self) -> Sequence[PeerRank]:
-        """The contacts of all ranks but the first. Raises like `lookup`."""
+        """Return the contacts of all ranks but rank 0. Raises like `lookup`."""
         return [self.lookup(rank) for rank in range(1, len(self.names))]
 
 
 def rank_names(shape: ParallelShape) -> list[str]:
-    """What the ranks of a replica are called."""
+    """Return the display names of the ranks of a replica."""
     places = [shape.place(rank) for rank in range(shape.num_ranks)]
     return [f"rank {place.rank} (tp {place.tp_rank}, pp {place.pp_rank})" for place in places]
 

@@ -1,6 +1,6 @@
-"""What the ranks of a replica seal with: keys derived from the control token, which is stretched first.
+"""Seals between the ranks of a replica, with keys derived from the control token, which is stretched first.
 
-Strangers can read contacts at the rendezvous and frames on the network, and try guesses of the token by them.
+An attacker who reads contacts at the rendezvous, or frames on the network, can test guesses of the token on them.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from pdserve.protocol.codec import Seal
 
 
 def contact_seal(token: str, key: str) -> Seal:
-    """Of what is written to the rendezvous under `key`: moved to another key, it does not open."""
+    """Return the seal for an entry of the rendezvous under `key`: under another key it does not open."""
     return _seal(token, "contact", key)
 
 
 def frame_seal(token: str, sender: str, receiver: str) -> Seal:
-    """Of frames from one rank to another, by the nonces that both drew at their start: sent to any other rank, sent
-    back, or kept until a later start, a frame does not open.
+    """Return the seal for frames from one rank to another, bound to the nonces that both drew at their start.
+
+    A frame that is sent to another rank, sent back, or kept until a later start does not open.
     """
     return _seal(token, "frame", sender, receiver)
 
 
 def _seal(token: str, purpose: str, *parts: str) -> Seal:
-    """Without a token, which only ranks on one host may lack, the seal keeps apart what does not belong together."""
+    """Return a seal. Without a token (allowed on one host only), the key separates purposes but proves nothing."""
     if not token:
         return Seal("\n".join((purpose, *parts)))
     return Seal(ControlKey(token).mac("ranks", purpose.encode(), *(part.encode() for part in parts)).hex())

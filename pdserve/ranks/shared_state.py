@@ -1,4 +1,4 @@
-"""Hashes of the pages of every rank. Made by the composition root of each rank's process."""
+"""Aux slots and page digests with the same content on every rank. Created by `engine` in each rank's process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pdserve.transfer.checksum import RankDigest
 
 
 class SharedMetadata(MetadataBuffers):
-    """One rank's slots; what is read is what the leader's hold."""
+    """Aux slots of one rank; reads return the content of rank 0's slots."""
 
     def __init__(self, num_slots: int, log: InputLog, *, shareable: bool = True) -> None:
         super().__init__(num_slots, shareable=shareable)
         self._log = log
 
     def read(self, slot: int) -> AuxRecord:
-        """The content of the leader's slot."""
+        """Return the content of rank 0's slot."""
         self.put_in(slot, self._log.answer(lambda: self.take_out(slot)))
         return super().read(slot)
 
 
 class GroupHasher:
-    """Implements `KVHasher` over `own`, this rank's: what all have, in the order of the ranks."""
+    """Implements `KVHasher` over `own`, this rank's hasher: returns the digests of all ranks, in rank order."""
 
     def __init__(self, own: KVHasher, rank_group: RankGroup, log: InputLog) -> None:
         self._own = own

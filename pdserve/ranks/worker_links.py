@@ -1,7 +1,7 @@
-"""The leader's door to its followers: what is said to all, and what they report, kept until it is asked for.
+"""Rank 0's links to the other ranks of its replica: broadcasts, and the followers' reports, kept until they are needed.
 
-Made by the composition root of the leader's process before anything is loaded (`meet_followers`); used on the scheduler
-thread. Reports come in on the link thread. Every wait ends when a rank is lost.
+Created by `engine` in rank 0's process before anything is loaded (`meet_followers`); used on the scheduler thread.
+Reports arrive on the link thread. Every wait ends when a rank is lost.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import CopyDone, Notified, PeerConnected, PeerFenced, ReceiverOpened
 
 ANSWER_TIMEOUT_S = 600.0
-"""A follower that lives but has not done in this time what we have done will never do it."""
+"""Seconds after which rank 0 gives up on a live follower that has not completed what rank 0 has."""
 _VERDICT_S = 3.0
 _SLICE_S = 0.5
 _OnLost = Callable[[PdserveError], None]
 
 
 class WorkerLinks:
-    """All other ranks of the replica, as `RankGroup` too. `peers` are they, `token` is the control token; see
+    """All other ranks of the replica, `peers`; implements `RankGroup`. `token` is the control token; see
     `meet_followers`.
     """
 
@@ -69,7 +69,7 @@ class WorkerLinks:
         self._ready: dict[int, RankReady] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
-        """By number of the question and rank."""
+        """Digests by hash request and rank."""
         self._lost: PdserveError | None = None
         self._on_copied: Callable[[Outcome], None] | None = None
         links.connect(
@@ -82,15 +82,17 @@ class WorkerLinks:
         )
 
     def tell(self, message: ToFollower) -> None:
-        """To all, behind all that was said before. Never blocks."""
+        """Send `message` to all followers, in order. Never blocks."""
         self._links.broadcast(message)
 
     def agree(self, num_pages: int) -> int:
-        """The most pages that every rank can hold, `num_pages` being ours; tells them. Blocks until all have loaded.
+        """Return the most pages that every rank can hold, and send the number to all; `num_pages` is ours.
+
+        Blocks until all have loaded.
 
         Raises:
             ConfigError, ModelError: a rank could not be started with this configuration.
-            RankError: one is lost.
+            RankError: a rank is lost.
         """
         self._wait(lambda: len(self._sized) == len(self._peers), "loaded its weights", None)
         agreed = min(num_pages, *self._sized.values())
@@ -98,12 +100,12 @@ class WorkerLinks:
         return agreed
 
     def wait_ready(self) -> tuple[RankReady, ...]:
-        """What the followers said when they were ready, in the order of their ranks. Raises like `agree`."""
+        """Wait for `RankReady` of all followers; return them in rank order. Raises like `agree`."""
         self._wait(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
         return tuple(self._ready[rank] for rank in self._peers)
 
     def computed(self, step: int) -> None:
-        """See `RankGroup.computed`: all have when the ranks of the last stage have, and without stages when we have."""
+        """See `RankGroup.computed`: waits for the ranks of the last stage; without pipeline stages it need not wait."""
         if self.shape.pp_size > 1:
             self._wait_answers(StepDone(step), self.shape.tp_size, f"computed step {step}")
 
@@ -119,7 +121,7 @@ class WorkerLinks:
         return (own, *(found[rank] for rank in self._peers))
 
     def on_copied(self, take: Callable[[Outcome], None]) -> None:
-        """`take` gets what followers say of copies, theirs and peers', on the link thread. Once, before they begin."""
+        """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call once, before `Begin`."""
         assert self._on_copied is None
         self._on_copied = take
 
@@ -130,7 +132,7 @@ class WorkerLinks:
             return self._lost
 
     def close(self, trouble: PdserveError | None = None) -> None:
-        """Tell all to end, and why when that was not wanted. May be called again."""
+        """Send `Stop` to all followers, with the error of an irregular end; close the links. May be called again."""
         self._links.close(Stop(None if trouble is None else Trouble.of(trouble)))
 
     def _wait_answers(self, answer: ToLeader, count: int, what: str) -> None:
@@ -143,12 +145,12 @@ class WorkerLinks:
         with self._changed:
             while not self._changed.wait_for(lambda: done() or self._lost is not None, _SLICE_S):
                 if timeout_s is not None and time.monotonic() - started > timeout_s:
-                    raise RankError(f"a rank that lives has not {what} within {timeout_s:g} s")
+                    raise RankError(f"a live rank has not {what} within {timeout_s:g} s")
             if self._lost is not None:
                 raise self._lost
 
     def _take(self, rank: int, report: ToLeader) -> None:
-        """Link thread."""
+        """Handle a report. Link thread."""
         match report:
             case Alive():
                 return
@@ -172,7 +174,7 @@ class WorkerLinks:
             self._changed.notify_all()
 
     def _give_up(self, error: PdserveError) -> None:
-        """Link thread; the followers have been told."""
+        """Handle a loss, after the followers were notified. Link thread."""
         with self._changed:
             self._lost = error
             self._changed.notify_all()
@@ -190,16 +192,16 @@ def meet_followers(
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
 ) -> WorkerLinks:
-    """Meet all followers of a replica over `store`; `host` is where they reach us (`meeting.own_host`).
+    """Connect to all followers of a replica over `store`; `host` is our address for them (`rendezvous.own_host`).
 
-    `facts` must be the same at all ranks (`meeting.facts_of`).
+    `facts` must be the same on all ranks (`rendezvous.facts_of`).
 
-    `on_lost` is called on another thread when a rank is lost; it should end the process, for the scheduler thread may
+    `on_lost` is called on another thread when a rank is lost. It should end the process, since the scheduler thread may
     be in an exchange that never ends.
 
     Raises:
-        ConfigError: nothing can be bound at `host`, or a follower was started differently.
-        RankError: a follower did not come in time, or has another token.
+        ConfigError: nothing can be bound at `host`, or a follower was started with other flags.
+        RankError: a follower did not join in time, or has another token.
     """
     introduction = Introduction(rank_names(shape), 0, store, token, facts or {}, timeout_s)
     links: RankLink[ToFollower, ToLeader] = RankLink(0, host, follower_codec(), leader_codec(), times)

@@ -30,7 +30,7 @@ _FIELDS: tuple[tuple[str, str, int], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuxRecord:
-    """Content of one slot. `logprob` is None when the request asked for no log probabilities."""
+    """Content of one slot. `logprob` is None when the request wants no log probabilities."""
 
     room: int
     attempt: int

@@ -3,7 +3,7 @@
 The unit is a block: one head of one plane (K, V, or a latent) of one layer of one page, the same bytes on every split.
 A block's hash depends on its content and on its position in the request: page, layer, plane and head numbers of the
 whole model. Block hashes are added modulo 2^32, along pages to cells (layer, plane, head) and along layers and heads to
-pages. Sums over ranks are sums of the ranks' sums, so ranks with different heads or layers need not know of each other.
+pages. The digest of several ranks is the sum of their digests, so ranks with different heads or layers hash alone.
 
 Multilinear hashing modulo 2^64 with odd multipliers, finished by splitmix64: any one changed word changes the hash. It
 detects damage, not malice. Slots behind the prompt's last token are left out, whatever their content. Pure numpy;

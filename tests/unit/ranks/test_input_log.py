@@ -69,17 +69,17 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
 
 def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
     logs.leader.answer(lambda: True)
-    with pytest.raises(RankError, match="rank 1 waits for Turn where its leader said Answer: the ranks' schedulers"):
+    with pytest.raises(RankError, match="rank 1 expects Turn, but rank 0 sent Answer: the schedulers of the ranks"):
         logs.follower.turn(TickInput())
     for step, seen in ((4, 17), (3, 18)):
         logs.leader.launched(3, 17)
-        with pytest.raises(RankError, match=f"rank 1 has planned another step {step} than its leader, .* at step 3"):
+        with pytest.raises(RankError, match=f"rank 1 has planned step {step} differently than rank 0, .* at step 3"):
             logs.follower.launched(step, seen)
     logs.leader.settled(StepResult(3, ()))
-    with pytest.raises(RankError, match="rank 1 has computed step 4 where its leader has step 3"):
+    with pytest.raises(RankError, match="rank 1 has computed step 4, rank 0 has computed step 3"):
         logs.follower.settled(StepResult(4, ()))
     logs.leader.turn(TickInput((), Reduction.BEGIN, 2))
-    with pytest.raises(RankError, match="rank 1 has 1 things to agree on where its leader has 2"):
+    with pytest.raises(RankError, match="rank 1 has 1 pending transfer items, rank 0 has 2"):
         logs.follower.turn(TickInput(num_pending=1))
 
 

@@ -88,7 +88,7 @@ def test_a_stopped_rank_is_silent(tmp_path: Path) -> None:
         process.send_signal(signal.SIGSTOP)
         error = losses.wait()
         process.send_signal(signal.SIGCONT)
-        assert "rank 1" in str(error) and "is silent for" in str(error) and "the last we heard was" in str(error)
+        assert "rank 1" in str(error) and "is silent for" in str(error) and "its last message was" in str(error)
         followers.close()
 
 
@@ -203,7 +203,7 @@ def test_a_peer_that_nobody_listens_for_is_lost() -> None:
         on_message=lambda *_: None,
         on_lost=losses,
     )
-    assert "rank 1 cannot be reached; it never said a word" in str(losses.wait())
+    assert "rank 1 cannot be reached; it never sent a message" in str(losses.wait())
     links.close()
 
 

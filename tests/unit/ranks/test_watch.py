@@ -32,7 +32,7 @@ def test_silence_is_judged_by_what_was_heard_last() -> None:
     watch.heard(2, "Alive", 9.0)
     ((now, error),) = run_until(watch, 10.0, 30.0)
     assert now == 12.0  # silent at 11, and a moment for others to be heard
-    assert str(error) == "rank 1 on h1 is silent for 11.0 s; the last we heard was Sized"
+    assert str(error) == "rank 1 on h1 is silent for 11.0 s; its last message was Sized"
 
 
 def test_a_rank_that_never_spoke_has_longer() -> None:
@@ -43,7 +43,8 @@ def test_a_rank_that_never_spoke_has_longer() -> None:
     watch.heard(1, "Alive", 61.0)
     assert watch.verdict(61.0) is None
     error = watch.verdict(61.6)
-    assert isinstance(error, RankError) and "rank 2 on h2 is silent" in str(error) and "never said a word" in str(error)
+    assert isinstance(error, RankError)
+    assert "rank 2 on h2 is silent" in str(error) and "never sent a message" in str(error)
 
 
 def test_our_own_sleep_is_nobody_s_silence() -> None:
@@ -66,7 +67,7 @@ def test_who_ended_without_a_word_is_to_blame_not_who_complains() -> None:
     watch.closed(2, 2.3)
     error = watch.verdict(2.6)
     assert str(error) == (
-        "rank 2 on h2 is gone: its connection is closed; the last we heard was Alive 1.3 s before; "
+        "rank 2 on h2 is gone: its connection is closed; its last message was Alive 1.3 s before; "
         "rank 1 on h1 failed: connection closed by peer"
     )
 
