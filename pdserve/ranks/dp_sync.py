@@ -4,8 +4,8 @@
                                                              with no tokens
 
 A rank 0 that has received the announcement of a round enters the round without a message. So only ranks 0 that start a
-round announce it, to all, and idle replicas send nothing. Every rank 0 enters every round in order, and a round that
-all have entered waits for nothing else, so there is always a replica that can proceed.
+round announce it, to all, and idle replicas send nothing. Every rank 0 enters every round in order. A round that all
+have entered waits for nothing else, so one replica can always proceed.
 
 Each rank 0's process has one `DpSync`, created by `engine` and used on the scheduler thread. Messages of the other
 replicas arrive on the link thread.

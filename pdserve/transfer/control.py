@@ -5,8 +5,8 @@ thread moves the bytes. Sends never block: frames that a dead or slow peer does 
 repeats them.
 
 With a control token, connections are encrypted (CURVE). All processes with one token derive the same key pair from it.
-CURVE requires that a client knows the server's public key, so a process without the token cannot complete a handshake,
-and a recording cannot be decrypted later, even with the token. The seal of each frame (`wire`) stays inside.
+CURVE requires that a client knows the server's public key, so a process without the token cannot complete a handshake.
+A recording cannot be decrypted later, even with the token. The seal of each frame (`wire`) stays inside.
 
 zmq repeats a failed handshake, or gives a connection up, without an error. Monitors report both: a peer with another
 token is reported to the mailbox, and a connection that zmq gave up is opened again with the next send.

@@ -4,10 +4,10 @@
                     |           \\______/ -> ended     the peer is sent a Reset; its later writes are fenced
                     -> REFUSED
 
-A session ends when the peer's port refuses a connection, the peer is silent for too long, another process answers for
-its endpoint, the peer ends the session, or an operator declares the peer dead. None of these proves that the peer has
-stopped writing: its pages are free once `SessionReceivers` has fenced it, or once it has promised to write no more. A
-peer that is alive after its session has ended opens a new session.
+A session ends when the peer's port refuses a connection, or when the peer is silent for too long. It also ends when
+another process answers for the peer's endpoint, and when the peer or an operator ends it. None of these proves that the
+peer has stopped writing: its pages are free once `SessionReceivers` has fenced it, or once it has promised to write no
+more. A peer that is alive after its session has ended opens a new session.
 
 Owned by `KVManager`; scheduler thread only. Results are returned as `Notice` values for the manager to act on. All
 ranks of a replica run the same session logic, so nothing here is drawn at random: see `_mint`.
@@ -349,7 +349,7 @@ class Sessions:
             if not self._may_begin(packet.sender, hello):
                 return []
             for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint or old is peer]:
-                failure = Failure(code="peer_gone", message=f"peer {old.endpoint} began anew", origin=old.endpoint)
+                failure = Failure(code="peer_gone", message=f"peer {old.endpoint} reconnected", origin=old.endpoint)
                 notices += self._end(old, failure)
             peer = self._add(packet.sender, hello.endpoint, hello.session)
         for seq in packet.acks:

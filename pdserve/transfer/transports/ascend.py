@@ -1,8 +1,8 @@
 """Ascend NPUs through `memfabric_hybrid`. Written against its published Python interface; not tested on hardware.
 
 The engine requires each process to be either `Prefill`, which writes, or `Decode`, which is written to. A transport
-does not know its role. So a process has one `Decode` engine from the start, one more for each peer that writes to it,
-and a `Prefill` engine from its first connection on.
+does not know its role. So a process starts with one `Decode` engine, and adds one for each peer that writes to it. Its
+first connection starts a `Prefill` engine.
 
     ASCEND_MF_STORE_URL           tcp://host:port of memfabric's store; required
     ASCEND_MF_TRANSFER_PROTOCOL   sdma (default), device_rdma, host_rdma

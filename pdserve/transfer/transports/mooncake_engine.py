@@ -176,9 +176,9 @@ def speed_up_shutdown(port: int) -> None:
 
     The destructor joins the engine's accept thread and holds the GIL meanwhile. That thread accepts a connection, reads
     from it with a timeout of 5 s per read, and only then checks whether to stop. A silent connection would block all
-    threads of this process. This function replaces the listening socket by one with a timeout of 1 ms, wakes the thread
-    with one connection, and shuts down the connections that it reads from. If a step fails, the destructor waits as
-    before.
+    threads of this process. This function replaces the listening socket by one with a timeout of 1 ms, and wakes the
+    thread with one connection. It also shuts down the connections that the thread reads from. If a step fails, the
+    destructor waits as before.
     """
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=True):

@@ -15,7 +15,7 @@ The design follows from these measurements of the engine:
   thread, sending agents have none. By default that thread never sleeps: one core for every idle server.
 - A transfer is done when the connection has been flushed behind it, which is when its bytes are in the peer's memory.
   The engine's notification tells the peer, on the same connection as the bytes.
-- The call that starts a transfer to a process of the same host also makes the copy, in the caller's thread, and holds
+- The call that starts a transfer to a process of the same host also makes the copy, in the caller's thread. It holds
   the agent's lock meanwhile: two threads write, each through its own agent. Where a NIC copies, they share one agent.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.
 """
