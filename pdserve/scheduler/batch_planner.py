@@ -359,27 +359,36 @@ def _left(req: Req) -> int:
 
 
 class BatchPlanner:
-    """Owns `DecodeBatch` and `PrefillManager`; puts retracted requests back into the waiting queue.
+    """Decides what each step holds. Owns `DecodeBatch` and `PrefillManager`; returns retracted requests to `waiting`.
 
-    `headroom_tokens(req)`: token slots that must stay free when `req` starts.
+    `headroom_tokens(req)`: token slots that must stay free when `req` starts. With `prefill_only` no request decodes
+    here: every step has the full prompt budget, and a request also needs an aux slot to start.
     """
 
-    def __init__(self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float]) -> None:
+    def __init__(
+        self,
+        core: SchedulerContext,
+        waiting: WaitingQueue,
+        headroom_tokens: Callable[[Req], float],
+        *,
+        prefill_only: bool = False,
+    ) -> None:
         self._core = core
+        self._prefill_only = prefill_only
         self.running = DecodeBatch(core, self._retract)
-        self.prefilling = PrefillManager(core, waiting, headroom_tokens, needs_aux=False)
+        self.prefilling = PrefillManager(core, waiting, headroom_tokens, needs_aux=prefill_only)
         self._burst = PrefillBudget(core)
         self._parts = BatchSplitter(core.limits.saturation_tokens)
 
     @property
     def needs_sync(self) -> bool:
         """See `SchedulerRole.needs_sync`."""
-        return not self._parts and (self.running.is_short or self.prefilling.restores)
+        return not self._prefill_only and not self._parts and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then prefill chunks within the budget; the step is split into parts."""
         if not self._parts:
-            if not self._any_request_streams():
+            if self._prefill_only or not self._any_request_streams():
                 self._burst.refill()
             beside_streams = self._burst.is_over
             decode, prompts = self.running.plan(), self.prefilling.plan(self._burst.budget)

@@ -1,4 +1,7 @@
-"""The interface between the scheduler loop and a role. A role owns its queues; it never calls the executor's `run`."""
+"""The interface between the scheduler loop and a role, and what all roles share.
+
+A role owns its queues; it never calls the executor's `run`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,13 @@ from typing import Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import RequestTiming, WaitsFor
+from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.request import Req, finish_for_failure
+
+LOST = Failure(code="transfer_failed", message="the transfer failed without a reason")
+STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
 class SchedulerRole(Protocol):
@@ -76,15 +82,12 @@ class SchedulerRole(Protocol):
         ...
 
 
-class MixedBatchRole(abc.ABC):
-    """Methods shared by the monolith and decode roles, which both plan mixed batches.
+class BaseRole(abc.ABC):
+    """What all roles share: the batch planner, and the end of a request."""
 
-    `waiting` is the queue of requests whose prompt is computed on this server.
-    """
-
-    def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
+    def __init__(self, core: SchedulerContext, planner: BatchPlanner) -> None:
         self._core = core
-        self._batch_planner = BatchPlanner(core, waiting, self._headroom_tokens)
+        self._batch_planner = planner
         self.live: dict[str, Req] = {}
 
     @property
@@ -93,10 +96,40 @@ class MixedBatchRole(abc.ABC):
         return self._batch_planner.needs_sync
 
     def plan(self, step: int) -> BatchPlan | None:
-        """Decode rows first, then prefill chunks within the budget. On decode only retracted requests have chunks."""
+        """See `SchedulerRole.plan`."""
         return self._batch_planner.plan(step)
 
-    def launched(self, handle: StepHandle) -> None:  # noqa: B027
+    def end(self, req: Req, failure: Failure | None) -> None:
+        """See `SchedulerRole.end`."""
+        if failure is not None:
+            self._core.count_failure(req, failure)
+        self._abort_transfer(req, failure)
+        self._leave(req)
+        finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
+        self._core.outbox.emit(req, (), finish, self._timing(req))
+
+    def _leave(self, req: Req) -> None:
+        """Remove the request from all queues and release its memory."""
+        self._leave_queues(req)
+        self._batch_planner.remove(req)
+        del self.live[req.rid]
+        self._core.release(req)
+
+    def _abort_transfer(self, req: Req, failure: Failure | None) -> None:  # noqa: B027
+        """End the KV transfer of a request that ends early. Does nothing in a role without transfers."""
+
+    def _leave_queues(self, req: Req) -> None:  # noqa: B027
+        """Remove the request from the role's own queues, and close its bootstrap room."""
+
+    @abc.abstractmethod
+    def _timing(self, req: Req) -> RequestTiming | None:
+        """Return the TTFT of the request in parts, as far as they are known; None: the output has no timing."""
+
+
+class MixedBatchRole(BaseRole):
+    """Methods shared by the monolith and decode roles, which both plan mixed batches."""
+
+    def launched(self, handle: StepHandle) -> None:
         """Do nothing: these roles send no KV."""
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
@@ -114,15 +147,3 @@ class MixedBatchRole(abc.ABC):
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""
         return {"new_token_ratio": self._batch_planner.running.ratio.value}
-
-    @abc.abstractmethod
-    def _headroom_tokens(self, req: Req) -> float:
-        """Token slots that must stay free when `req` starts or resumes."""
-
-    @abc.abstractmethod
-    def _leave(self, req: Req) -> None:
-        """Remove the request from all queues and release its memory."""
-
-    @abc.abstractmethod
-    def _timing(self, req: Req) -> RequestTiming:
-        """The TTFT of the request, in parts, as far as they are known."""

@@ -25,12 +25,12 @@ from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
+from pdserve.protocol.messages import RequestTiming, WaitsFor
+from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, check_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
-from pdserve.scheduler.request import Req, WaitingQueue, finish_for_failure
-from pdserve.scheduler.roles.base import MixedBatchRole
-from pdserve.scheduler.roles.prefill import LOST
+from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.roles.base import LOST, STOPPED, MixedBatchRole
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -47,7 +47,7 @@ def can_recompute(failure: Failure) -> bool:
 
 
 class DecodeRole(MixedBatchRole):
-    """Owns the prealloc, transfer and waiting queues; `BatchPlanner` owns the decode batch and retracted requests."""
+    """Owns the prealloc, transfer, waiting and retracted queues; `BatchPlanner` owns the decode batch."""
 
     def __init__(
         self,
@@ -62,7 +62,9 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
-        super().__init__(core, WaitingQueue("fcfs", 1.0, core.memory))
+        self._retracted = WaitingQueue("fcfs", 1.0, core.memory)
+        """Requests whose prompt or output is computed again here."""
+        super().__init__(core, BatchPlanner(core, self._retracted, self._headroom_tokens))
         self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}
@@ -94,13 +96,13 @@ class DecodeRole(MixedBatchRole):
     @property
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
-        return len(self._prealloc) + len(self._batch_planner.prefilling.waiting)
+        return len(self._prealloc) + len(self._retracted)
 
     def poll(self) -> None:
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
         self._take_moves()
         self._end_the_overdue()
-        if len(self._ready) and not len(self._batch_planner.prefilling.waiting):
+        if len(self._ready) and not len(self._retracted):
             self._publish_ready()
             self._take_moves()
         for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
@@ -108,23 +110,13 @@ class DecodeRole(MixedBatchRole):
             self._core.assign_slot(req)
             self._batch_planner.running.add(req)
 
-    def end(self, req: Req, failure: Failure | None) -> None:
-        """See `SchedulerRole.end`."""
-        if failure is not None:
-            self._core.count_failure(req, failure)
-        assert req.receiver is not None
-        req.receiver.abort(failure or Failure(code="stopped", message="the request was stopped", status=499))
-        self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
-        self._core.outbox.emit(req, (), finish, self._timing(req))
-
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
         running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
         return {
             "num_queue_reqs": len(self._waiting),
             "num_running_reqs": len(running.reqs) + len(prefilling.active),
-            "num_retracted_reqs": len(prefilling.waiting),
+            "num_retracted_reqs": len(self._retracted),
             "num_decode_prealloc_queue_reqs": len(self._prealloc),
             "num_decode_transfer_queue_reqs": len(self._transfer),
         }
@@ -185,7 +177,7 @@ class DecodeRole(MixedBatchRole):
         req.times.lost = self._core.clock.now()
         self._core.counters["kv_loads_recomputed"] += 1
         self._lost[req.rid] = req
-        self._batch_planner.prefilling.waiting.add(req, resumed=True)
+        self._retracted.add(req, resumed=True)
 
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
@@ -256,7 +248,7 @@ class DecodeRole(MixedBatchRole):
         return picked
 
     def _headroom_tokens(self, req: Req) -> float:
-        """Token slots that must stay free when the retracted `req` resumes."""
+        """Return the token slots that must stay free when the retracted `req` resumes."""
         return DecodeReservation(self._core.limits.reserved_decode_tokens, self._held()).tokens
 
     def _held(self) -> Iterator[Req]:
@@ -264,21 +256,18 @@ class DecodeRole(MixedBatchRole):
         running, active = self._batch_planner.running.reqs, self._batch_planner.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
 
+    def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
+        assert req.receiver is not None
+        req.receiver.abort(failure or STOPPED)
+
     def _leave_queues(self, req: Req) -> None:
-        """Remove a request from the queues before its decode batch, and close its room."""
         self._close(req)
         self._prealloc.pop(req.rid, None)
         if req in self._ready:
             self._ready.remove(req)
         self._transfer.pop(req.rid, None)
         self._waiting.pop(req.rid, None)
-
-    def _leave(self, req: Req) -> None:
-        self._leave_queues(req)
         self._lost.pop(req.rid, None)
-        self._batch_planner.remove(req)
-        del self.live[req.rid]
-        self._core.release(req)
 
     def _close(self, req: Req) -> None:
         """Close the bootstrap room, whose number may be used again."""

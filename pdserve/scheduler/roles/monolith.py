@@ -6,46 +6,42 @@ waiting -> prefilling -> running -> finished
 
 from __future__ import annotations
 
-from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.context import check_fits
+from pdserve.protocol.messages import RequestTiming, WaitsFor
+from pdserve.scheduler.batch_planner import BatchPlanner
+from pdserve.scheduler.context import SchedulerContext, check_fits
 from pdserve.scheduler.decode_batch import CLIP_TOKENS
-from pdserve.scheduler.request import Req, finish_for_failure
+from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import MixedBatchRole
 
 
 class MonolithRole(MixedBatchRole):
     """Admits a request when its prompt fits beside the expected growth of the running requests."""
 
+    def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
+        super().__init__(core, BatchPlanner(core, waiting, self._headroom_tokens))
+        self._waiting = waiting
+
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         check_fits(self._core, req.max_len)
         self.live[req.rid] = req
-        self._batch_planner.prefilling.waiting.add(req)
+        self._waiting.add(req)
 
     @property
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
-        return len(self._batch_planner.prefilling.waiting)
+        return len(self._waiting)
 
     def poll(self) -> None:
         """Do nothing: this role has no transfers."""
-
-    def end(self, req: Req, failure: Failure | None) -> None:
-        """See `SchedulerRole.end`."""
-        if failure is not None:
-            self._core.count_failure(req, failure)
-        self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
-        self._core.outbox.emit(req, (), finish, self._timing(req))
 
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
         running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
         return {
-            "num_queue_reqs": len(prefilling.waiting),
+            "num_queue_reqs": len(self._waiting),
             "num_running_reqs": len(prefilling.active) + len(running.reqs),
-            "num_retracted_reqs": prefilling.waiting.num_resumed,
+            "num_retracted_reqs": self._waiting.num_resumed,
         }
 
     def waits_for(self, req: Req) -> WaitsFor:
@@ -53,14 +49,10 @@ class MonolithRole(MixedBatchRole):
         return "compute"
 
     def _headroom_tokens(self, req: Req) -> float:
+        """Return the token slots that must stay free when `req` starts."""
         running, active = self._batch_planner.running, self._batch_planner.prefilling.active
         starting = sum(min(other.num_left, CLIP_TOKENS) for other in (req, *active.values()))
         return running.expected_tokens() + running.ratio.value * starting
-
-    def _leave(self, req: Req) -> None:
-        self._batch_planner.remove(req)
-        del self.live[req.rid]
-        self._core.release(req)
 
     def _timing(self, req: Req) -> RequestTiming:
         times = req.times

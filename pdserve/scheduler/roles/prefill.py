@@ -18,35 +18,32 @@ from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, Step
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
-from pdserve.scheduler.batch_planner import BatchSplitter, PrefillManager
-from pdserve.scheduler.context import SchedulerContext, check_fits, plan_of
+from pdserve.scheduler.batch_planner import BatchPlanner
+from pdserve.scheduler.context import SchedulerContext, check_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
-from pdserve.scheduler.request import Req, WaitingQueue, finish_for_failure
+from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.roles.base import LOST, STOPPED, BaseRole
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import TransferStats, prompt_digest
 
-LOST = Failure(code="transfer_failed", message="the transfer failed without a reason")
 
-
-class PrefillRole:
-    """Owns the bootstrap and inflight queues; `PrefillManager` owns waiting and active."""
+class PrefillRole(BaseRole):
+    """Owns the bootstrap and inflight queues; `BatchPlanner` owns waiting and active."""
 
     def __init__(
         self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
         """`kv_checksum` hashes the KV that is sent; None: no checksums."""
+        super().__init__(core, BatchPlanner(core, waiting, lambda req: 0.0, prefill_only=True))
         self._kv_checksum = kv_checksum
-        self._core = core
         self._kv = kv
+        self._waiting = waiting
         self._bootstrap: dict[str, Req] = {}
-        self._prefill_manager = PrefillManager(core, waiting, lambda req: 0.0, needs_aux=True)
-        self._parts = BatchSplitter(core.limits.saturation_tokens)
         self._inflight: dict[str, Req] = {}
         self._rooms: dict[int, Req] = {}
-        self.live: dict[str, Req] = {}
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
@@ -63,7 +60,7 @@ class PrefillRole:
     @property
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
-        return len(self._bootstrap) + len(self._prefill_manager.waiting)
+        return len(self._bootstrap) + len(self._waiting)
 
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
@@ -78,18 +75,7 @@ class PrefillRole:
             elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
                 del self._bootstrap[req.rid]
                 req.times.peer_ready = self._core.clock.now()
-                self._prefill_manager.waiting.add(req)
-
-    @property
-    def needs_sync(self) -> bool:
-        """See `SchedulerRole.needs_sync`: always False, because a started prompt holds all its memory."""
-        return False
-
-    def plan(self, step: int) -> BatchPlan | None:
-        """Prefill chunks within the budget; the step is split into parts."""
-        if not self._parts:
-            self._parts.put([], self._prefill_manager.plan(self._core.limits.step_tokens))
-        return plan_of(step, self._parts.take())
+                self._waiting.add(req)
 
     def launched(self, handle: StepHandle) -> None:
         """With layer events, send the pages that this step completes, one layer group at a time."""
@@ -114,7 +100,7 @@ class PrefillRole:
             assert req.sender is not None and req.lease is not None
             if index in result.prompts:
                 self._tell(req, result.prompts[index])
-            complete = self._prefill_manager.committed(req, row.end)
+            complete = self._batch_planner.prefilling.committed(req, row.end)
             num_pages = self._num_whole_pages(req, row.end)
             if self._kv_checksum is not None:
                 self._kv_checksum.computed(req, num_pages)
@@ -140,12 +126,7 @@ class PrefillRole:
 
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `SchedulerRole.end`. Prefill matches no stop strings, so an end without a failure is an abort."""
-        failure = failure or Failure(code="stopped", message="the request was stopped", status=499)
-        assert req.sender is not None
-        self._core.count_failure(req, failure)
-        req.sender.abort(failure)
-        self._leave(req)
-        self._core.outbox.emit(req, (), finish_for_failure(failure))
+        super().end(req, failure or STOPPED)
 
     def retract_all(self) -> None:
         """See `SchedulerRole.retract_all`: does nothing, because the pages of a started prompt are being sent."""
@@ -153,8 +134,8 @@ class PrefillRole:
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
         return {
-            "num_queue_reqs": len(self._prefill_manager.waiting),
-            "num_running_reqs": len(self._prefill_manager.active),
+            "num_queue_reqs": len(self._waiting),
+            "num_running_reqs": len(self._batch_planner.prefilling.active),
             "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
             "num_prefill_inflight_queue_reqs": len(self._inflight),
         }
@@ -199,18 +180,22 @@ class PrefillRole:
         )
         self._core.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
 
-    def _leave(self, req: Req) -> None:
+    def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
+        assert req.sender is not None and failure is not None
+        req.sender.abort(failure)
+
+    def _leave_queues(self, req: Req) -> None:
         assert req.sender is not None and req.spec.room is not None
         req.sender.close()
         del self._rooms[req.spec.room.room]
         if self._kv_checksum is not None:
             self._kv_checksum.forget(req)
-        self._prefill_manager.remove(req)
-        self._parts.drop(req.rid)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)
-        del self.live[req.rid]
-        self._core.release(req)
+
+    def _timing(self, req: Req) -> RequestTiming | None:
+        """Return None: only a successful request has timing, see `_succeed`."""
+        return None
 
     def _sent_stats(self, req: Req) -> TransferStats:
         stats = self._stats(req)
