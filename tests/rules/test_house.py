@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -81,12 +80,3 @@ def test_a_flag_is_ours_or_foreign_but_not_both() -> None:
     names = [name for flag in flags() for name in flag.names]
     assert len(names) == len(set(names))
     assert set(names) & SGLANG_FLAGS == set(), "a flag that became ours leaves config/sglang_flags.py"
-
-
-def test_the_table_of_files_is_up_to_date() -> None:
-    spec = importlib.util.spec_from_file_location("file_table", ROOT / "scripts" / "file_table.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    text = script.PAGE.read_text()
-    assert text == script.updated(text), "run python scripts/file_table.py"
