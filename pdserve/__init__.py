@@ -1,7 +1,7 @@
 """pdserve: an LLM serving engine that runs prefill and decode on separate servers.
 
-The offline Python API is at the top: `from pdserve import LLM, SamplingParams`. It is loaded when it is asked for, so
-that `import pdserve` alone costs nothing. `__init__.pyi` tells type checkers of it.
+`from pdserve import LLM, SamplingParams` imports the offline Python API. It is loaded at its first use, so that
+`import pdserve` alone stays cheap. `__init__.pyi` declares it for type checkers.
 """
 
 import importlib
@@ -14,13 +14,13 @@ OFFLINE_API = (
 
 
 def __getattr__(name: str) -> object:
-    """The names of the offline API, at their first use."""
+    """Load a name of the offline API at its first use."""
     if name in OFFLINE_API:
-        # Not an import statement: every package may read `pdserve.__version__`, and none below it may need `llm`.
+        # Not an import statement: every package reads `pdserve.__version__`, and lower ones must not import `llm`.
         return getattr(importlib.import_module("pdserve.llm"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """For completion in shells."""
+    """Names for completion in shells."""
     return sorted([*globals(), *OFFLINE_API])

@@ -1,18 +1,19 @@
-"""Every exception that pdserve raises on purpose.
+"""Exceptions that pdserve raises.
 
 PdserveError
 ├── ConfigError            a flag or a combination of flags is wrong; the server does not start
 ├── ModelError             a checkpoint cannot be found, read or run
 ├── RequestError           one request is refused; carries an HTTP status and the field at fault
-├── GrammarError           a grammar is wrong, too complex, or of no use with the model
-├── TransferError          a KV transfer failed; carries a `Failure`-like code and whether a retry helps
-│   └── HandshakeError     a peer differs from us; carries the name of the field
-├── ProtocolError          bytes from a socket are not a message of ours
+├── GrammarError           a grammar is wrong, too complex, or unusable with the model
+├── TransferError          a KV transfer failed; carries a code as in `Failure`, and whether a retry helps
+│   └── HandshakeError     the peer differs in a field that must be equal; carries its name
+├── ProtocolError          bytes from a socket are not a pdserve message
 ├── ProofError             a proof of the control token is missing, wrong, too old or used before
-├── EngineDeadError        the scheduler process is gone
-└── RankError              a rank of the replica is lost, or did not come
+│   └── ProofExpiredError  the challenge is too old; a new one may succeed
+├── EngineDeadError        the scheduler process has ended
+└── RankError              a rank of the replica is lost, or did not join
 
-`assert` is for what pdserve did wrong; these are for what the world did wrong.
+Errors in pdserve itself are assertions, not these exceptions.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ class ModelError(PdserveError):
 class RequestError(PdserveError):
     """One request is refused.
 
-    `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded),
-    `field` the request field at fault, `code` a short machine-readable word, `retry_after_s` when to come back.
+    `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded), `field` the request field
+    at fault, `code` a short machine-readable word, `retry_after_s` the `Retry-After` in seconds (None: no header).
     """
 
     def __init__(
@@ -59,13 +60,13 @@ class RequestError(PdserveError):
 
 
 class GrammarError(PdserveError):
-    """A grammar that an output must follow is wrong, has become too complex, or is of no use with this model."""
+    """The grammar of a request is wrong, has become too complex, or is unusable with this model."""
 
 
 class TransferError(PdserveError):
     """A KV transfer failed.
 
-    `settled` tells whether the transport promises that no byte of the failed write moves any more.
+    `settled`: the transport promises that no byte of the failed write moves any more.
     """
 
     def __init__(
@@ -98,12 +99,12 @@ class ProofError(PdserveError):
 
 
 class ProofExpiredError(ProofError):
-    """The challenge that a proof answers is too old, or from before the server's start: another may help."""
+    """The challenge of a proof is too old, or from before the server's start; a new challenge may succeed."""
 
 
 class EngineDeadError(PdserveError):
-    """The scheduler process has ended; nothing can be generated any more."""
+    """The scheduler process has ended; the server generates no more tokens."""
 
 
 class RankError(PdserveError):
-    """Another rank of the replica has failed, is silent or gone, or did not come: the replica cannot go on."""
+    """Another rank of the replica has failed, is silent, has ended, or did not join. The replica must end."""

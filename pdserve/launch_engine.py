@@ -1,10 +1,10 @@
-"""The engine's processes on this host: a leader per replica, and the ranks that follow it. Called by `launch_server`.
+"""Starts and ends the engine's processes on this host. Called by `launch_server` and `launch_offline`.
 
     replica 0: rank 0 (scheduler) <── channel ──> API process          --dp-size such replicas
-               rank 1, 2, ...     <── what rank 0 hears                --tp-size x --pp-size ranks each
+               rank 1, 2, ...     <── input log of rank 0              --tp-size x --pp-size ranks each
 
-With DP attention the replicas have --tp-size ranks together, and meet each other. With several hosts each has its share
-of the ranks of every replica, in order; node 0 has the leaders. The death of any process ends all.
+With DP attention the replicas have --tp-size ranks together and share one rendezvous. With several hosts, each runs an
+equal share of the ranks of every replica, in order; node 0 runs every rank 0. The death of any process ends all.
 """
 
 from __future__ import annotations
@@ -42,16 +42,20 @@ log = logging.getLogger(__name__)
 
 ROLES: dict[DisaggMode, str] = {"null": "monolith", "prefill": "prefill", "decode": "decode"}
 REFUSED = 2
-"""Exit status of a process whose configuration was wrong."""
+"""Exit status of a process with a wrong configuration."""
 LOST = 1
-"""That of one that cannot go on without another."""
+"""Exit status of a process that lost another rank."""
 STOP_S = 5.0
+"""Seconds that all processes together have for each way to end: on request, SIGTERM, SIGKILL."""
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RankStartInfo:
-    """What a rank's process is told. `rendezvous` is None for a rank that is alone; `cores` are those to stay on."""
+    """Start arguments of a rank's process.
+
+    `rendezvous` is None for a rank that is alone. `cores` are pinned; None: any core.
+    """
 
     config: ServerConfig
     address: ChannelAddress
@@ -65,7 +69,7 @@ class RankStartInfo:
 
     @property
     def name(self) -> str:
-        """For logs."""
+        """The process name in logs."""
         parallel = self.config.parallel
         name = ROLES[self.config.disagg.disaggregation_mode]
         name += f" {self.dp_rank}" if parallel.dp_size > 1 else ""
@@ -73,7 +77,7 @@ class RankStartInfo:
 
 
 class EngineProcesses:
-    """All processes of the engine on this host. Main thread only, but for `died`."""
+    """All processes of the engine on this host. Main thread only, except `died`."""
 
     def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
         parallel = config.parallel
@@ -81,8 +85,8 @@ class EngineProcesses:
         per_node = shape.num_ranks // parallel.nnodes
         if parallel.nnodes > 1 and not control_token():
             raise ConfigError(
-                "several hosts need a secret in PDSERVE_CONTROL_TOKEN, the same on all: whoever reaches a rank's port "
-                "could tell it what to compute",
+                "several hosts need one secret in PDSERVE_CONTROL_TOKEN, equal on all: without it any process that "
+                "reaches a rank's port could send it steps to compute",
                 field="nnodes",
             )
         ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
@@ -109,8 +113,9 @@ class EngineProcesses:
         self._processes: list[BaseProcess] = []
 
     def start(self) -> None:
-        """Spawn all. A signal that comes meanwhile is raised at the end. With `--cpu-pin` this process leaves theirs to
-        them, where others are left.
+        """Spawn all processes; a signal that arrives meanwhile is raised at the end.
+
+        With `--cpu-pin`, this process moves to the cores that no rank has, if there are any.
         """
         context = multiprocessing.get_context("spawn")
         with _signals_deferred():
@@ -122,7 +127,7 @@ class EngineProcesses:
             pin_process(self._cores_left)
 
     def died(self) -> str | None:
-        """A sentence about a process that has ended; None while all live."""
+        """Return a sentence about a process that has ended; None while all live. Any thread."""
         for process in self._processes:
             if process.exitcode is not None:
                 return f"the {process.name} process has ended with status {process.exitcode}"
@@ -130,11 +135,14 @@ class EngineProcesses:
 
     @property
     def refused(self) -> bool:
-        """True when a process found its configuration wrong."""
+        """True when a process has refused its configuration."""
         return any(process.exitcode == REFUSED for process in self._processes)
 
     def wait(self) -> int:
-        """Until any process ends: 0 when it ended well. Ends at once where `exit_on_signals` noted a signal."""
+        """Wait until any process ends; 0 when all exit statuses are 0, else 1.
+
+        Raises at once if `exit_on_signals` has noted a signal.
+        """
         raise_if_signalled()
         multiprocessing.connection.wait([process.sentinel for process in self._processes])
         for process in self._processes:
@@ -142,8 +150,10 @@ class EngineProcesses:
         return int(any(process.exitcode != 0 for process in self._processes))
 
     def end(self, *, told: bool) -> None:
-        """End all. Those that were told to stop through their channels get time for it, unless one has died: then the
-        others may be in an exchange with it, and write into a peer's memory still.
+        """End all processes and remove their channels.
+
+        `told`: `Shutdown` was sent through the channels, so the processes get `STOP_S` seconds first. If one has died,
+        all are killed at once: the remaining ranks may be in a collective with it and still write into a peer's memory.
         """
         if any(process.exitcode not in (None, 0) for process in self._processes):
             self._signal("kill")
@@ -161,18 +171,18 @@ class EngineProcesses:
                 process.terminate() if stop == "terminate" else process.kill()
 
     def _join_all(self) -> None:
-        """All share one time limit."""
+        """Wait for all, `STOP_S` seconds together."""
         deadline = time.monotonic() + STOP_S
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
 def rank_main(start: RankStartInfo) -> None:
-    """The process of one rank. Ctrl-C is the parent's to handle."""
+    """Main function of a rank's process. SIGINT is ignored: the parent handles Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(start.parent_pid)
     if start.cores is not None:
-        pin_process(start.cores)  # before there are threads, for they inherit it, and niceness too
+        pin_process(start.cores)  # before any thread starts: threads inherit cores and niceness
     setup_logging(start.config.observe.log_level, start.name)
     if start.config.kernels.device == "cpu":
         _give_way(start.config.kernels.cpu_nice)
@@ -194,7 +204,7 @@ def rank_main(start: RankStartInfo) -> None:
 
 
 def _give_way(niceness: int) -> None:
-    """So much more than now; some sandboxes refuse the call."""
+    """Raise the niceness by `niceness`; some sandboxes refuse the call, which is logged."""
     try:
         os.nice(niceness)
     except OSError as error:
@@ -203,19 +213,19 @@ def _give_way(niceness: int) -> None:
 
 
 def may_compute_natively(config: ServerConfig) -> bool:
-    """Whether the native CPU kernels, which have threads of their own, may compute the model; else torch's do."""
+    """Whether the native CPU kernels may compute the model. They have their own threads; otherwise torch's are used."""
     kernels, dtype = config.kernels, config.model.dtype
     torch_alone = kernels.cpu_kernels == "torch" or kernels.attention_backend != "auto"
     return kernels.device == "cpu" and not torch_alone and dtype in ("auto", "bfloat16")
 
 
 def own_devices(start: RankStartInfo, visible: str | None) -> str:
-    """The CUDA devices of this replica: as many as it has ranks on this host, behind those of the replicas before it.
+    """Return the CUDA devices of this replica, one per rank on this host, after those of lower replicas.
 
-    `visible` is the variable as it was given. To be set before torch is imported.
+    `visible` is the given `CUDA_VISIBLE_DEVICES`; None: not set. The result must be set before torch is imported.
 
     Raises:
-        ConfigError: there are too few.
+        ConfigError: there are too few devices.
     """
     parallel = start.config.parallel
     count = parallel.shape.num_ranks // parallel.nnodes
@@ -260,9 +270,9 @@ def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:
 
 
 def _divide_cores(config: ServerConfig, num_ranks: int) -> tuple[ServerConfig, list[tuple[int, ...] | None], list[int]]:
-    """Each rank gets an equal share of the server's threads: too many would wait for each other.
+    """Give each rank an equal share of the server's CPU threads, since more threads than cores wait for each other.
 
-    Also gives the cores of each rank (None: any), and those that none has.
+    Also returns the cores of each rank (None: any), and the cores that no rank has.
 
     Raises:
         ConfigError: `--cpu-pin` has fewer cores than there are threads.
@@ -288,13 +298,13 @@ def _divide_cores(config: ServerConfig, num_ranks: int) -> tuple[ServerConfig, l
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """A signal that comes inside is raised at the end: a child half started would complain of its missing other half.
+    """Defer signals until the end of the block, so that no child process is left half started.
 
-    What is started inside does not see Ctrl-C, which a terminal sends to every process of the group.
+    Children that start inside ignore Ctrl-C, which a terminal sends to every process of the group.
     """
     came: list[int] = []
     before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in ENDING}
-    resource_tracker.ensure_running()  # first, for it unblocks what is blocked here
+    resource_tracker.ensure_running()  # first: starting it unblocks the signals that are blocked below
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -1,13 +1,13 @@
-"""`python -m pdserve.launch_local --model-path M --prefill 1 --decode 1`: a whole service on this machine.
+"""`python -m pdserve.launch_local --model-path M --prefill 1 --decode 1`: prefill, decode and router on one machine.
 
-Starts the servers on free loopback ports with a shared random secret, divides the cores among them (a model step that
-shares all cores with another one costs several times its share), waits for each, starts the router before them, and
-prints one line per part and how to point a client at it. Ctrl-C or SIGTERM ends everything: router, decode, prefill.
-A part that dies ends everything too, unless `--keep-going`. Flags that it does not know go to the servers, those that
-concern one role (`--disaggregation-decode-enable-radix-cache`) to its servers only, and those of traces to the router.
+Starts the servers on free loopback ports with a shared random secret, waits for each, and starts the router. The servers
+get equal shares of the cores, since a model step that shares all cores with another one costs several times its share.
+Prints one line per process, and the URL and key for clients. Ctrl-C or SIGTERM ends router, decode and prefill, in that
+order; so does the death of any process, unless `--keep-going`. Unknown flags go to the servers: flags of one role
+(`--disaggregation-decode-enable-radix-cache`) to its servers only, trace flags also to the router.
 
-    main thread:  spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
-    other threads: read output, watch for deaths; they only put events on the queue
+    main thread:   spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
+    other threads: read output and watch processes; they only put events on the queue
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bo
 DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 LOOPBACK = "127.0.0.1"
 PREFILL_NICENESS = 19
-"""Of prefill's processes that compute, where all servers' threads have a core each: a prompt can wait for a moment,
-tokens on their way to clients can't. On fewer cores prefill would hardly ever run beside a busy decode server.
+"""Niceness of prefill's engine processes where each thread of all servers has a core: ITL matters more than TTFT.
+With fewer cores than threads, a nice prefill server would hardly run beside a busy decode server.
 """
 
 SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
@@ -50,9 +50,10 @@ ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalConfig:
-    """What to start; `server_flags` are handed on to the servers, those of one role to its servers only.
+    """Processes to start, and their flags.
 
-    `prefill_flags` and `decode_flags` are for flags that both have and that shall differ, `router_flags` the router's.
+    `server_flags` go to all servers, flags of one role to its servers only. `prefill_flags` and `decode_flags` go to one
+    role, for flags that both roles have. `router_flags` go to the router. Durations are in seconds.
     """
 
     model_path: str
@@ -74,7 +75,7 @@ class LocalConfig:
     access: LocalAccess = LocalAccess()
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for counts below one and for flags that belong to this program."""
+        """Check counts, cores, and that no server flag is one that `launch_local` sets itself. Raises ConfigError."""
         if self.num_prefill < 1 or self.num_decode < 1:
             raise ConfigError("--prefill and --decode must be at least 1")
         if self.cpu_threads is not None and self.cpu_threads < 1:
@@ -88,7 +89,7 @@ class LocalConfig:
 
     @property
     def threads_per_server(self) -> int:
-        """CPU threads of each server: an equal share of the cores this process may use, at least one."""
+        """CPU threads of each server: an equal share of the cores that this process may use, at least one."""
         if self.cpu_threads is not None:
             return self.cpu_threads
         if self.cpu_pin is not None:
@@ -97,7 +98,7 @@ class LocalConfig:
 
     @property
     def num_servers(self) -> int:
-        """Of both roles."""
+        """Servers of both roles."""
         return self.num_prefill + self.num_decode
 
     @property
@@ -107,12 +108,12 @@ class LocalConfig:
 
     @property
     def shares(self) -> list[str]:
-        """The cores of each server, prefill first, as `--cpu-pin` has them; none where nothing is pinned."""
+        """The `--cpu-pin` of each server, prefill first; empty without `--cpu-pin`."""
         return [] if self.cpu_pin is None else share_cores(self.cpu_pin, self.num_servers)
 
 
 def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
-    """Arguments of server `index` of its role after the command that runs it."""
+    """Return the arguments of server `index` of `role`, without the command."""
     argv = ["--model-path", config.model_path, "--host", LOOPBACK, "--port", "0", "--disaggregation-mode", role]
     argv += ["--forwarded-allow-ips", LOOPBACK]  # the router forwards the address of the client
     if role == "prefill":
@@ -125,7 +126,7 @@ def server_argv(config: LocalConfig, role: Role, index: int = 0) -> list[str]:
 
 
 def router_argv(config: LocalConfig, prefills: Sequence[ServerReady], decodes: Sequence[ServerReady]) -> list[str]:
-    """Arguments of the router, once the servers have said where they are."""
+    """Return the arguments of the router for servers that are ready."""
     argv = ["--pd-disaggregation", "--host", config.router_host, "--port", str(config.router_port)]
     argv += ["--policy", config.policy, *config.access.router_flags]
     for ready in prefills:
@@ -136,7 +137,7 @@ def router_argv(config: LocalConfig, prefills: Sequence[ServerReady], decodes: S
 
 
 def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The servers' environment: the secret that their control ports share, keys of clients, numbers of threads."""
+    """Return the servers' environment: control token, API keys, numbers of threads."""
     threads = dict.fromkeys(THREAD_VARIABLES, str(config.threads_per_server))
     env = {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | config.access.env | threads
     env.pop(WORKER_PROOF_KEY, None)
@@ -144,14 +145,14 @@ def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, st
 
 
 def router_env(servers: Mapping[str, str]) -> dict[str, str]:
-    """The router's environment: the servers', with the key of its proofs instead of the secret itself."""
+    """Return the router's environment: the servers', with a proof key derived from the control token instead of it."""
     env = dict(servers)
     token = env.pop(CONTROL_TOKEN, "").strip()
     return env | {WORKER_PROOF_KEY: worker_secret(token).hex()} if token else env
 
 
 class LocalService:
-    """Owns all children of one service; used from the main thread."""
+    """Owns all child processes of one service. Main thread only."""
 
     def __init__(
         self,
@@ -173,7 +174,7 @@ class LocalService:
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
 
     def start(self) -> str:
-        """Start everything; returns the router's URL. `ChildError` when a part does not come up."""
+        """Start all processes and return the router's URL. Raises ChildError when a process does not become ready."""
         counts: dict[Role, int] = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
         for role, count in counts.items():
             for index in range(count):
@@ -186,7 +187,7 @@ class LocalService:
         return self._wait(self._routers[0], deadline).url
 
     def run(self) -> int:
-        """Until a signal or a death: 0 after a signal, 1 after the death of a part (with `keep_going`: of all)."""
+        """Wait for a signal (returns 0) or for the death of a process (returns 1; with `keep_going`: of all processes)."""
         while True:
             event = self.events.get()
             if isinstance(event, signal.Signals):
@@ -196,7 +197,7 @@ class LocalService:
                 return 1
 
     def close(self) -> None:
-        """End router, then decode, then prefill; leaves no process."""
+        """End router, then decode, then prefill, until no process is left."""
         self._ending = True
         for group in (self._routers, self._servers["decode"], self._servers["prefill"]):
             end_all(group, self._config.grace_s)
@@ -206,7 +207,7 @@ class LocalService:
         return [*self._routers, *self._servers["decode"], *self._servers["prefill"]]
 
     def _wait(self, child: Child, deadline: float) -> ServerReady:
-        """Wait in slices: a death elsewhere or a signal ends the wait too."""
+        """Wait until `child` is ready. A death of another child or a signal ends the wait, too."""
         while True:
             try:
                 ready = child.wait_ready(min(0.2, max(0.0, deadline - time.monotonic())))
@@ -218,7 +219,7 @@ class LocalService:
             return ready
 
     def _check_start(self, child: Child, deadline: float) -> None:
-        """Raise when waiting for a child any longer makes no sense."""
+        """Raise on a signal, on the death of a child, or past the deadline."""
         with contextlib.suppress(queue.Empty):
             event = self.events.get_nowait()
             if isinstance(event, signal.Signals):
@@ -235,7 +236,7 @@ class LocalService:
             self.events.put(child)
 
     def _line_writer(self, name: str) -> Callable[[str], None]:
-        """Where a child's output goes: its own file in the log directory, or stderr behind its name."""
+        """Return a writer of a child's output lines: to its file in the log directory, or to stderr behind its name."""
         if self._config.log_dir is None:
             return lambda line: print(f"[{name}] {line}", file=sys.stderr, flush=True)
         self._config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -251,7 +252,7 @@ class LocalService:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Flags of the whole service; whatever else is given goes to the servers."""
+    """Make the parser of the service's flags; unknown flags are left for the servers."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.launch_local", allow_abbrev=False, description=__doc__)
     add = parser.add_argument
     add("--model-path", default="smollm2", help="model of all servers, as launch_server takes it")
@@ -260,23 +261,23 @@ def make_parser() -> argparse.ArgumentParser:
     add("--router-host", default=LOOPBACK, help="address the router listens on")
     add("--router-port", type=int, default=8000, help="0 picks a free one")
     add(
-        "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; the last where decode caches, else least_loaded"
+        "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; default: the last where decode caches, else least_loaded"
     )
     for name, such in (("prefill", "--tp-size 2"), ("decode", "--tp-size 2"), ("router", "--queue-size 9")):
         text = f"flags of {name} alone, in one argument, such as '{such}'"
         add(f"--{name}-flags", type=shlex.split, default=[], metavar="FLAGS", help=text)
     add("--cpu-threads", type=int, help="CPU threads per server; an equal share of the cores when absent")
-    add("--cpu-pin", metavar="CORES", help="cores for the servers, each has its own: auto, or such as 0-3,8")
-    add("--log-dir", type=Path, help="one file per part instead of the terminal")
-    add("--keep-going", action="store_true", help="go on without a part that died; nothing is started again")
-    add("--ready-timeout", type=float, default=600.0, help="seconds until every part must be ready")
-    add("--grace", type=float, default=10.0, help="seconds a part may take to end before it is killed")
+    add("--cpu-pin", metavar="CORES", help="cores for the servers, divided among them: auto, or such as 0-3,8")
+    add("--log-dir", type=Path, help="directory of one log file per process, instead of the terminal")
+    add("--keep-going", action="store_true", help="continue without a process that died; no process is restarted")
+    add("--ready-timeout", type=float, default=600.0, help="seconds until every process must be ready")
+    add("--grace", type=float, default=10.0, help="seconds that a process may take to end before it is killed")
     add_access(parser)
     return parser
 
 
 def config_from(argv: Sequence[str] | None) -> LocalConfig:
-    """Parse; unknown flags become `server_flags`."""
+    """Parse `argv`; unknown flags become `server_flags`. Raises ConfigError."""
     args, rest = make_parser().parse_known_args(argv)
     return LocalConfig(
         model_path=args.model_path,
@@ -301,7 +302,7 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
 
 @contextlib.contextmanager
 def signals_as_events(service: LocalService) -> Iterator[None]:
-    """SIGINT and SIGTERM go on the service's queue; what handled them before is put back at the end."""
+    """Put SIGINT and SIGTERM on the service's queue; restores the former handlers at the end of the block."""
     caught = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(signum, lambda num, _: service.events.put(signal.Signals(num))) for signum in caught]
     try:
@@ -312,7 +313,7 @@ def signals_as_events(service: LocalService) -> Iterator[None]:
 
 
 def serve(service: LocalService) -> int:
-    """Start, run and end a service; returns the exit status."""
+    """Start, run and end a service; return the exit status."""
     with signals_as_events(service):
         try:
             url = service.start()
@@ -328,7 +329,7 @@ def serve(service: LocalService) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after Ctrl-C or SIGTERM, 1 when a part died, 2 for wrong flags."""
+    """Return the exit status: 0 after Ctrl-C or SIGTERM, 1 when a process died, 2 for wrong flags."""
     try:
         config = config_from(argv)
     except ConfigError as error:

@@ -1,11 +1,11 @@
-"""`python -m pdserve.launch_offline FLAGS`: the engine of one server, without HTTP. Started by `llm/servers`.
+"""`python -m pdserve.launch_offline FLAGS`: the engine of one server, without HTTP. Started by `llm/servers.py`.
 
-    this process      owns the engine's processes, and for a prefill server its bootstrap server in a thread
-    child processes   the engine (`launch_engine`); the process of the `LLM` is at the other end of its channels
+    this process      owns the engine's processes, and the bootstrap server of a prefill server, in a thread
+    child processes   the engine (`launch_engine`); the process of the `LLM` has the API end of its channels
 
-A program of its own, for what multiprocessing spawns runs the main module of its parent again: here that is this file,
-and never the user's script or notebook. It prints where the channels are, and ends with the engine, at SIGTERM, or
-with its parent.
+This is a separate program because processes that multiprocessing spawns run the main module of their parent again: that
+is this file, not the user's script or notebook. It prints the directories of the channels. It ends with the engine, at
+SIGTERM, or with its parent.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ LOOPBACK = "127.0.0.1"
 
 
 class Announcement(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Where the engine is reached: a channel per replica; a prefill server's bootstrap port, None for others."""
+    """The channel directory of each replica, and the bootstrap port (None unless prefill)."""
 
     directories: list[str]
     bootstrap_port: int | None
 
 
 class ConfigRefusal(msgspec.Struct, frozen=True, kw_only=True, tag="Refusal"):
-    """The configuration is wrong; `field` names what is, where one flag alone is at fault."""
+    """The configuration is wrong; `field` names the flag at fault, None if there is not one."""
 
     message: str
     field: str | None
 
 
 def parse_line(line: str) -> Announcement | ConfigRefusal | None:
-    """What a host says of itself in a line of its output; None when it is some other line."""
+    """Parse a line of this program's output; None for a line without an announcement."""
     if not line.startswith(PREFIX):
         return None
     return msgspec.json.decode(line.removeprefix(PREFIX), type=Announcement | ConfigRefusal)
@@ -55,7 +55,7 @@ def _say(what: Announcement | ConfigRefusal) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run an engine until SIGTERM; the exit status is 0, 1 when it died, 2 for a wrong configuration."""
+    """Run an engine until SIGTERM; return the exit status: 0, 1 when it died, 2 for a wrong configuration."""
     exit_on_signals()
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
@@ -67,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def without_streams(given: ServerConfig, resolved: ServerConfig) -> ServerConfig:
-    """`resolved`, but for what it does for streams unless that was asked for: an `LLM` returns whole answers."""
+    """Return `resolved` without the defaults that favor streams, since an `LLM` returns whole answers.
+
+    `given` is the configuration before `resolve`: flags that it sets are kept.
+    """
     saturation = given.schedule.prefill_saturation_tokens
     schedule = dataclasses.replace(
         resolved.schedule,
@@ -78,7 +81,10 @@ def without_streams(given: ServerConfig, resolved: ServerConfig) -> ServerConfig
 
 
 def host(config: ServerConfig) -> int:
-    """Start the engine, say where it is, and end it in order. Who ends us has told it to stop through its channels."""
+    """Start the engine, announce its channels, and end it in order.
+
+    The `LLM` sends `Shutdown` through the channels before it ends this process.
+    """
     from pdserve.transfer.bootstrap import BootstrapServer
 
     bootstrap: BootstrapServer | None = None

@@ -1,11 +1,11 @@
-"""`python -m pdserve.launch_router`: the embedded router as a process. Flag names follow SGLang's router.
+"""`python -m pdserve.launch_router`: runs the router. Flag names follow SGLang's router.
 
     --pd-disaggregation --prefill URL [BOOTSTRAP_PORT|none] ... --decode URL ...     pairs
-    --worker-urls URL ...                                                           servers that do both halves
+    --worker-urls URL ...                                                           monolith servers
 
-Without any server it starts too, and waits for `POST /workers`. Prints one `PDSERVE_READY` line when it listens;
-SIGTERM or Ctrl-C ends it: it takes nothing new, what runs may go on for `--shutdown-grace-period-secs`, and what then
-still runs ends with an error. A second signal ends it at once.
+It also starts without a server, for `POST /workers`. Prints one `PDSERVE_READY` line when it listens. SIGTERM or Ctrl-C
+starts a drain: new requests are refused, running ones may continue for `--shutdown-grace-period-secs`, and then end with
+an error. A second signal ends the drain at once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,22 @@ from pdserve.router.http.tls import server_tls
 __all__ = ["config_from", "main", "make_parser", "serve"]
 
 OTHERS_S = 0.5
-"""How long calls that generate nothing may go on when all that do have ended."""
+"""Seconds that other calls may continue after all generating calls have ended."""
 
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
-    """False for bytes that are no HTTP: aiohttp answers them with a 400, and would log a traceback for each."""
+    """Return False for records of malformed HTTP: aiohttp answers 400, and would log a traceback for each."""
     kind = None if record.exc_info is None else record.exc_info[0]
     return kind is None or not issubclass(kind, HttpProcessingError)
 
 
 async def serve(config: RouterConfig) -> None:
-    """Serve until SIGTERM or SIGINT, and until what runs has ended."""
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    Raises:
+        ConfigError: wrong certificates.
+        OSError: the port is taken.
+    """
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def told() -> None:
@@ -69,7 +74,7 @@ async def serve(config: RouterConfig) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 after a clean end, 2 for wrong flags or a port that is taken."""
+    """Return the exit status: 0 after a clean end, 2 for wrong flags or a port that is taken."""
     args = make_parser().parse_args(argv)
     level = {"warn": "warning"}.get(args.log_level, args.log_level)
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,10 +1,10 @@
-"""`python -m pdserve.launch_server --model-path M [--disaggregation-mode prefill|decode]`: one server.
+"""`python -m pdserve.launch_server --model-path M [--disaggregation-mode prefill|decode]`: runs one server.
 
-    this process      HTTP (uvicorn), tokenizer, and for a prefill server its bootstrap server in a thread
+    this process      HTTP (uvicorn), tokenizer, and the bootstrap server of a prefill server, in a thread
     child processes   the engine (`launch_engine`): model, KV memory, transfers
 
-Prints one `PDSERVE_READY` line on stdout when it can serve. The death of any of them ends all. On further hosts
-(`--node-rank` above 0) there is no HTTP: the ranks there follow the leader at node 0.
+Prints one `PDSERVE_READY` line on stdout when it can serve. The death of any process ends all. Hosts with `--node-rank`
+above 0 have no HTTP: their ranks follow rank 0 at node 0.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a server until a signal; the exit status is 0, 1 when the engine died, 2 for a wrong configuration."""
-    exit_on_signals()  # until the HTTP server takes them over
+    """Run a server until a signal; return the exit status: 0, 1 when the engine died, 2 for a wrong configuration."""
+    exit_on_signals()  # until the HTTP server installs its own handlers
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
@@ -47,14 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch(config: ServerConfig, given: ServerConfig) -> int:
-    """Start the parts, serve, and end them in order. `given`: the configuration before `resolve`."""
+    """Start engine and HTTP server, serve, and end them in order. `given`: the configuration before `resolve`."""
     from pdserve.server.http.tls import server_tls
     from pdserve.server.lifecycle.run import run_api
 
     sides = Sides(given)
     served = False
     try:
-        server_tls(config.access)  # these first, for they refuse what is wrong at once
+        server_tls(config.access)  # first: these checks are fast
         check_proof(config)
         tokenizer_dir = tokenizer_dir_of(config)
         check_split(config)
@@ -68,8 +68,9 @@ def launch(config: ServerConfig, given: ServerConfig) -> int:
 
 
 class Sides:
-    """The engines of one server, one after the other: it has another in each role. Each, and what is beside it, is made
-    in full before its predecessor ends, so that what can be refused is refused while that still serves.
+    """The engines of one server, one for each role that it has had.
+
+    A `Side` is constructed in full before its predecessor ends, so a wrong configuration is refused while that serves.
     """
 
     def __init__(self, given: ServerConfig) -> None:
@@ -78,41 +79,42 @@ class Sides:
         self._bootstrap_port: int | None = None
 
     def add(self, config: ServerConfig) -> EngineBackend:
-        """One more side, not started."""
+        """Construct one more side, not started. Raises ConfigError."""
         _warn(config)
         ports = [config.disagg.disaggregation_bootstrap_port]
         if self._sides and self._given.disagg.disaggregation_bootstrap_port in (None, 0):
-            ports = [self._bootstrap_port or ports[0], 0]  # nobody insists on one: the one it had, the usual one, any
+            ports = [self._bootstrap_port or ports[0], 0]  # no port was given: the former or default one, else any
         side = Side(config, [port for port in ports if port is not None])
         self._bootstrap_port = self._bootstrap_port if side.bootstrap is None else side.bootstrap.port
-        self._sides = [*self._sides[-1:], side]  # those before have ended
+        self._sides = [*self._sides[-1:], side]  # earlier sides have ended
         return side.backend()
 
     def other(self, role: DisaggMode) -> EngineBackend:
-        """What there is to be in another role.
+        """Construct the side of another role, not started.
 
         Raises:
-            ConfigError: the server cannot have it.
+            ConfigError: the server cannot have that role.
         """
         if self._given.parallel.nnodes > 1:
-            text = "--nnodes is above 1: the ranks on other hosts were started for one role; start the server again"
+            text = "--nnodes is above 1: the ranks on other hosts were started for one role; restart the server"
             raise ConfigError(text, field="nnodes")
         return self.add(resolve(for_mode(self._given, role)))
 
     @property
     def refused(self) -> bool:
-        """Whether the newest engine found its configuration wrong."""
+        """Whether the newest engine has refused its configuration."""
         return self._sides[-1].engine.refused
 
     def end(self, *, told: bool) -> None:
-        """End whatever is there. `told`: whatever runs was told to stop."""
+        """End all sides. `told`: see `EngineProcesses.end`."""
         for side in self._sides:
             side.end(told=told)
 
 
 class Side:
-    """What stands behind the HTTP server in one role: the engine, and a prefill server's bootstrap server, which
-    listens from now on, at the first of `bootstrap_ports` that is free.
+    """The engine of one role, and the bootstrap server of a prefill server.
+
+    The bootstrap server listens from construction on, at the first of `bootstrap_ports` that is free.
     """
 
     def __init__(self, config: ServerConfig, bootstrap_ports: Sequence[int]) -> None:
@@ -131,7 +133,7 @@ class Side:
             raise
 
     def backend(self) -> EngineBackend:
-        """As the API process sees it."""
+        """Return the interface that the API process uses."""
         from pdserve.server.lifecycle.instance import EngineBackend
 
         bootstrap = self.bootstrap
@@ -149,7 +151,7 @@ class Side:
         )
 
     def end(self, *, told: bool) -> None:
-        """See `EngineProcesses.end`; any number of times."""
+        """End engine and bootstrap server; may be called again. `told`: see `EngineProcesses.end`."""
         self.engine.end(told=told)
         if self.bootstrap is not None:
             self.bootstrap.close()
@@ -181,7 +183,7 @@ def _open_bootstrap(host: str, ports: Sequence[int]) -> BootstrapServer:
 
 
 def join(config: ServerConfig) -> int:
-    """On a host that is not node 0: run its ranks until the leader tells them to stop."""
+    """Run the ranks of a host that is not node 0 until rank 0 stops them; return the exit status."""
     check_split(config)
     engine = EngineProcesses(config, None)
     try:
@@ -193,7 +195,7 @@ def join(config: ServerConfig) -> int:
 
 
 def _warn(config: ServerConfig) -> None:
-    """Of what others can reach."""
+    """Log warnings about ports that are open to other hosts, and about a missing or weak control token."""
     access = config.access
     warn_open(config.serving.host, has_key=access.api_key is not None or access.require_control_proof)
     warn_weak(control_token())
@@ -202,14 +204,18 @@ def _warn(config: ServerConfig) -> None:
 
 
 def check_proof(config: ServerConfig) -> None:
-    """Refuse `--require-control-proof` where there is no token to prove."""
+    """Refuse `--require-control-proof` without a control token. Raises ConfigError."""
     if config.access.require_control_proof and not control_token():
         text = f"--require-control-proof needs {CONTROL_TOKEN} in the environment"
         raise ConfigError(text, field="require_control_proof")
 
 
 def check_split(config: ServerConfig) -> None:
-    """Refuse in a moment what every rank would refuse once it has started; of a gguf file each rank finds out."""
+    """Check tp, pp and ep sizes against the model before any rank starts. GGUF files are checked by the ranks.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+    """
     from pdserve.model.config import read_model_spec
     from pdserve.model.paths import resolve_model_path
     from pdserve.model.split import check_spec

@@ -1,6 +1,7 @@
 """The API process's client of its scheduler: submits requests and routes their outputs by request id.
 
-Owned by the application, used on its event loop only. It is the only reader and writer of the API end of the channel.
+Owned by the application, used on its event loop only. It alone reads the API end of the channel. `engine_queries` and
+`server/lifecycle/instance.py` (`Shutdown`) write to the channel as well.
 
     submit ──> GenerateRequest per sequence          OutputBatch ──> detokenize ──> Generation of that sequence
     a stop string in the text ──> AbortRequest(reason="stop"), the sequence ends as finished
