@@ -38,8 +38,8 @@ class ModelError(PdserveError):
 class RequestError(PdserveError):
     """One request is refused.
 
-    `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded), `field` the request field
-    at fault, `code` a short machine-readable word, `retry_after_s` the `Retry-After` in seconds (None: no header).
+    `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded), `field` the request
+    field at fault, `code` a short machine-readable word, `retry_after_s` the `Retry-After` in seconds or None.
     """
 
     def __init__(

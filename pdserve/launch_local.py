@@ -1,7 +1,7 @@
 """`python -m pdserve.launch_local --model-path M --prefill 1 --decode 1`: prefill, decode and router on one machine.
 
-Starts the servers on free loopback ports with a shared random secret, waits for each, and starts the router. The servers
-get equal shares of the cores, since a model step that shares all cores with another one costs several times its share.
+Starts the servers on free loopback ports with a shared random secret, waits for each, and starts the router. The
+servers get equal shares of the cores: two model steps that share all cores cost several times their shares.
 Prints one line per process, and the URL and key for clients. Ctrl-C or SIGTERM ends router, decode and prefill, in that
 order; so does the death of any process, unless `--keep-going`. Unknown flags go to the servers: flags of one role
 (`--disaggregation-decode-enable-radix-cache`) to its servers only, trace flags also to the router.
@@ -52,8 +52,8 @@ ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
 class LocalConfig:
     """Processes to start, and their flags.
 
-    `server_flags` go to all servers, flags of one role to its servers only. `prefill_flags` and `decode_flags` go to one
-    role, for flags that both roles have. `router_flags` go to the router. Durations are in seconds.
+    `server_flags` go to all servers, flags of one role to its servers only. `prefill_flags` and `decode_flags` go to
+    one role, for flags that both roles have. `router_flags` go to the router. Durations are in seconds.
     """
 
     model_path: str
@@ -187,7 +187,7 @@ class LocalService:
         return self._wait(self._routers[0], deadline).url
 
     def run(self) -> int:
-        """Wait for a signal (returns 0) or for the death of a process (returns 1; with `keep_going`: of all processes)."""
+        """Wait for a signal (returns 0) or the death of a process, with `keep_going` of all processes (returns 1)."""
         while True:
             event = self.events.get()
             if isinstance(event, signal.Signals):
@@ -261,7 +261,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--router-host", default=LOOPBACK, help="address the router listens on")
     add("--router-port", type=int, default=8000, help="0 picks a free one")
     add(
-        "--policy", choices=get_args(PolicyName), help=f"{POLICY_HELP}; default: the last where decode caches, else least_loaded"
+        "--policy",
+        choices=get_args(PolicyName),
+        help=f"{POLICY_HELP}; default: the last where decode caches, else least_loaded",
     )
     for name, such in (("prefill", "--tp-size 2"), ("decode", "--tp-size 2"), ("router", "--queue-size 9")):
         text = f"flags of {name} alone, in one argument, such as '{such}'"

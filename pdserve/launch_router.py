@@ -3,9 +3,9 @@
     --pd-disaggregation --prefill URL [BOOTSTRAP_PORT|none] ... --decode URL ...     pairs
     --worker-urls URL ...                                                           monolith servers
 
-It also starts without a server, for `POST /workers`. Prints one `PDSERVE_READY` line when it listens. SIGTERM or Ctrl-C
-starts a drain: new requests are refused, running ones may continue for `--shutdown-grace-period-secs`, and then end with
-an error. A second signal ends the drain at once.
+It also starts without a server, for `POST /workers`. Prints one `PDSERVE_READY` line when it listens. SIGTERM or
+Ctrl-C starts a drain: new requests are refused, running ones may continue for `--shutdown-grace-period-secs`, and then
+end with an error. A second signal ends the drain at once.
 """
 
 from __future__ import annotations

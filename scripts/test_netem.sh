@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests of hosts behind `tc netem`, on a machine whose own kernel has no sch_netem: under User Mode Linux, Debian's
-# kernel that runs as an ordinary program, on this machine's files. Needs scripts/setup.sh, a Debian, 9 GiB of memory,
-# and some three minutes. Further arguments go to pytest.
+# Runs the `tc netem` tests on a machine whose kernel has no sch_netem: under User Mode Linux, Debian's kernel as an
+# ordinary program, on this machine's files. Needs scripts/setup.sh, Debian, 9 GiB of memory and three minutes. Further
+# arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 root=$PWD
@@ -12,7 +12,7 @@ trap 'rm -rf "$work"' EXIT
 modules=$(echo "$work"/usr/lib/uml/modules/*/kernel)
 
 cat >"$work/load.py" <<'PYTHON'
-"""Load a kernel module: there need not be an insmod here."""
+"""Load a kernel module without insmod."""
 import ctypes, os, sys
 FINIT_MODULE = 313
 libc = ctypes.CDLL(None, use_errno=True)
@@ -40,7 +40,7 @@ chmod +x "$work/init"
 timeout 1800 "$work/usr/bin/linux.uml" mem=8G rootfstype=hostfs rootflags=/ rw quiet \
     init="$work/init" con0=fd:0,fd:1 con=null </dev/null | sed -n '/^Linux/,$p' | tee "$work/log"
 if grep -q '[1-9][0-9]* skipped' "$work/log"; then
-    echo "test_netem.sh: netem is there, so nothing may be skipped" >&2
+    echo "test_netem.sh: the kernel has netem, so no test may be skipped" >&2
     exit 1
 fi
 exit "$(cat "$work/status")"

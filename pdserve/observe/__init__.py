@@ -1,1 +1,1 @@
-"""What servers and router tell: Prometheus metrics, traces, logs, and the comparison of both ends of a transfer."""
+"""Prometheus metrics, traces, request logs, and the comparison of both ends of a KV transfer."""

@@ -1,11 +1,11 @@
-"""`python -m pdserve.observe.compare_kv LOG...`: the KV that prefill sent against the KV that decode got.
+"""`python -m pdserve.observe.compare_kv LOG...`: compares the KV that prefill sent with the KV that decode received.
 
-Reads the lines that `--log-kv-target` wrote on both sides (files or directories of them), joins them by transfer, and
-says for each whether they agree and, if not, in which layers, heads, planes and pages they differ. Ends with 0 when all
-that was found on both sides agrees, 1 when something differs, 2 when there is nothing to compare.
+Reads the lines of `--log-kv-target` of both sides (files or directories), joins them by transfer, and prints the
+layers, heads, planes and pages in which a transfer differs. Exit status: 0 when all transfers with lines of both sides
+agree, 1 when one differs, 2 when there is no such transfer.
 
-Cells (layer, plane, head) compare however the two sides are split over ranks. Pages compare where each side's ranks
-hold every head of a page once; where ranks share a head (more tensor ranks than KV heads) only cells do.
+Cells (layer, plane, head) are compared for any split over ranks. Pages are compared if each side's ranks hold every
+head of a page once; if ranks share a head (more tensor ranks than KV heads), only cells are.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ Line = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """One transfer whose two ends differ. `pages` are `(number, source page, destination page, plane)`."""
+    """A transfer whose ends differ. `pages` are `(number, source page, destination page, plane)`."""
 
     key: str
     rid: str
     cells: tuple[Cell, ...]
     pages: tuple[tuple[int, int, int, str], ...]
     other: str | None = None
-    """Something else than content."""
+    """A sentence about a difference that is not in the content; None for one in the content."""
 
     def sentence(self) -> str:
-        """For people."""
+        """Describe the difference in one line."""
         if self.other is not None:
             return f"{self.key} ({self.rid}): {self.other}"
         places = ", ".join(
@@ -51,7 +51,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What was found. `unmatched` are transfers of which only one side has a line."""
+    """The result of a comparison. `unmatched` are transfers with a line of one side only."""
 
     num_equal: int
     differences: tuple[Difference, ...]
@@ -66,7 +66,7 @@ class Report:
 
 
 def compare(lines: Iterable[Line]) -> Report:
-    """All transfers in `lines`, of both sides, in any order."""
+    """Compare all transfers in `lines`, which are of both sides, in any order."""
     sides: dict[str, dict[str, Line]] = {"kv.sent": {}, "kv.received": {}}
     for line in lines:
         if line.get("event") in sides:
@@ -79,7 +79,7 @@ def compare(lines: Iterable[Line]) -> Report:
 
 
 def _differ(sent: Line, received: Line) -> Difference | None:
-    """How the two ends of one transfer differ; None when they agree."""
+    """Return the difference of one transfer's ends; None when they agree."""
     key, rid = str(sent["key"]), str(sent["rid"])
     for field in ("layout_fingerprint", "num_tokens", "first_page"):
         if sent[field] != received[field]:
@@ -88,11 +88,11 @@ def _differ(sent: Line, received: Line) -> Difference | None:
     cells: dict[Cell, str] = {}
     for cell, value in ours:
         if cells.setdefault(cell, value) != value:
-            return Difference(key, rid, (), (), f"ranks of prefill have different copies of {cell}")
+            return Difference(key, rid, (), (), f"prefill ranks have different copies of {cell}")
     wrong = tuple(dict.fromkeys(cell for cell, value in _cells(received) if cells.get(cell) != value))
     missing = set(cells) - {cell for cell, _ in _cells(received)}
     if missing:
-        return Difference(key, rid, (), (), f"decode has nothing of {min(missing)}")
+        return Difference(key, rid, (), (), f"decode has no {min(missing)}")
     pages = _wrong_pages(sent, received)
     return Difference(key, rid, wrong, pages) if wrong or pages else None
 
@@ -118,7 +118,7 @@ def _wrong_pages(sent: Line, received: Line) -> tuple[tuple[int, int, int, str],
 
 
 def _pages(line: Line) -> dict[tuple[int, str], int] | None:
-    """Sums over ranks by page and plane; None where ranks hold the same head, which would be counted twice."""
+    """Sum over ranks by page and plane; None if ranks hold the same head, which would be counted twice."""
     cells = [cell for cell, _ in _cells(line)]
     if len(set(cells)) != len(cells):
         return None
@@ -137,7 +137,7 @@ def _order(text: str) -> tuple[int, str]:
 
 
 def _ranges(names: Sequence[str]) -> str:
-    """`1-3, 7` for consecutive numbers; others as they are."""
+    """Format numbers as ranges, such as `1-3, 7`; other names are joined."""
     if not all(name.isdigit() for name in names):
         return ", ".join(names)
     runs: list[list[int]] = []
@@ -150,7 +150,7 @@ def _ranges(names: Sequence[str]) -> str:
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
-    """The lines of files, and of all .jsonl files in directories; what is no JSON object is passed over."""
+    """Read the lines of files, and of all .jsonl files in directories; skips lines that are not JSON objects."""
     for path in paths:
         for file in sorted(path.glob("*.jsonl")) if path.is_dir() else [path]:
             for raw in file.read_bytes().splitlines():
@@ -163,7 +163,7 @@ def read_lines(paths: Sequence[Path]) -> Iterator[Line]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print what differs; the exit status is that of the report."""
+    """Print the differences; return the exit status of the report, 2 when a file cannot be read."""
     parser = argparse.ArgumentParser(prog="python -m pdserve.observe.compare_kv", description=__doc__)
     parser.add_argument("logs", nargs="+", type=Path, metavar="LOG", help="file of JSON lines, or directory of them")
     try:

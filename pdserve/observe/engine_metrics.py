@@ -1,6 +1,6 @@
-"""The scheduler's part of `/metrics`: the newest `EngineState` as metric families. Used by `metrics` only.
+"""Turns the newest `EngineState` into metric families: the scheduler's part of `/metrics`. Used by `metrics` only.
 
-A server of several replicas has one sample of each, labelled `dp_rank`, and no sum; Prometheus adds them up.
+A server of several replicas has one sample per replica, labelled `dp_rank`, and no sum: Prometheus adds them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ SGLANG_QUEUES = (
     "num_retracted_reqs",
     "num_grammar_queue_reqs",
 )
-"""Queues with a gauge of their own, shown at 0 by roles that lack them."""
+"""Queues with a separate gauge; 0 in roles without that queue."""
 
 NEW_TOKEN_RATIO = "new_token_ratio"
-"""The fact that is shown as `sglang:new_token_ratio`, where the scheduler has it."""
+"""The scheduler's fact behind `sglang:new_token_ratio`, if it has that fact."""
 
 SGLANG_COUNTERS = {
     "bootstrap_failed": "num_bootstrap_failed_reqs",
     "copies_failed": "num_transfer_failed_reqs",
     "requests_retracted": "num_retracted_requests",
 }
-"""The scheduler's counters that SGLang has under another name; shown at 0 before the first event."""
+"""The scheduler's counters with another name in SGLang; 0 before the first event."""
 
 ZEROS = (
     *SGLANG_COUNTERS,
@@ -46,25 +46,25 @@ ZEROS = (
     "requests_refused",
     "health_probes",
 )
-"""Counters that are there before their first event, so that a rate over them is."""
+"""Counters that exist from the start at 0, so that a rate over them exists."""
 
 MAX_PEERS = 64
-"""Peers with a label of their own; what the others moved is summed as `other`."""
+"""Peers with a separate label; the traffic of further peers is summed as `other`."""
 
 
 class EngineCollector(Collector):
-    """Owned by `ServerMetrics`, which sets `state` before each scrape."""
+    """Collects the scheduler's metrics. Owned by `ServerMetrics`, which sets `state` before each scrape."""
 
     def __init__(self, labels: Mapping[str, str], own_counters: Callable[[], Mapping[str, float]]) -> None:
         self._labels = dict(labels)
         self.own_counters = [own_counters]
-        """Ask for ever-growing totals of this process."""
+        """Functions that return totals of the API process."""
         self.state: EngineState | None = None
         self.alive: Mapping[int, bool] = {}
-        """Of each replica whether its scheduler runs."""
+        """By replica, whether its scheduler runs."""
 
     def collect(self) -> Iterator[Family]:
-        """Called by the registry."""
+        """Yield all families; called by the registry."""
         families = _Families(self._labels)
         for name, total in sorted(total for ask in self.own_counters for total in ask().items()):
             _count(families, {}, name, total)
@@ -88,18 +88,18 @@ class EngineCollector(Collector):
 
 
 class _Families:
-    """Families by name, in the order of their first sample."""
+    """Metric families by name, in the order of their first sample."""
 
     def __init__(self, labels: dict[str, str]) -> None:
         self._labels = labels
         self._found: dict[str, Family] = {}
 
     def gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample of a gauge."""
+        """Add a sample of a gauge."""
         self._add(GaugeMetricFamily, name, text, labels, value)
 
     def counter(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
-        """One sample of a counter; `name` without `_total`."""
+        """Add a sample of a counter; `name` without `_total`."""
         self._add(CounterMetricFamily, name, text, labels, value)
 
     def __iter__(self) -> Iterator[Family]:
@@ -116,9 +116,9 @@ def _load(families: _Families, where: Mapping[str, str], state: EngineState) -> 
     usage = state.num_used_tokens / state.max_total_tokens if state.max_total_tokens else 0.0
     for name, text, value in (
         ("num_running_reqs", "requests in the running batch", state.num_running_reqs),
-        ("num_queue_reqs", "requests that wait", state.num_queue_reqs),
+        ("num_queue_reqs", "queued requests", state.num_queue_reqs),
         ("num_used_tokens", "token slots in use", state.num_used_tokens),
-        ("max_total_num_tokens", "token slots in all", state.max_total_tokens),
+        ("max_total_num_tokens", "all token slots", state.max_total_tokens),
         ("token_usage", "share of token slots in use", usage),
     ):
         families.gauge(f"sglang:{name}", text, where, value)
@@ -147,7 +147,7 @@ def _pages(families: _Families, where: Mapping[str, str], state: EngineState) ->
     for name, count in states.items():
         text = "KV pages by state; they add up to pdserve:pages_total"
         families.gauge("pdserve:kv_pages", text, {**where, "state": name}, count)
-    text = "what the self-audit found: pages, rows, slots and rooms with no owner or two"
+    text = "differences of the self-audit: pages, rows, slots and rooms without an owner, or with two"
     families.gauge("pdserve:audit_differences", text, where, len(state.audit))
 
 
@@ -166,11 +166,11 @@ def _count(families: _Families, where: Mapping[str, str], name: str, total: floa
 
 
 def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLoad]) -> None:
-    """Of each peer, those that moved most first; the rest has one label together."""
+    """Add the peers' metrics: `MAX_PEERS` with most bytes have labels, the rest is summed."""
     ordered = sorted(peers, key=lambda peer: -(peer.sent.bytes + peer.received.bytes))
     for peer in ordered[:MAX_PEERS]:
         labels = {**where, "peer": peer.endpoint}
-        text = "seconds since anything was heard of the peer"
+        text = "seconds since the last packet of the peer"
         families.gauge("pdserve:peer_heartbeat_age_seconds", text, labels, peer.heartbeat_age_s)
         families.gauge("pdserve:peer_up", "1 while the session with the peer is good", labels, peer.state == "ready")
         _flows(families, labels, peer.sent, peer.received)
@@ -181,10 +181,10 @@ def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLo
 
 
 def _ages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    """What should pass soon, and for how long it has not."""
-    text = "seconds for which the oldest KV pages are kept that no request has and a peer may still write into"
+    """Add the ages of conditions that should be short."""
+    text = "age of the oldest KV pages that no request holds and that a peer may still write into, in seconds"
     families.gauge("pdserve:quarantined_pages_age_seconds", text, where, state.oldest_orphan_s)
-    text = "seconds since the peer that is silent for longest is taken for silent; 0 where none is"
+    text = "seconds since the longest silent peer became silent; 0 without a silent peer"
     silent_s = max((peer.silent_s for peer in state.peers if peer.silent_s is not None), default=0.0)
     families.gauge("pdserve:silent_peer_age_seconds", text, where, silent_s)
 
@@ -193,12 +193,12 @@ def _flows(families: _Families, labels: Mapping[str, str], sent: Flow, received:
     for direction, flow in (("sent", sent), ("received", received)):
         where = {**labels, "direction": direction}
         families.counter("pdserve:peer_bytes", "KV bytes to or from the peer", where, flow.bytes)
-        families.counter("pdserve:peer_transfers", "transfers that went well", where, flow.transfers)
-        families.counter("pdserve:peer_transfer_failures", "transfers that failed", where, flow.failures)
+        families.counter("pdserve:peer_transfers", "successful transfers", where, flow.transfers)
+        families.counter("pdserve:peer_transfer_failures", "failed transfers", where, flow.failures)
         families.counter("pdserve:peer_write_seconds", "time the sender's transport wrote", where, flow.write_s)
         families.gauge("pdserve:peer_transfers_in_flight", "transfers under way", where, flow.in_flight)
         speed = flow.recent_bytes_s / 1e9
-        families.gauge("pdserve:peer_gb_per_second", "KV gigabytes a second, last seconds", where, speed)
+        families.gauge("pdserve:peer_gb_per_second", "KV gigabytes a second, recently", where, speed)
 
 
 def _sum(flows: Iterable[Flow]) -> Flow:
@@ -214,19 +214,19 @@ def _sum(flows: Iterable[Flow]) -> Flow:
 
 
 def _process(families: _Families, where: Mapping[str, str], use: ProcessUse) -> None:
-    """One process under the names that Prometheus's own clients have, and what these lack."""
+    """Add one process's metrics, under the names of Prometheus's clients where they exist."""
     for name, text, value in (
-        ("process_resident_memory_bytes", "memory that the process has", use.rss_bytes),
-        ("process_start_time_seconds", "when it was created, in seconds since 1970", use.start_s),
-        ("pdserve:process_anonymous_memory_bytes", "the part of it that no file stands for", use.anonymous_bytes),
-        ("pdserve:process_peak_memory_bytes", "the most memory that it had", use.peak_bytes),
+        ("process_resident_memory_bytes", "resident memory of the process", use.rss_bytes),
+        ("process_start_time_seconds", "creation time of the process, in seconds since 1970", use.start_s),
+        ("pdserve:process_anonymous_memory_bytes", "resident memory without files behind it", use.anonymous_bytes),
+        ("pdserve:process_peak_memory_bytes", "most resident memory that the process had", use.peak_bytes),
     ):
         families.gauge(name, text, where, value)
-    families.counter("process_cpu_seconds", "CPU time of all its threads", where, use.cpu_s)
+    families.counter("process_cpu_seconds", "CPU time of all threads of the process", where, use.cpu_s)
 
 
 def _startup(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    """How long the start took, and what was allocated then."""
+    """Add the start-up times, and the memory that was allocated then."""
     seconds = startup_times.read_facts(state.facts)
     for phase, value in seconds.items():
         text = "seconds of the engine's start by phase; scheduler_e2e is all of it"
@@ -238,7 +238,11 @@ def _startup(families: _Families, where: Mapping[str, str], state: EngineState) 
         families.gauge("sglang:engine_load_weights_time", "seconds to load and pack weights", where, loading)
     for fact, name, text in (
         ("weight_bytes", "sglang:weight_memory_usage_gb", "GiB of weights that a rank holds"),
-        ("kv_pool_bytes", "sglang:kv_cache_memory_usage_gb", "GiB of a rank's KV pool; on CPU, once it was used"),
+        (
+            "kv_pool_bytes",
+            "sglang:kv_cache_memory_usage_gb",
+            "GiB of a rank's KV pool; on CPU, committed as it is used",
+        ),
     ):
         size = state.facts.get(fact)
         if isinstance(size, int | float):
@@ -246,7 +250,7 @@ def _startup(families: _Families, where: Mapping[str, str], state: EngineState) 
 
 
 def pages_by_state(state: EngineState) -> dict[str, int]:
-    """A partition of all KV pages: nobody's, cached and free to go, cached and in use, and requests' or peers' own."""
+    """Count all KV pages by state: free, evictable (cached), locked (cached, in use), leased (by requests or peers)."""
     total, free = state.memory.get("pages_total", 0), state.memory.get("pages_free", 0)
     cached, evictable = state.memory.get("pages_cached", 0), state.memory.get("pages_evictable", 0)
     return {

@@ -1,6 +1,6 @@
-"""JSON lines to a file or to stdout, written by a thread of their own. Used by the request log and by KV observation.
+"""Writes JSON lines to a file or to stdout, in a separate thread. Used by the request log and the log of KV hashes.
 
-Whoever writes never waits: when the disk is slower than the lines come, the newest are dropped and counted.
+Callers never wait for the disk: when `MAX_WAITING` lines are queued, newer ones are dropped and counted.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from pdserve.errors import ConfigError
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 10_000
+"""Most lines in the queue."""
 CLOSE_TIMEOUT_S = 5.0
 
 
 class JsonLines:
-    """Lines for `target`: `stdout`, a file whose name ends with .jsonl, or a directory, where `name`.jsonl is made.
+    """Writes lines to `target`: `stdout`, a file whose name ends with .jsonl, or a directory, for `name`.jsonl in it.
 
-    Lines are appended whole, so several processes may share a file.
+    Lines are appended whole, so several processes may share a file. `write` may be called from any thread.
 
     Raises:
         ConfigError: the file cannot be opened.
     """
 
     def __init__(self, target: str, name: str, field: str) -> None:
-        """`field` is the flag that an error names."""
+        """`field` is the flag that a ConfigError names."""
         self.num_dropped = 0
-        """Lines that were not written, and will not be."""
+        """Lines that were dropped."""
         self._waiting: deque[dict[str, Any]] = deque()
         self._writing = False
         self._ending = False
@@ -46,7 +47,7 @@ class JsonLines:
         self._thread.start()
 
     def write(self, line: dict[str, Any]) -> None:
-        """Any thread; never waits for the disk."""
+        """Queue `line`, or drop it. Any thread; never waits for the disk."""
         with self._news:
             if self._ending or len(self._waiting) >= MAX_WAITING:
                 self._drop(1, "the disk is too slow, or the log is closed")
@@ -55,7 +56,7 @@ class JsonLines:
             self._news.notify()
 
     def close(self) -> None:
-        """Write what waits, for some seconds at most; what is not written then is counted as dropped."""
+        """Write the queued lines for at most `CLOSE_TIMEOUT_S` seconds; the rest is dropped and counted."""
         with self._news:
             self._ending = True
             self._news.notify()
@@ -70,7 +71,7 @@ class JsonLines:
                 os.close(self._fd)
                 self._owned = False
         if self.num_dropped:
-            log.warning("%d lines of a log were lost", self.num_dropped)
+            log.warning("%d lines of a log were dropped", self.num_dropped)
 
     def _work(self) -> None:
         while (line := self._next()) is not None:
@@ -80,11 +81,11 @@ class JsonLines:
                     data = data[os.write(self._fd, data) :]
             except (OSError, orjson.JSONEncodeError) as error:
                 with self._news:
-                    if self._writing:  # else it was given up at the end, and counted there
+                    if self._writing:  # else `close` has already counted this line
                         self._drop(1, error)
 
     def _next(self) -> dict[str, Any] | None:
-        """The next line, once there is one; None at the end."""
+        """Wait for the next line; None after `close`, when the queue is empty."""
         with self._news:
             self._writing = False
             while not self._waiting:
@@ -95,10 +96,10 @@ class JsonLines:
             return self._waiting.popleft()
 
     def _drop(self, count: int, why: object) -> None:
-        """Count lines that are lost. Under the lock; a full disk must not fill the log as well."""
+        """Count dropped lines. Under the lock. Logs at doubling counts only, so a full disk does not fill the log."""
         before, self.num_dropped = self.num_dropped, self.num_dropped + count
         if before.bit_length() != self.num_dropped.bit_length():
-            log.error("a line of a log is lost (%d so far): %s", self.num_dropped, why)
+            log.error("a line of a log was dropped (%d so far): %s", self.num_dropped, why)
 
 
 def _open(target: str, name: str, field: str) -> int:

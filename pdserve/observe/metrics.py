@@ -1,7 +1,7 @@
-"""Prometheus metrics of one server, under SGLang's names where it has one, else under `pdserve:`.
+"""Prometheus metrics of one server, under SGLang's names where they exist, else under `pdserve:`.
 
-Owned by the API process. `RequestMetrics` is written by the engine client as tokens pass; the scheduler's side is a
-snapshot (`EngineState`), turned into gauges and counters when `/metrics` is read (`engine_metrics`).
+Owned by the API process. The engine client writes `RequestMetrics` as outputs arrive. The scheduler's part is a
+snapshot (`EngineState`), which `engine_metrics` turns into gauges and counters on each scrape of `/metrics`.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ _GB_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
 _MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
 
 HIT_RATE_PROMPTS = 128
-"""Prompts that `sglang:cache_hit_rate` looks back on."""
+"""Number of newest prompts in `sglang:cache_hit_rate`."""
 
 
 class RequestMetrics(Protocol):
-    """What the engine client reports. All durations in seconds."""
+    """Receives the engine client's reports. All durations in seconds."""
 
     def started(self, start: RequestStart) -> None:
         """A sequence was submitted."""
         ...
 
     def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
-        """A sequence's first token came, or the end of its prompt where it asks for no token.
+        """A sequence has its first token, or the end of its prompt if it requests no token.
 
-        `parts` of the time to it add up to it (`record.ttft_parts`).
+        `parts` add up to `ttft_s` (`record.ttft_parts`).
         """
         ...
 
     def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """A sequence's prompt is in the KV cache; `cached_tokens` of it were there before."""
+        """A sequence's prompt is in the KV cache; `cached_tokens` of it came from the prefix cache."""
         ...
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
-        """`num_tokens` later tokens came, `gap_s` apart each."""
+        """`num_tokens` tokens after the first arrived, at intervals of `gap_s` seconds."""
         ...
 
     def generated(self, num_tokens: int) -> None:
-        """Tokens came, the first or later ones."""
+        """`num_tokens` tokens arrived, first or later ones."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
@@ -59,31 +59,31 @@ class RequestMetrics(Protocol):
 
 
 class HitRate:
-    """The share of the newest prompts' tokens that were cached."""
+    """The share of cached tokens in the newest prompts."""
 
     def __init__(self, num_prompts: int) -> None:
-        """Looks back on `num_prompts` prompts."""
+        """Average over the `num_prompts` newest prompts."""
         self._newest: deque[tuple[int, int]] = deque(maxlen=num_prompts)
 
     def add(self, prompt_tokens: int, cached_tokens: int) -> None:
-        """One more prompt."""
+        """Count one prompt."""
         self._newest.append((prompt_tokens, cached_tokens))
 
     def value(self) -> float:
-        """Between 0 and 1; 0 before the first prompt."""
+        """The share, between 0 and 1; 0 before the first prompt."""
         prompt_tokens = sum(prompt for prompt, _ in self._newest)
         return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
 class ServerMetrics:
-    """All metrics of a server, in a registry of its own; implements `RequestMetrics`."""
+    """All metrics of a server, in a separate registry. Implements `RequestMetrics`. Event loop only."""
 
     def __init__(
         self, model_name: str, engine_type: str, own_counters: Callable[[], Mapping[str, float]] = dict
     ) -> None:
-        """`engine_type`: `unified`, `prefill` or `decode`. Both become labels of every sample.
+        """`engine_type`: `unified`, `prefill` or `decode`. It and `model_name` are labels of every sample.
 
-        `own_counters` are totals of this process, shown beside the scheduler's.
+        `own_counters` returns totals of the API process, shown beside the scheduler's.
         """
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name, "engine_type": engine_type}
@@ -92,25 +92,29 @@ class ServerMetrics:
         self._requests = self._counter("sglang:num_requests_total", "sequences taken")
         self._aborted = self._counter("sglang:num_aborted_requests_total", "sequences that ended as aborted")
         self._ttft = self._histogram("sglang:time_to_first_token_seconds", "from arrival to the first token")
-        self._parts = self._family("pdserve:ttft_part_seconds", "named parts of the time to the first token, which add "
-                                   "up to it", _SECONDS, ("part",))  # fmt: skip
+        self._parts = self._family("pdserve:ttft_part_seconds", "named parts of the time to the first token; their sum "
+                                   "is that time", _SECONDS, ("part",))  # fmt: skip
         self._itl = self._histogram("sglang:inter_token_latency_seconds", "between tokens")
         self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "from arrival to the end")
-        self._queue = self._histogram("sglang:queue_time_seconds", "from the queue to the first chunk")
+        self._queue = self._histogram("sglang:queue_time_seconds", "from entering the queue to the first chunk")
         self._prompts = self._histogram("sglang:prompt_tokens_histogram", "prompt tokens of a sequence", _TOKENS)
-        self._outputs = self._histogram("sglang:generation_tokens_histogram", "tokens that a sequence got", _TOKENS)
-        self._kv_latency = self._histogram("sglang:kv_transfer_latency_ms", "from computed to landed", _MILLIS)
-        self._kv_bootstrap = self._histogram("sglang:kv_transfer_bootstrap_ms", "until both halves had met", _MILLIS)
+        self._outputs = self._histogram("sglang:generation_tokens_histogram", "output tokens of a sequence", _TOKENS)
+        self._kv_latency = self._histogram(
+            "sglang:kv_transfer_latency_ms", "from computed prompt to last byte", _MILLIS
+        )
+        self._kv_bootstrap = self._histogram(
+            "sglang:kv_transfer_bootstrap_ms", "until decode's pages are known", _MILLIS
+        )
         self._kv_speed = self._histogram("sglang:kv_transfer_speed_gb_s", "gigabytes a second while writing", _GB_S)
         self._kv_size = self._histogram("sglang:kv_transfer_total_mb", "megabytes of a transfer", _MB)
         self._ended = self._family_of_counters("pdserve:requests_ended_total", "sequences by how they ended", "outcome")
-        cached = Counter("sglang:cached_tokens_total", "prompt tokens whose KV was there already",
+        cached = Counter("sglang:cached_tokens_total", "prompt tokens whose KV came from the prefix cache",
                          (*self._labels, "cache_source"), registry=self._registry)  # fmt: skip
         self._cached_tokens = cached.labels(**self._labels, cache_source="device")
         self._hit_rate, self._rate = HitRate(HIT_RATE_PROMPTS), TokenRate()
         text = f"share of cached tokens in the newest {HIT_RATE_PROMPTS} prompts"
         self._gauge("sglang:cache_hit_rate", text).set_function(self._hit_rate.value)
-        self._gauge("sglang:gen_throughput", "tokens a second, last seconds").set_function(self._rate.value)
+        self._gauge("sglang:gen_throughput", "tokens a second, recently").set_function(self._rate.value)
         self._live = self._gauge("pdserve:live_requests", "sequences in progress in the API process")
         for part in TTFT_PARTS:
             self._parts.labels(**self._labels, part=part)
@@ -121,7 +125,7 @@ class ServerMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens generated a second, over the last seconds."""
+        """See `TokenRate`."""
         return self._rate.value()
 
     @property
@@ -130,7 +134,7 @@ class ServerMetrics:
         return self._hit_rate.value()
 
     def show(self, own_counters: Callable[[], Mapping[str, float]]) -> None:
-        """Show these totals of this process, too."""
+        """Add totals of the API process to every scrape."""
         self._engine.own_counters.append(own_counters)
 
     def started(self, start: RequestStart) -> None:
@@ -174,7 +178,7 @@ class ServerMetrics:
             self._transfer(record.timing)
 
     def render(self, state: EngineState | None, alive: Mapping[int, bool] | None = None) -> bytes:
-        """The text that `/metrics` answers; `state` None leaves the scheduler's part out. `alive` by replica."""
+        """Return the body of `/metrics`. `state` None omits the scheduler's part. `alive` is by replica."""
         self._engine.state, self._engine.alive = state, alive or {}
         return generate_latest(self._registry)
 

@@ -1,4 +1,4 @@
-"""The newest requests that have ended, and how many tokens came of late. For the page, and for throughput gauges."""
+"""The newest ended requests, for the dashboard, and the token rate, for throughput gauges."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from pdserve.observe.record import RequestRecord, RequestStart
 
 NUM_REQUESTS = 64
 WINDOW_S = 10
+"""Seconds over which `TokenRate` averages."""
 
 
 class TokenRate:
-    """Tokens a second over the last `WINDOW_S` whole seconds."""
+    """Tokens per second over the last `WINDOW_S` whole seconds."""
 
     def __init__(self) -> None:
         self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
 
     def add(self, num_tokens: int) -> None:
-        """Tokens came now."""
+        """Count `num_tokens` generated now."""
         second = int(time.monotonic())
         if self._seconds and self._seconds[-1][0] == second:
             num_tokens += self._seconds.pop()[1]
         self._seconds.append((second, num_tokens))
 
     def value(self) -> float:
-        """Of the whole seconds behind us."""
+        """Tokens per second, without the current second."""
         now = int(time.monotonic())
         return sum(count for second, count in self._seconds if now - WINDOW_S <= second < now) / WINDOW_S
 
 
 class RecentRequests:
-    """A `RequestListener` that keeps the newest records of HTTP calls."""
+    """A `RequestListener` that keeps the `NUM_REQUESTS` newest records of HTTP calls."""
 
     keeps_output = False
 
@@ -48,7 +49,7 @@ class RecentRequests:
             self._records.append(record)
 
     def as_json(self) -> list[dict[str, Any]]:
-        """Newest first."""
+        """Return the records as JSON objects, the newest first."""
         return [_fields(record) for record in reversed(self._records)]
 
 

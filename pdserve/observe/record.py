@@ -1,5 +1,6 @@
-"""One sequence as the API process saw it, from its arrival to its end. Made by the engine client, read by all that tell
-of requests: metrics, the list of the newest ones, logs, traces.
+"""Records of one sequence in the API process, from arrival to end.
+
+Made by the engine client; read by metrics, the list of recent requests, request logs and traces.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from pdserve.protocol.messages import RequestTiming
 from pdserve.protocol.sampling import CoreSamplingParams
 
 TTFT_PARTS = ("intake", "bootstrap", "queue", "prefill", "transfer", "delivery")
-"""In the order in which they follow each other; see `ttft_parts`."""
+"""Parts of TTFT in order of time; see `ttft_parts`."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStart:
-    """A sequence is submitted. `rid` is the client's name of it, `key` is ours, which no other request ever has.
+    """A sequence is submitted. `rid` is the client's id; `key` is the server's, unique for all requests.
 
-    `arrived_at` is wall time, `intake_s` what passed from then to now. `traceparent`: of the span that the
-    sequence's own are children of; None where nobody traces. `request_id`: of the HTTP call, the same on both servers
-    of a pair and in the client's answer; None where there was none.
+    `path` is of the HTTP call; None without one. `room`: None in a monolith. `arrived_at` is wall time in seconds since
+    1970, `intake_s` the seconds from then to submission. `traceparent`: of the parent span; None without tracing.
+    `request_id`: of the HTTP call, equal on both servers of a pair and in the client's response; None without one.
     """
 
     key: str
@@ -39,11 +40,11 @@ class RequestStart:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """A sequence has ended. Seconds count from its arrival; `ttft_s` is until the first token, until the prompt's end
-    where no token was asked for, and None when neither came.
+    """A sequence has ended. Seconds count from its arrival.
 
-    `outcome` is `stop`, `length` or `abort`; `error` says why where it failed, `status` the HTTP status for it.
-    `output_ids` and `text` are there where a listener asked to keep them.
+    `ttft_s` lasts until the first token, or the prompt's end if no token was requested; None if it ended before that.
+    `outcome` is `stop`, `length` or `abort`; `error` is the message of a failure, `status` its HTTP status, else None.
+    `matched` is the stop string or token. `output_ids` and `text` are empty unless a listener has `keeps_output`.
     """
 
     start: RequestStart
@@ -68,11 +69,11 @@ class RequestRecord:
 
 
 class RequestListener(Protocol):
-    """Told of sequences on the event loop; must not block."""
+    """Is notified of sequences on the event loop; must not block."""
 
     @property
     def keeps_output(self) -> bool:
-        """True when records shall have `output_ids` and `text`."""
+        """True when records must have `output_ids` and `text`."""
         ...
 
     def started(self, start: RequestStart) -> None:
@@ -80,22 +81,22 @@ class RequestListener(Protocol):
         ...
 
     def ended(self, record: RequestRecord) -> None:
-        """It has ended."""
+        """A sequence has ended."""
         ...
 
 
 def ttft_parts(ttft_s: float, intake_s: float, timing: RequestTiming | None) -> dict[str, float]:
-    """The time from a request's arrival at this server to its first token, in parts that add up to it.
+    """Split the time from a request's arrival at this server to its first token into parts that add up to it.
 
         intake      parsing, chat template, tokenizing
         bootstrap   prefill: until decode's pages are known; decode: session, handshake, waiting for memory
         queue       until the first chunk was planned
         prefill     until the prompt was computed
-        transfer    prefill: until every byte had landed; decode: the rest of the time until all was there
-        delivery    from the scheduler to here, and what no other part has
+        transfer    prefill: until every byte had landed; decode: the remaining time until KV and first token arrived
+        delivery    from the scheduler to the API process, and the remainder
 
-    The scheduler's parts are measured by other clocks than the whole: what would make the sum longer than it is left
-    off. Parts that this server has no share in are 0.
+    All in seconds. The scheduler's parts come from other clocks than `ttft_s`, so a part is cut where the sum would
+    exceed `ttft_s`. Parts without a share on this server are 0.
     """
     told: Mapping[str, float | None] = (
         {}

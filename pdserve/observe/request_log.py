@@ -1,7 +1,7 @@
-"""Requests as JSON lines, `--log-requests`: one when a sequence is submitted, one at its end. A `RequestListener`.
+"""Logs requests as JSON lines (`--log-requests`): one line at the start of a sequence, one at its end.
 
-Levels as SGLang has them: 0 says what and when, 1 adds sampling parameters, 2 tokens and text cut at 2048 characters,
-3 all of them. `observe/json_lines` writes; the event loop never waits for a disk.
+Levels are SGLang's: 0 has metadata and times, 1 adds sampling parameters, 2 adds tokens and text cut at 2048
+characters, 3 has them uncut. `json_lines` writes in its own thread; the event loop never waits for a disk.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pdserve.observe.json_lines import JsonLines
 from pdserve.observe.record import RequestRecord, RequestStart
 
 CUT = 2048
-"""Characters of text at level 2; of token ids, which are about four each, a quarter."""
+"""Characters of text at level 2. Token ids are cut at a quarter of it: a token has about four characters."""
 _SAMPLING, _SOME, _ALL = 1, 2, 3
 
 
 class RequestLog:
-    """Writes to `lines`. `text_of` turns a prompt's tokens back into text, where the server has a tokenizer."""
+    """A `RequestListener` that writes to `lines`. `text_of` decodes token ids; None without a tokenizer."""
 
     def __init__(self, lines: JsonLines, level: int, text_of: Callable[[Sequence[int]], str] | None) -> None:
         self._lines = lines
@@ -71,11 +71,11 @@ class RequestLog:
         self._lines.write(line)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the queued lines and close the file."""
         self._lines.close()
 
     def _head(self, event: str, start: RequestStart) -> dict[str, Any]:
-        room = None if start.room is None else str(start.room)  # beyond what JSON's readers take for exact
+        room = None if start.room is None else str(start.room)  # exceeds the integers that JSON readers keep exact
         names = {"request_id": start.request_id, "rid": start.rid, "key": start.key, "path": start.path, "room": room}
         return {"at": time.time(), "event": event, **names}
 

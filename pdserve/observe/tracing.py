@@ -1,6 +1,6 @@
-"""Traces through OpenTelemetry: spans of a call, of its sequences, and the headers that join servers into one trace.
+"""Traces through OpenTelemetry: spans of calls and sequences, and the headers that join servers into one trace.
 
-Used by servers and the router when `--enable-trace` is given; nothing of OpenTelemetry is imported otherwise.
+Used by servers and the router with `--enable-trace`. OpenTelemetry is not imported otherwise.
 
     client ─ traceparent ─> router            router.request
                               ├─ traceparent ─> prefill   prefill.request
@@ -8,8 +8,8 @@ Used by servers and the router when `--enable-trace` is given; nothing of OpenTe
                               └─ traceparent ─> decode    decode.request
                                                             intake, bootstrap, transfer, generate
 
-Stages are made of a request's timing when it has ended, in the API process: the scheduler loop pays nothing. They are
-laid one behind the other from the arrival on, so they are as exact as the parts of the time to the first token are.
+The API process makes the stages from a request's timing at its end, so the scheduler loop has no cost. Stages follow
+each other from the arrival on: they are as exact as the parts of TTFT (`record.ttft_parts`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ STAGES = {
     "prefill": {"bootstrap": "bootstrap", "queue": "queue", "prefill": "compute", "transfer": "transfer"},
     "decode": {"bootstrap": "bootstrap"},
 }
-"""By engine type, which parts of the time to the first token are stages of this server, and what their spans are
-called. Decode does not queue or compute the prompt: all of its waiting for prefill is one stage, `transfer`."""
+"""By engine type: the parts of TTFT that are stages of this server, and the names of their spans.
+
+Decode does not queue or compute the prompt, so its whole wait for prefill is one stage, `transfer`."""
 
 
 class CallSpan:
-    """The span of one call. `traceparent` makes others its children, here and in other processes."""
+    """The span of one call. Spans with its `traceparent` become its children, also in other processes."""
 
     def __init__(self, span: Span, traceparent: str | None, tracestate: str | None) -> None:
         self._span = span
@@ -48,21 +49,21 @@ class CallSpan:
 
     @property
     def headers(self) -> dict[str, str]:
-        """To be sent on to whoever is called within it."""
+        """Trace headers for calls within this span."""
         found = {"traceparent": self.traceparent, "tracestate": self.tracestate}
         return {name: value for name, value in found.items() if value}
 
     @property
     def recorded(self) -> bool:
-        """False when it was decided not to sample this trace."""
+        """False when this trace is not sampled."""
         return self._span.is_recording()
 
     def note(self, **attributes: str | int | float | bool) -> None:
-        """Add what has become known; dots are double underscores."""
+        """Set attributes of the span; a double underscore in a name becomes a dot."""
         self._span.set_attributes({name.replace("__", "."): value for name, value in attributes.items()})
 
     def answered(self, status: int) -> None:
-        """The HTTP status of the answer."""
+        """Record the HTTP status; 500 and above mark the span as failed."""
         from opentelemetry.trace import StatusCode
 
         self._span.set_attribute("http.response.status_code", status)
@@ -71,9 +72,9 @@ class CallSpan:
 
 
 class Tracing:
-    """Makes and exports spans of one process. A `RequestListener`, for servers.
+    """Makes and exports the spans of one process. A `RequestListener` in servers.
 
-    `kind` is router, unified, prefill or decode: what its spans' names begin with.
+    `kind` is router, unified, prefill or decode: the prefix of its span names.
     """
 
     keeps_output = False
@@ -94,7 +95,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def call(self, path: str, headers: Mapping[str, str]) -> Iterator[CallSpan]:
-        """The span of a call that lasts as long as the block; a child of the client's where `headers` name it."""
+        """Open the span of an incoming call for the block; a child of the span in `headers`, if there is one."""
         from opentelemetry.trace import SpanKind
 
         parent = self._propagator.extract({name.lower(): value for name, value in headers.items()})
@@ -106,7 +107,7 @@ class Tracing:
 
     @contextlib.contextmanager
     def outgoing(self, name: str, within: CallSpan) -> Iterator[CallSpan]:
-        """The span of a call to another server, `name`."""
+        """Open the span of a call to another server, `name`, for the block; a child of `within`."""
         from opentelemetry.trace import SpanKind
 
         with self._span(f"{self._kind}.{name}", self._propagator.extract(within.headers), SpanKind.CLIENT) as call:
@@ -116,7 +117,7 @@ class Tracing:
         """See `RequestListener`."""
 
     def ended(self, record: RequestRecord) -> None:
-        """See `RequestListener`: the stages of a sequence, made at its end."""
+        """See `RequestListener`. Makes the spans of the sequence's stages."""
         if record.start.traceparent is None:
             return
         parent = self._propagator.extract({"traceparent": record.start.traceparent})
@@ -125,12 +126,12 @@ class Tracing:
             self._stage(name, parent, began + int(start_s * NANOS), began + int(end_s * NANOS), record)
 
     def close(self) -> None:
-        """Export what is left, for a moment at most."""
+        """Export the remaining spans, for at most 2 s."""
         self._provider.force_flush(2000)
         self._provider.shutdown()
 
     def _stages(self, record: RequestRecord) -> Iterator[tuple[str, float, float]]:
-        """Name, begin and end, in seconds after the arrival."""
+        """Yield name, begin and end of each stage, in seconds after the arrival."""
         at = record.start.intake_s
         yield "intake", 0.0, at
         if record.ttft_s is None:
@@ -160,7 +161,7 @@ class Tracing:
         span.end(end)
 
     def _chunks(self, parent: Context, start: int, end: int, record: RequestRecord) -> None:
-        """A span for each chunk of the prompt, one behind the other."""
+        """Make a span for each chunk of the prompt."""
         timing = record.timing
         began, first = start, record.cached_tokens
         for ended_s, tokens in () if timing is None or timing.chunks is None else timing.chunks:
@@ -188,7 +189,7 @@ class Tracing:
 
 
 def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | float]:
-    """What is worth knowing of a stage; OpenTelemetry's names for generative AI where it has one."""
+    """Return the attributes of a stage, with OpenTelemetry's names for generative AI where they exist."""
     timing = record.timing
     found: dict[str, str | int | float | None] = {"gen_ai.request.id": record.start.rid}
     match stage:
@@ -220,7 +221,7 @@ def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | floa
 
 
 def traces_url(endpoint: str) -> str:
-    """Where spans are posted: a URL, or HOST:PORT of a collector's OTLP/HTTP port."""
+    """Return the URL that spans are posted to. `endpoint` is a URL, or HOST:PORT of a collector's OTLP/HTTP port."""
     if not endpoint.startswith(("http://", "https://")):
         endpoint = f"http://{endpoint}"
     path = endpoint.split("://", 1)[1].partition("/")[2]
@@ -228,7 +229,7 @@ def traces_url(endpoint: str) -> str:
 
 
 def open_tracing(kind: str, model: str, endpoint: str) -> Tracing:
-    """Tracing that posts to `endpoint` over OTLP/HTTP.
+    """Make a `Tracing` that posts to `endpoint` over OTLP/HTTP.
 
     Raises:
         ConfigError: OpenTelemetry is not installed.

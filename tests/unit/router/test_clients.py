@@ -169,7 +169,7 @@ def test_the_demo_shows_what_happened(run_world: RunWorld) -> None:
         assert (
             "37.0 ms = queue 1.0 + bootstrap 2.0 + prefill 30.0 + transfer 4.0; then the first decode step 5.0" in out
         )
-        assert "TTFT as the client sees it" in out and "ITL mean" in out and "p99" in out
+        assert "TTFT at the client" in out and "ITL mean" in out and "p99" in out
 
     run_world(scenario)
 
