@@ -1,1 +1,1 @@
-"""What everything stands on: clocks, mailbox, child processes, logs, environment. Imports only `errors`."""
+"""Modules that every other package uses: clocks, mailbox, child processes, logs, environment. Imports only `errors`."""

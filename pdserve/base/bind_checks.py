@@ -1,11 +1,11 @@
-"""Which hosts and ports a list of patterns means. Used by decode for the prefill servers that requests may name.
+"""Host patterns, for the prefill servers that requests to a decode server may name; and warnings about open ports.
 
     10.0.0.2          10.0.0.2:8998          an address, at all ports or one
     10.0.0.0/24       [fd00::/8]:8998        a network
-    prefill-0.svc     *.prefill.svc:8998     a name, or all names that end so
+    prefill-0.svc     *.prefill.svc:8998     a name, or all names with that suffix
 
-A name is matched as it is written, never resolved: a name that a stranger owns may resolve to any address, so a network
-takes addresses only.
+A name is matched as text and never resolved: a name under foreign control may resolve to any address. A network
+therefore matches addresses only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 def reachable(host: str) -> bool:
-    """Whether other machines can reach what listens on `host`. A name may mean anything: it counts as if."""
+    """Whether other machines can reach a socket bound to `host`. True for every name except localhost."""
     try:
         return not ipaddress.ip_address(host.removeprefix("[").removesuffix("]")).is_loopback
     except ValueError:
@@ -34,38 +34,38 @@ def reachable(host: str) -> bool:
 
 
 def warn_open(host: str, *, has_key: bool) -> None:
-    """Say loudly that everyone who reaches this HTTP port may use it, where that is so."""
+    """Log a warning if `host` is reachable from other machines and no API key is set."""
     if reachable(host) and not has_key:
         log.warning(
-            "--host %s can be reached from outside, and no key is asked for: WHOEVER REACHES THE PORT MAY USE IT and "
-            "end what others ask. Give --api-key (or PDSERVE_API_KEY), or let a firewall keep others away",
+            "--host %s can be reached from other machines and no API key is set: ANY CLIENT THAT REACHES THE PORT CAN "
+            "USE THIS SERVER and abort requests of other clients. Set --api-key (or PDSERVE_API_KEY) or use a firewall",
             host,
         )
 
 
 def warn_unsealed(*hosts: str) -> None:
-    """Say that peers are not asked who they are, where others can come as peers."""
+    """Log a warning for each of `hosts` that other machines can reach. Called when no control token is set."""
     for host in dict.fromkeys(filter(reachable, hosts)):
         log.warning(
-            "%s can be reached from outside, and PDSERVE_CONTROL_TOKEN is not set: whoever reaches the control or the "
-            "bootstrap port there can come as a peer. Set the same secret on all servers",
+            "%s can be reached from other machines and PDSERVE_CONTROL_TOKEN is not set: any process that reaches the "
+            "control or bootstrap port can act as a peer. Set the same secret on all servers",
             host,
         )
 
 
 def warn_weak(token: str) -> None:
-    """Say that a short control token can be guessed by one who watches the network."""
+    """Log a warning if the control token is short enough for an eavesdropper to guess."""
     if is_weak(token):
         log.warning(
-            "PDSERVE_CONTROL_TOKEN has %d characters: who sees the servers talk can guess it offline. Take %d or more, "
-            "such as openssl rand -hex 32 gives",
+            "PDSERVE_CONTROL_TOKEN has %d characters: an eavesdropper can guess it offline. Use %d or more characters, "
+            "for example from openssl rand -hex 32",
             len(token),
             MIN_TOKEN_CHARS,
         )
 
 
 def url_host(host: str) -> str:
-    """What stands for `host` in a URL that this machine can use."""
+    """Return `host` for a URL used on this machine: any-address becomes loopback, IPv6 gets brackets."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
@@ -76,15 +76,15 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def is_host(host: str) -> bool:
-    """Whether `host` can be an IP address or the name of a host, without brackets."""
+    """Whether `host` is an IP address without brackets or a valid host name."""
     return _address(host) is not None or _NAME.fullmatch(host) is not None
 
 
 def canonical_host(host: str) -> str:
-    """The one spelling of all that mean the same host. What is no host is returned as it is.
+    """Return the canonical spelling of `host`; text that is no host is returned unchanged.
 
-    A name is in lower case, without the last dot. An address is as `ipaddress` writes it; what the C library takes for
-    IPv4 becomes that (`0x7f.1`, `2130706433`, `::ffff:127.0.0.1`).
+    Names are lower case without the trailing dot. Addresses are as `ipaddress` writes them. Other spellings of an IPv4
+    address that the C library accepts become that address (`0x7f.1`, `2130706433`, `::ffff:127.0.0.1`).
     """
     if not is_host(host):
         return host
@@ -99,7 +99,7 @@ def canonical_host(host: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Pattern:
-    """`network` or `name`; a `name` that begins with a dot means all that end so. `port` None: all ports."""
+    """`network` or `name`; a `name` with a leading dot matches as a suffix. `port` None: all ports."""
 
     network: Network | None
     name: str
@@ -114,28 +114,28 @@ class _Pattern:
 
 
 class HostPatterns:
-    """A parsed list, see `parse_host_patterns`. Immutable; any thread."""
+    """A parsed pattern list, see `parse_host_patterns`. Immutable; usable from any thread."""
 
     def __init__(self, patterns: Sequence[_Pattern]) -> None:
         self._patterns = tuple(patterns)
 
     def allow(self, host: str, port: int) -> bool:
-        """Whether a pattern means `port` of `host`, which is written without brackets."""
+        """Whether a pattern matches `port` of `host`, which is written without brackets."""
         address, name = _address(host), _plain(host)
         return any(pattern.matches(address, name, port) for pattern in self._patterns)
 
 
 @functools.lru_cache(maxsize=16)
 def parse_host_patterns(flag: str, text: str) -> HostPatterns:
-    """Patterns with commas between them.
+    """Parse comma-separated patterns.
 
     Raises:
-        ConfigError: one is none, or there are none; the text names `flag`.
+        ConfigError: a pattern is malformed, or the list is empty; the message names `flag`.
     """
     words = [word.strip() for word in text.split(",") if word.strip()]
     try:
         if not words:
-            raise ValueError("there is none")
+            raise ValueError("the list is empty")
         return HostPatterns([_parse(word) for word in words])
     except ValueError as error:
         field = flag.removeprefix("--").replace("-", "_")
@@ -148,24 +148,24 @@ def _parse(word: str) -> _Pattern:
     if word.startswith("["):
         host, bracket, rest = word[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
-            raise ValueError(f"{word!r} is none")
+            raise ValueError(f"{word!r} is malformed")
         port = rest[1:] if rest else ""
     elif word.count(":") == 1:
         host, _, port = word.partition(":")
     if port and not (port.isascii() and port.isdigit() and 1 <= int(port) <= 65535):
-        raise ValueError(f"{word!r} has no port")
+        raise ValueError(f"{word!r} has no valid port")
     number = int(port) if port else None
     try:
         return _Pattern(ipaddress.ip_network(host, strict=False), "", number)
     except ValueError:
         name = host.removeprefix("*.")
         if _NAME.fullmatch(name) is None:
-            raise ValueError(f"{word!r} is none") from None
+            raise ValueError(f"{word!r} is malformed") from None
         return _Pattern(None, f".{_plain(name)}" if host.startswith("*.") else _plain(name), number)
 
 
 def _address(host: str) -> Address | None:
-    """The address that `host` writes, an IPv4 one also where it is written in IPv6; None for a name."""
+    """Parse `host` as an address, an IPv4-mapped IPv6 address as IPv4; None for a name."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -1,7 +1,7 @@
-"""How many requests a client may have at a time, and who a client is. Used by the HTTP sides of servers and router.
+"""Client identity, API keys, and the limit of concurrent requests per client. Used by the HTTP servers and the router.
 
-A client is known by its key, and without keys by its address. Where proxies are trusted it is the address that they
-name, whatever the key: they may all send the same one. Event loop only.
+A client is identified by its key, or without keys by its address. Behind trusted proxies the client is always the
+forwarded address, because all clients of a proxy may send the same key. Event loop only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ API_KEY = "PDSERVE_API_KEY"
 ADMIN_API_KEY = "PDSERVE_ADMIN_API_KEY"
 WORKER_API_KEY = "PDSERVE_WORKER_API_KEY"
 WORKER_ADMIN_API_KEY = "PDSERVE_WORKER_ADMIN_API_KEY"
-"""Environment variables that stand for the flags: a command line can be read by every user of the machine."""
+"""Environment variables that replace the flags: every user of the machine can read a command line."""
 
 COMMANDS = frozenset(
     {
@@ -35,18 +35,19 @@ COMMANDS = frozenset(
         "/observe",
     }
 )
-"""Paths of servers, and of the router, that change what others see, or show what others ask."""
+"""Admin paths of servers and router: they affect other clients, or show requests of other clients."""
 
 
 def split_keys(text: str | None) -> tuple[str, ...]:
-    """The keys in a flag's value: one, or several with commas between them, so that clients can be told apart and a
-    key can be changed while its predecessor is still taken.
+    """Split a flag's value at commas into keys.
+
+    Several keys identify several clients, and allow a key rotation in which old and new key are both valid.
     """
     return () if text is None else tuple(text.split(","))
 
 
 def check_keys(flag: str, text: str | None) -> None:
-    """Raise ConfigError, without showing the key, where one is empty or cannot travel in a header."""
+    """Raise ConfigError if a key is empty or not valid in a header. The message does not contain the key."""
     for key in split_keys(text):
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             field = flag.removeprefix("--").replace("-", "_")
@@ -55,34 +56,34 @@ def check_keys(flag: str, text: str | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Keys:
-    """The keys that a server knows; never in a repr."""
+    """The valid keys of a server; a repr does not contain them."""
 
     api: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     admin: tuple[str, ...] = dataclasses.field(default=(), repr=False)
 
     @classmethod
     def of(cls, api: str | None, admin: str | None) -> Keys:
-        """From the values of `--api-key` and `--admin-api-key`."""
+        """Parse the values of `--api-key` and `--admin-api-key`."""
         return cls(split_keys(api), split_keys(admin))
 
     @property
     def some(self) -> bool:
-        """Whether there are any."""
+        """Whether any key is set."""
         return bool(self.api or self.admin)
 
     def may(self, authorization: str | None, *, command: bool) -> bool:
-        """Whether a request with this header may ask; `command`: on a path that changes what others see."""
+        """Whether a request with this `Authorization` header is allowed; `command`: on a path of `COMMANDS`."""
         if command and self.admin:
             return _find(authorization, self.admin) is not None
         return not self.api or self.find(authorization) is not None
 
     def find(self, authorization: str | None) -> str | None:
-        """The known key that the header brings."""
+        """Return the valid key in the `Authorization` header; None without one."""
         return _find(authorization, (*self.api, *self.admin))
 
 
 def _find(authorization: str | None, keys: tuple[str, ...]) -> str | None:
-    """Takes as long for a key that is nearly right as for any other: all are compared, each in constant time."""
+    """Compare all keys, each in constant time, so that timing reveals nothing about a key."""
     kind, _, given = (authorization or "").partition(" ")
     sent = given.strip().encode()
     found = [key for key in keys if hmac.compare_digest(sent, key.encode())]
@@ -94,17 +95,17 @@ RETRY_AFTER_S = 1
 
 
 class ClientLimit:
-    """Counts the requests of each client; `most` None: without a limit."""
+    """Limits each client to `most` concurrent requests; None: no limit."""
 
     def __init__(self, most: int | None) -> None:
         self._most = most
         self._running: Counter[str] = Counter()
 
     def take(self, client: str) -> AbstractContextManager[None]:
-        """A place for one request, for as long as the block of `with` lasts; to be entered at once.
+        """Return a context manager that counts one request of `client`; it must be entered at once.
 
         Raises:
-            RequestError: 429 when the client has as many as it may.
+            RequestError: 429, the client has reached its limit.
         """
         if self._most is not None and self._running[client] >= self._most:
             raise RequestError(
@@ -128,10 +129,10 @@ class ClientLimit:
 
 
 def parse_networks(flag: str, text: str | None) -> tuple[Network, ...]:
-    """Addresses and networks with commas between them, `*` for all.
+    """Parse comma-separated addresses and networks; `*` means all.
 
     Raises:
-        ConfigError: one is neither.
+        ConfigError: an entry is neither an address nor a network.
     """
     words = [word.strip() for word in (text or "").split(",") if word.strip()]
     try:
@@ -142,17 +143,15 @@ def parse_networks(flag: str, text: str | None) -> tuple[Network, ...]:
         ]
     except ValueError as error:
         field = flag.removeprefix("--").replace("-", "_")
-        raise ConfigError(
-            f"{flag} takes addresses and networks with commas between them: {error}", field=field
-        ) from error
+        raise ConfigError(f"{flag} takes addresses and networks, separated by commas: {error}", field=field) from error
     return tuple(found)
 
 
 def client_address(peer: str, forwarded_for: Sequence[str], proxies: Sequence[Network]) -> str:
-    """Who asks: `peer`, or what proxies that are trusted say in `X-Forwarded-For`.
+    """Return the client's address: `peer`, or behind trusted `proxies` the address in `X-Forwarded-For`.
 
-    `forwarded_for` are the header's values in order. Each proxy appends the address that it saw, so the last one that
-    is no trusted proxy is the client; what stands before it may be made up.
+    `forwarded_for` are the header's values in order. Each proxy appends the address of its peer, so the last address
+    that is no trusted proxy is the client. Earlier addresses may be forged.
     """
     address = peer
     hops = [hop.strip() for value in forwarded_for for hop in value.split(",")]

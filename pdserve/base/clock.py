@@ -1,6 +1,4 @@
-"""Time as an argument. Everything that waits or times out is given a `Clock`; tests and the simulator give a manual
-one.
-"""
+"""Clocks. Code that waits or times out takes a `Clock`; tests and the simulator pass a `ManualClock`."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ class MonotonicClock:
 
 
 class ManualClock:
-    """A clock that moves only when told. One thread advances it."""
+    """A clock that moves only by `advance`. One thread advances it."""
 
     def __init__(self, now: float = 0.0) -> None:
         self._now = now
@@ -46,20 +44,20 @@ _WINDOW_S, _SAMPLE_S = 30.0, 1.0
 
 
 class RetryAfterEstimator:
-    """Samples the number of ended requests about once a second."""
+    """Estimates `Retry-After` from the number of finished requests, sampled about once a second."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._samples: deque[tuple[float, int]] = deque()
 
     def sample(self, num_ended: int) -> None:
-        """So many requests have ended so far."""
+        """Record `num_ended`, the total of requests that have finished so far."""
         now = self._forget()
         if not self._samples or now - self._samples[-1][0] >= _SAMPLE_S:
             self._samples.append((now, num_ended))
 
     def retry_after_s(self, num_ended: int) -> int:
-        """Whole seconds, 1 to 30, until one more request has ended at the pace of the last half minute."""
+        """Whole seconds, 1 to 30, until one more request finishes at the rate of the last 30 seconds."""
         now = self._forget()
         if not self._samples:
             return 1
@@ -67,7 +65,7 @@ class RetryAfterEstimator:
         return max(1, math.ceil((now - since) / max(1, num_ended - before)))
 
     def _forget(self) -> float:
-        """Drop samples that are too old; the time now."""
+        """Drop samples older than the window; return the time now."""
         now = self._clock.now()
         while self._samples and now - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()

@@ -1,6 +1,6 @@
-"""Which cores of this host are whose: `--cpu-pin` to lists of cores, and processes kept to theirs.
+"""CPU pinning: parses `--cpu-pin` into lists of cores and pins processes.
 
-The launchers divide cores among servers, `launch_engine` those of a server among its ranks.
+The launchers divide cores among servers; `launch_engine` divides a server's cores among its ranks.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ _RANGE = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?", re.ASCII)
 
 @functools.cache
 def granted_cores() -> frozenset[int]:
-    """The cores that this process was started with; asked for before any of its threads is pinned."""
+    """Return the cores that this process was started with. First called before any thread is pinned; cached."""
     return frozenset(os.sched_getaffinity(0))
 
 
 def check_cores(text: str) -> None:
-    """Whether `text` is of the form of `--cpu-pin`. Raises ConfigError."""
+    """Raise ConfigError if `text` is not a valid value of `--cpu-pin`."""
     if text != AUTO:
         _listed(text)
 
 
 def cores_of(text: str) -> list[int]:
-    """The cores that `--cpu-pin` says, in that order; for "auto" all of ours, second hardware threads last.
+    """Return the cores of a `--cpu-pin` value, in its order; "auto": all granted cores, second hardware threads last.
 
     Raises:
-        ConfigError: we may not use one of them, or this system cannot pin.
+        ConfigError: this process may not use one of the cores, or the system cannot pin.
     """
     if sys.platform != "linux":
         raise ConfigError("--cpu-pin is for Linux", field=FIELD)
@@ -55,15 +55,15 @@ def cores_of(text: str) -> list[int]:
 
 
 def show_cores(cores: Iterable[int]) -> str:
-    """As `--cpu-pin` takes them."""
+    """Format `cores` as a value of `--cpu-pin`."""
     return ",".join(str(core) for core in sorted(cores))
 
 
 def share_cores(text: str, count: int) -> list[str]:
-    """The cores of `text` in `count` equal parts, each as `--cpu-pin` takes them; those that are over are nobody's.
+    """Split the cores of `text` into `count` equal values of `--cpu-pin`; remaining cores stay unused.
 
     Raises:
-        ConfigError: there are fewer than `count`, or as `cores_of`.
+        ConfigError: fewer than `count` cores, or as `cores_of`.
     """
     cores = cores_of(text)
     each = len(cores) // count
@@ -73,7 +73,10 @@ def share_cores(text: str, count: int) -> list[str]:
 
 
 def spread_out(cores: Iterable[int]) -> list[int]:
-    """First one hardware thread of each physical core, by socket, then the second ones: compute wants whole cores."""
+    """Sort `cores`: one hardware thread of each physical core, by socket, then the second threads.
+
+    Compute threads then get whole physical cores first.
+    """
     known = sorted(cores)
     physical = {core: (_number(core, "physical_package_id"), _number(core, "core_id", core)) for core in known}
     seen: dict[tuple[int, int], int] = {}
@@ -86,7 +89,7 @@ def spread_out(cores: Iterable[int]) -> list[int]:
 
 
 def pin_process(cores: Sequence[int]) -> None:
-    """Keep all threads of this process, and those that they will start, on `cores`."""
+    """Pin all threads of this process, and threads that they start later, to `cores`."""
     assert cores
     granted_cores()
     for task in Path("/proc/self/task").iterdir():
@@ -95,7 +98,7 @@ def pin_process(cores: Sequence[int]) -> None:
 
 
 def _listed(text: str) -> list[int]:
-    """The cores of a list such as "0-3,8"."""
+    """Parse a list of cores such as "0-3,8"."""
     cores: list[int] = []
     for part in text.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -109,7 +112,7 @@ def _listed(text: str) -> list[int]:
 
 
 def _number(core: int, name: str, default: int = 0) -> int:
-    """A number that the kernel tells about a core."""
+    """Read a number from the core's topology in sysfs; `default` if sysfs has none."""
     try:
         return int((CPUS / f"cpu{core}/topology/{name}").read_text())
     except (OSError, ValueError):

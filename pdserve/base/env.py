@@ -11,41 +11,41 @@ from pdserve.errors import ConfigError
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
-"""SGLang's names, the newer one first: the share of writes to peers that shall fail, for tests."""
+"""SGLang's names, the newer one first: the share of writes to peers that fail, for tests."""
 TRITON_INTERPRET = "TRITON_INTERPRET"
-"""Triton's own."""
+"""Defined by Triton."""
 
 
 TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
-"""The tokenizers library's own."""
+"""Defined by the tokenizers library."""
 OPENMP_WAIT = "OMP_WAIT_POLICY"
-"""OpenMP's own."""
+"""Defined by OpenMP."""
 
 
 def keep_openmp_from_spinning() -> None:
-    """Torch's threads sleep at once when they have nothing to do, unless the user wants it otherwise.
+    """Set OpenMP's wait policy to passive, unless the user has set one. Call it before torch is imported.
 
-    They would spin for milliseconds behind each operation, on the cores that other threads compute on. To be called
-    before torch is imported.
+    With the default policy torch's idle threads spin for milliseconds after each operation, on cores that other
+    threads compute on.
     """
     os.environ.setdefault(OPENMP_WAIT, "passive")
 
 
 def tokenize_in_the_calling_thread() -> None:
-    """Batches of texts start no threads of the tokenizer's own, unless the user wants them. Before it is first used."""
+    """Disable the tokenizer's own threads, unless the user has set the variable. Call it before the first use."""
     os.environ.setdefault(TOKENIZERS_PARALLELISM, "false")
 
 
 def triton_is_interpreted() -> bool:
-    """Whether Triton's kernels are run by its interpreter, in numpy, on CPU tensors: for tests."""
+    """Whether Triton's interpreter runs the kernels, in numpy on CPU tensors, for tests."""
     return os.environ.get(TRITON_INTERPRET) == "1"
 
 
 def transfer_failures() -> float:
-    """The share of writes to peers that shall fail, 0 to 1; 0 where no variable of `TRANSFER_FAILURES` is set.
+    """Return the share of writes to peers that fail, 0 to 1; 0 if no variable of `TRANSFER_FAILURES` is set.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: the value is not a number from 0 to 1.
     """
     for name in TRANSFER_FAILURES:
         text = os.environ.get(name, "").strip()
@@ -62,10 +62,10 @@ def transfer_failures() -> float:
 
 
 def control_token() -> str:
-    """The secret that the servers of one deployment share, from `PDSERVE_CONTROL_TOKEN`; empty: none.
+    """Return the secret that all servers of a deployment share, from `PDSERVE_CONTROL_TOKEN`; empty: not set.
 
     Raises:
-        ConfigError: it cannot travel in an HTTP header: not printable ASCII, or with spaces inside.
+        ConfigError: the token is not valid in an HTTP header: not printable ASCII, or with spaces inside.
     """
     token = os.environ.get(CONTROL_TOKEN, "").strip()
     if not token.isascii() or not token.isprintable() or " " in token:
@@ -74,7 +74,7 @@ def control_token() -> str:
 
 
 def worker_proof_secret() -> bytes | None:
-    """The secret for proofs to workers, which a router may have instead of the control token; None: not set.
+    """Return the 32-byte secret for proofs to workers, which replaces the control token in a router; None: not set.
 
     Raises:
         ConfigError: `PDSERVE_WORKER_PROOF_KEY` is not 64 hex digits.

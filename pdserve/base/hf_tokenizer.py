@@ -1,4 +1,4 @@
-"""Opens the Hugging Face tokenizer of a model directory, to tokenize text and to obey grammars."""
+"""Opens the Hugging Face tokenizer of a model directory, for tokenization and for grammars."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pdserve.errors import ConfigError
 COMPLETE_CLASSES = frozenset(
     {"PreTrainedTokenizerFast", "TokenizersBackend", "Qwen2Tokenizer", "Qwen2TokenizerFast", "GPT2TokenizerFast"}
 )
-"""Tokenizers whose tokenizer.json says all there is; others change it by what else their config says."""
+"""Tokenizer classes that tokenizer.json describes completely. Other classes apply further settings of their config."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
 def open_hf_tokenizer(directory: str | Path) -> Any | None:
-    """A fast tokenizer of transformers, or None when the directory holds none.
+    """Open a fast tokenizer with transformers; None if the directory has no tokenizer files.
 
     Raises:
         ConfigError: the tokenizer cannot be read.
@@ -36,9 +36,9 @@ def open_hf_tokenizer(directory: str | Path) -> Any | None:
 
 
 def read_tokenizer_json(directory: str | Path) -> str | None:
-    """All about the tokens of a model as text, in the form of a tokenizer.json; None when the directory has none.
+    """Return the content of a tokenizer.json for the model; None if the directory has no tokenizer.
 
-    Quick where there is such a file and it says everything: nothing is imported then.
+    For the classes of `COMPLETE_CLASSES` the file is read as it is, without importing transformers.
 
     Raises:
         ConfigError: the tokenizer cannot be read.
@@ -51,8 +51,9 @@ def read_tokenizer_json(directory: str | Path) -> str | None:
 
 
 def _load(path: Path) -> Any:
-    """Where tokenizer.json says everything, it is read as it is: what finds the right class for the others imports
-    torch, which takes seconds and memory that an API process has no use for.
+    """Load a tokenizer; the classes of `COMPLETE_CLASSES` are loaded from tokenizer.json directly.
+
+    `AutoTokenizer` imports torch, which costs an API process seconds and memory.
     """
     if (path / "tokenizer.json").is_file() and _class_of(path) in COMPLETE_CLASSES:
         from transformers import PreTrainedTokenizerFast
@@ -64,7 +65,7 @@ def _load(path: Path) -> Any:
 
 
 def _class_of(path: Path) -> str:
-    """The class that tokenizer_config.json names."""
+    """Return the class named in tokenizer_config.json; empty without that file."""
     config = path / "tokenizer_config.json"
     fields = json.loads(config.read_text(encoding="utf-8")) if config.is_file() else {}
     return str(fields.get("tokenizer_class")) if isinstance(fields, dict) else ""

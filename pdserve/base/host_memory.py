@@ -1,4 +1,4 @@
-"""How much memory this host has left for us: what the kernel says, within what a container's limit leaves."""
+"""Available memory of this host, bounded by the container's cgroup limits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Bytes that can be taken without swapping, and without reaching the limit of a control group we are in."""
+    """Return the bytes that this process can allocate without swapping and without reaching a cgroup limit."""
     left = [psutil.virtual_memory().available]
     with contextlib.suppress(OSError):
         left += _left_in_groups(CGROUPS, OWN_CGROUP.read_text())
@@ -22,7 +22,7 @@ def available_bytes() -> int:
 
 
 def _left_in_groups(root: Path, own: str) -> list[int]:
-    """What each limit (cgroup v2, v1) above us leaves; `own` is the text of `/proc/self/cgroup`."""
+    """Bytes left under each cgroup limit (v2, v1) of this process; `own` is the text of `/proc/self/cgroup`."""
     left: list[int] = []
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -41,7 +41,7 @@ def _left_in_groups(root: Path, own: str) -> list[int]:
 
 
 def _left_in(group: Path, limit_name: str, used_name: str, cache_name: str) -> list[int]:
-    """What the limit of one group leaves, the page cache that it can drop not counted as used; nothing without one."""
+    """Bytes left under one group's limit, empty without a limit. Page cache that can be dropped counts as free."""
     with contextlib.suppress(OSError, ValueError):
         limit, used = int((group / limit_name).read_text()), int((group / used_name).read_text())
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
@@ -50,7 +50,7 @@ def _left_in(group: Path, limit_name: str, used_name: str, cache_name: str) -> l
 
 
 def give_back_freed() -> None:
-    """Give freed memory back to the operating system, where the C library can (glibc); it keeps some for later else."""
+    """Return freed heap memory to the operating system. Has no effect without glibc's `malloc_trim`."""
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         try:

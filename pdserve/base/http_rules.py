@@ -1,10 +1,9 @@
-"""What holds for every HTTP request before a handler sees it: its framing, its type, and the page that it comes from.
+"""Checks of every HTTP request before its handler runs: framing, content type, and the origin of the web page.
 
-Used by the HTTP sides of servers and router, each of which checks it in one middleware. Pure, but for `BodyBudget`.
+Servers and router each call the checks in one middleware. Pure, except for `BodyBudget`.
 
-CORS keeps a web page of another origin from reading answers, and from asking with a key or with JSON that says that it
-is JSON. It does not keep it from asking: a form, an image or a `fetch` of plain text is enough for a server on loopback
-that wants no key.
+CORS prevents a page of another origin from reading responses, and from sending a key or a JSON content type. CORS does
+not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ _TYPES = {404: "not_found_error", 409: "conflict_error", 413: "request_too_large
 
 
 def openai_type(status: int) -> str:
-    """OpenAI's `type` of errors with this HTTP status."""
+    """Return OpenAI's error `type` for an HTTP status."""
     if status >= 500:
         return "server_error"
     return _TYPES.get(status, "invalid_request_error")
 
 
 def error_object(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """The body of an error answer; `param` names the request field at fault, `code` is a word for machines.
+    """Return the body of an error response; `param` is the invalid request field, `code` a machine-readable code.
 
-    Messages may quote what the client sent: they are cut.
+    Message and `param` are truncated, because they may quote the request.
     """
     if len(message) > MAX_MESSAGE_CHARS:
         message = f"{message[:MAX_MESSAGE_CHARS]}..."
@@ -53,34 +52,34 @@ def error_object(message: str, status: int, *, param: str | None = None, code: s
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
 OWN_SITE = ("same-origin", "none")
-"""`Sec-Fetch-Site` of our own pages, and of what a person has typed in."""
+"""`Sec-Fetch-Site` of requests from this server's pages, and of URLs that the user entered."""
 MAX_HEADER_BYTES = 16384
-"""Names and values of all headers of a request."""
+"""Limit for names and values of all headers of a request."""
 MAX_TARGET_BYTES = 8190
-"""Path and query."""
+"""Limit for path and query."""
 UNTYPED = ("", "application/octet-stream", "application/x-www-form-urlencoded")
-"""What programs say of a body whose type they were not told: `curl -d`, Python's urllib, aiohttp."""
+"""Default content types of clients such as `curl -d`, Python's urllib and aiohttp."""
 CHANGING = ("POST", "PUT", "PATCH", "DELETE")
-ELSEWHERE = "web pages of other origins may not do this; --cors-allowed-origins names those that may"
+ELSEWHERE = "web pages of this origin are not allowed; add the origin to --cors-allowed-origins"
 
 MAX_VALUES = 1_500_000
-"""Values in the JSON of a body. Each takes up to a hundred bytes of memory, and may take two in the body."""
+"""Limit for values in a JSON body. A value takes up to 100 bytes of memory, and as few as two bytes in the body."""
 MAX_CONTAINERS = 1 << 17
 TOO_MANY_VALUES = f"the body has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects"
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 LARGE_BODY_BYTES = 1 << 20
-"""Smaller bodies are not counted: connections bound them."""
+"""Smaller bodies are not counted: the number of connections bounds them."""
 LARGE_BODIES = 8
-"""So many bodies of the largest size may be held at a time."""
+"""The budget in bodies of the maximum size."""
 BREATH_S = 0.005
 BODY_TIMEOUT_S = 120.0
-"""From the headers of a request to the end of its body."""
+"""Timeout from the headers of a request to the end of its body."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HttpRefusal:
-    """The answer to a request that breaks a rule: HTTP status, words for people, a word for machines."""
+    """The response to a refused request: HTTP status, message, and machine-readable code."""
 
     status: int
     message: str
@@ -88,9 +87,9 @@ class HttpRefusal:
 
 
 def framing_refusal(raw: RawHeaders, target_bytes: int) -> HttpRefusal | None:
-    """Why a request is refused whose headers are `raw`, with path and query of `target_bytes`.
+    """Check a request with headers `raw`, and path and query of `target_bytes`; None if the request is allowed.
 
-    What is wrong with the length of its body makes proxies and servers see different requests in the same bytes.
+    An ambiguous body length lets a proxy and a server parse different requests (request smuggling).
     """
     if target_bytes > MAX_TARGET_BYTES:
         return HttpRefusal(414, f"path and query are longer than {MAX_TARGET_BYTES} bytes", "uri_too_long")
@@ -101,19 +100,18 @@ def framing_refusal(raw: RawHeaders, target_bytes: int) -> HttpRefusal | None:
         return HttpRefusal(400, "a request has Content-Length or Transfer-Encoding, not both", "ambiguous_length")
     encodings = [value.strip().lower() for name, value in raw if name.lower() == b"content-encoding"]
     if any(encoding not in (b"", b"identity") for encoding in encodings):
-        return HttpRefusal(
-            415, "Content-Encoding: bodies are taken as they are, not compressed", "unsupported_encoding"
-        )
+        return HttpRefusal(415, "Content-Encoding: compressed bodies are not supported", "unsupported_encoding")
     return None
 
 
 def page_refusal(
     method: str, headers: Mapping[str, str], allowed: Collection[str], *, command: bool, has_keys: bool
 ) -> HttpRefusal | None:
-    """Why a request is refused that a browser may have sent for a page of another origin, or whose body is no JSON.
+    """Check origin and content type of a request; None if the request is allowed.
 
-    `allowed` are the origins that may ask, `command` says that the path changes things for others, `has_keys` that
-    keys are asked for, which a page of another origin cannot send unasked.
+    Refused: requests of a browser for a page of another origin, and bodies that are not JSON. `allowed` are the CORS
+    origins; `command`: an admin path. `has_keys`: the server needs keys, which a page of another origin cannot send
+    without permission.
     """
     if (command or method in CHANGING) and not has_keys and from_elsewhere(headers, allowed):
         return HttpRefusal(403, ELSEWHERE, "origin_not_allowed")
@@ -128,7 +126,10 @@ def page_refusal(
 
 
 def from_elsewhere(headers: Mapping[str, str], allowed: Collection[str]) -> bool:
-    """True for requests of pages whose origin is neither ours nor allowed; programs send none of these headers."""
+    """True if a page of an origin that is neither this server's nor allowed sent the request.
+
+    Clients other than browsers send none of these headers.
+    """
     origin = headers.get("Origin")
     if "*" in allowed or origin in allowed:
         return False
@@ -139,7 +140,7 @@ def from_elsewhere(headers: Mapping[str, str], allowed: Collection[str]) -> bool
 
 
 def _of_browser(headers: Mapping[str, str]) -> bool:
-    """Browsers send the first with whatever they POST, and the second to hosts that they trust."""
+    """Browsers send `Origin` with every POST, and `Sec-Fetch-Site` to trustworthy hosts."""
     return "Origin" in headers or "Sec-Fetch-Site" in headers
 
 
@@ -163,7 +164,7 @@ def _has_too_many(body: bytes) -> bool:
 
 
 class BodyBudget:
-    """Bounds what the bodies of all requests take together. `max_bytes` is the most that one may have. Event loop."""
+    """Bounds the memory of all request bodies together; `max_bytes` is the limit of one body. Event loop only."""
 
     def __init__(self, max_bytes: int) -> None:
         self._most = LARGE_BODIES * max_bytes
@@ -172,16 +173,16 @@ class BodyBudget:
 
     @property
     def held_bytes(self) -> int:
-        """What large bodies take now."""
+        """Bytes that large bodies hold now."""
         return self._held
 
     def open(self) -> BodyHold:
-        """For the body of one request; to be closed when the request has been answered."""
+        """Open a hold for the body of one request; close the hold after the response."""
         return BodyHold(self)
 
     @contextlib.asynccontextmanager
     async def turn(self, num_bytes: int) -> AsyncIterator[None]:
-        """For work on a body that keeps the event loop for its size: one at a time, and others have a turn between."""
+        """Serialize work on large bodies that blocks the event loop, with a pause of `BREATH_S` after each."""
         if num_bytes <= LARGE_BODY_BYTES:
             yield
             return
@@ -193,7 +194,7 @@ class BodyBudget:
         """See `BodyHold.add`."""
         if self._held + num_bytes > self._most:
             raise RequestError(
-                f"bodies of more than {self._most} bytes are held at a time; come again later",
+                f"concurrent request bodies would exceed {self._most} bytes; retry later",
                 status=503,
                 code="too_many_large_bodies",
                 retry_after_s=1,
@@ -206,17 +207,17 @@ class BodyBudget:
 
 
 class BodyHold:
-    """What the body of one request takes of a budget."""
+    """The share of a `BodyBudget` that the body of one request holds."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget
         self._size = self._taken = 0
 
     def add(self, num_bytes: int) -> None:
-        """More of the body has come.
+        """Count `num_bytes` more of the body.
 
         Raises:
-            RequestError: 503, there are too many large ones at a time.
+            RequestError: 503, the budget is exhausted.
         """
         self._size += num_bytes
         if self._size > LARGE_BODY_BYTES:
@@ -224,6 +225,6 @@ class BodyHold:
             self._taken = self._size
 
     def close(self) -> None:
-        """The body is not needed any longer."""
+        """Release the bytes of the body."""
         self._budget.give_back(self._taken)
         self._taken = self._size = 0

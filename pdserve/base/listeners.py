@@ -1,7 +1,7 @@
-"""Closes ports that libraries listen on for the life of the process but need only at its start. Linux.
+"""Closes ports that a library keeps open for the life of the process but needs only at its start. Linux only.
 
-A filter that passes no packet is attached to the listening socket: the kernel drops new connections, those that were
-accepted before go on, and the library sees nothing of it.
+A socket filter that passes no packet is attached to the listening socket. The kernel then drops new connections;
+accepted connections stay open, and the library notices nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)
 
 @contextlib.contextmanager
 def ports_closed_afterwards() -> Iterator[None]:
-    """Ports that are opened inside, by any thread of the process, are closed at the end. Where the kernel refuses, they
-    stay open, with a warning.
+    """Close the ports that any thread of the process opened in the `with` block.
+
+    If the kernel refuses the filter, the ports stay open and a warning is logged.
     """
     before = {(fd, inode) for fd, inode, _ in _listeners()}
     yield
@@ -35,14 +36,14 @@ def ports_closed_afterwards() -> Iterator[None]:
 
 
 def close_port(port: int) -> None:
-    """Close a TCP port of this process; nothing where it has none of that number. Warns as above."""
+    """Close a TCP port of this process; no effect without such a listener. Logs a warning if the kernel refuses."""
     for _, _, listener in _listeners():
         if listener.getsockname()[1] == port:
             _close(listener)
 
 
 def _listeners() -> Iterator[tuple[int, int, socket.socket]]:
-    """Each TCP socket of this process that listens: descriptor, inode, and a duplicate that is closed after use."""
+    """Yield descriptor, inode and a duplicate of each listening TCP socket; the duplicate is closed after use."""
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
@@ -64,4 +65,4 @@ def _close(listener: socket.socket) -> None:
             socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
         )  # fmt: skip
     except OSError as error:
-        log.warning("port %d stays open to strangers: %s", listener.getsockname()[1], error)
+        log.warning("port %d could not be closed and stays open: %s", listener.getsockname()[1], error)

@@ -1,4 +1,4 @@
-"""Log set-up, once per process: one line per event, with the role that wrote it, on stderr."""
+"""Logging set-up, once per process: one line per event on stderr, with the role of the process."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "urllib3", "transform
 
 
 class OneLine(logging.Formatter):
-    """Joins lines, so that one event is one line whatever it says; a traceback follows indented."""
+    """Escapes line breaks, so that each event is one line; a traceback follows."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The line, with line breaks of the message shown as `\\n`."""
+        """Format the line; line breaks of the message become `\\n`."""
         record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
         return super().formatMessage(record)
 
@@ -32,14 +32,15 @@ def setup_logging(level: Level, role: str) -> None:
 
 
 def escaped(text: str, most: int = 300) -> str:
-    """`text` of a stranger for a log: printable ASCII, at most `most` characters of it."""
+    """Escape untrusted `text` for a log as printable ASCII; only its first `most` characters."""
     shown = ascii(text[:most])[1:-1]
     return shown if len(text) <= most else f"{shown}..."
 
 
 class SparingLog:
-    """Warnings that strangers can cause. At most `burst` at once, then one every `every_s` seconds; what is left out is
-    counted in the next one. Any thread.
+    """Rate limit for warnings that untrusted clients can trigger: a token bucket of `burst`, refilled every `every_s`.
+
+    The next logged warning states the number of suppressed warnings. Any thread.
     """
 
     def __init__(self, logger: logging.Logger, burst: int = 5, every_s: float = 5.0) -> None:
@@ -52,7 +53,7 @@ class SparingLog:
         self._lock = threading.Lock()
 
     def warning(self, text: str, *args: object) -> None:
-        """As `Logger.warning`."""
+        """Log a warning like `Logger.warning`, or suppress it."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self._burst, self._left + (now - self._looked_at) / self._every_s)

@@ -1,6 +1,7 @@
-"""Where the loop hears of the world: any thread posts, the scheduler thread drains once a step and may sleep until
-there is something. What arrives at a file descriptor, such as a socket, it takes itself: a thread that did nothing but
-pass it on would cost a wake-up and a turn with the interpreter's lock for each message.
+"""The scheduler loop's event queue. Any thread posts; the scheduler thread drains it once a step, or sleeps on it.
+
+The scheduler thread itself reads file descriptors such as sockets. A forwarding thread would cost a wake-up and a GIL
+switch for each message.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Woken:
-    """Posted to wake the reader alone, which sees by itself what for."""
+    """An event without content that only wakes the reader."""
 
 
 class EventSource(Protocol[T_co]):
-    """Something that events arrive at by themselves. Only the reader's thread calls it."""
+    """A file descriptor from which the reader takes events. Called by the reader's thread only."""
 
     def fileno(self) -> int:
-        """Becomes readable when something has arrived since `ready` said no; may do so for nothing."""
+        """Descriptor that becomes readable when an event arrives after `ready` returned False; may wake spuriously."""
         ...
 
     def ready(self) -> bool:
@@ -36,7 +37,7 @@ class EventSource(Protocol[T_co]):
         ...
 
     def take(self) -> Sequence[T_co]:
-        """What has arrived, oldest first. Never waits."""
+        """Return the events that have arrived, oldest first. Never blocks."""
         ...
 
 
@@ -56,13 +57,13 @@ class _Alarm:
         os.eventfd_write(self._file, 1)
 
     def sleep(self, timeout_s: float) -> None:
-        """Until somebody rings, or something arrives at a watched file."""
+        """Sleep until `ring` is called, a watched descriptor becomes readable, or `timeout_s` seconds pass."""
         if any(file == self._file for file, _ in self._poller.poll(math.ceil(timeout_s * 1000))):
             os.eventfd_read(self._file)
 
 
 class Mailbox(Generic[T]):
-    """An unbounded thread-safe queue with one reader. Events of one poster, or one source, keep their order."""
+    """An unbounded thread-safe queue with one reader. Events of one thread, or of one source, keep their order."""
 
     def __init__(self) -> None:
         self._events: deque[T] = deque()
@@ -71,27 +72,27 @@ class Mailbox(Generic[T]):
         self._asleep = False
 
     def attach(self, source: EventSource[T]) -> None:
-        """Look at `source`, too. The reader's thread; `source` stays open for as long as anybody drains or waits."""
+        """Also read events from `source`. Reader's thread only; `source` must stay open while the mailbox is in use."""
         self._sources.append(source)
         self._open_alarm().watch(source.fileno())
 
     def post(self, event: T) -> None:
-        """Add `event` and wake the reader. Any thread; never blocks for long."""
+        """Append `event` and wake the reader. Any thread; never waits for the reader."""
         self._events.append(event)
         if self._asleep and self._alarm is not None:
             self._alarm.ring()
 
     def drain(self) -> list[T]:
-        """Take everything there is: what sources hold, then what was posted, oldest first. The reader's; never waits.
+        """Take all events: those of sources, then posted ones, oldest first. Reader's thread only; never blocks.
 
-        A source's come first, because what was posted may say that no more will come of it.
+        Events of sources come first, because a posted event may say that its source has ended.
         """
-        num_posted = len(self._events)  # no more: others go on posting
+        num_posted = len(self._events)  # a bound, because other threads keep posting
         events = [event for source in self._sources for event in source.take()]
         return events + [self._events.popleft() for _ in range(num_posted)]
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is an event, at most `timeout_s` seconds. True when there is one; takes nothing."""
+        """Sleep until an event is available, at most `timeout_s` seconds. True if one is available; takes none."""
         alarm = self._open_alarm()
         deadline = time.monotonic() + timeout_s
         while not self._holds_something():
@@ -99,7 +100,7 @@ class Mailbox(Generic[T]):
             if left_s <= 0:
                 return False
             self._asleep = True
-            if not self._events:  # else it was posted by somebody who saw us awake
+            if not self._events:  # an event posted before `_asleep` was set did not ring the alarm
                 alarm.sleep(left_s)
             self._asleep = False
         return True

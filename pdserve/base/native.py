@@ -1,8 +1,7 @@
-"""The shared library of CPU kernels: where it is, whether this machine can run it, and its C interface for ctypes.
+"""Loads the shared library of CPU kernels and declares its C interface for ctypes.
 
-`csrc/pdk.h` describes the functions; the model's native files, `memory/prefault.py` and the `shm` transport call them.
-The package's build makes the library; without a compiler there is none, the model runs on torch,
-and copies are made one by one.
+`csrc/pdk.h` documents the functions; the model's native files, `memory/prefault.py` and the `shm` transport call them.
+The package's build compiles the library. Without a compiler the model runs on torch, and pages are copied one by one.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from pathlib import Path
 from pdserve.errors import ConfigError
 
 PATH_VARIABLE = "PDSERVE_KERNELS_LIBRARY"
-"""Environment variable: the library to load instead of the one beside this file."""
+"""Environment variable: path of the library to load instead of the file beside this module."""
 LEVEL_VARIABLE = "PDSERVE_KERNELS_LEVEL"
 """Environment variable: the instruction-set level to use, one of LEVELS."""
 LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
-"""`amx` is `avx512_bf16` with products of tiles, `zen4` is `avx512_bf16` for other caches; the library says which is
-best."""
+"""`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
+the best level."""
 FILE = "libpdserve_kernels.so"
 VERSION = 10
 
@@ -108,12 +107,12 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
 
 
 class Unavailable(Exception):
-    """There are no kernels for this machine; the message says why."""
+    """No CPU kernels are available on this machine; the message states the reason."""
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The library, loaded once. Raises Unavailable."""
+    """Load the library once. Raises Unavailable."""
     if platform.system() != "Linux" or platform.machine() not in ("x86_64", "AMD64"):
         raise Unavailable(f"the CPU kernels are for Linux on x86-64, not {platform.system()} on {platform.machine()}")
     path = Path(os.environ.get(PATH_VARIABLE) or Path(__file__).with_name(FILE))
@@ -126,9 +125,9 @@ def library() -> ctypes.CDLL:
     version = getattr(loaded, "pdk_version", None)
     if version is None or version() != VERSION:
         found = "not of pdserve" if version is None else f"of version {version()}, not {VERSION}"
-        raise Unavailable(f"{path.name} is {found}: build it anew")
+        raise Unavailable(f"{path.name} is {found}: rebuild it")
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(loaded, name)  # kept by the library, which loaded[name] is not
+        function = getattr(loaded, name)  # cached by the CDLL object, unlike loaded[name]
         function.restype, function.argtypes = result, arguments
     return loaded
 
@@ -139,16 +138,16 @@ def supports(level: str) -> bool:
 
 
 def arithmetic_of(level: str) -> str:
-    """The level whose bits `level` gives."""
+    """Return the level whose results `level` reproduces bit for bit."""
     return "avx512_bf16" if level == "zen4" else level
 
 
 def best_level() -> str:
-    """The level to run: the one asked for in the environment, else the best that this machine has.
+    """Return the instruction-set level to run: `PDSERVE_KERNELS_LEVEL`, else the best that this machine supports.
 
     Raises:
-        Unavailable: it has none of them, or there is no library.
-        ConfigError: the environment asks for one that it has not.
+        Unavailable: the machine supports no level, or the library is missing.
+        ConfigError: the environment names a level that the machine does not support.
     """
     asked = os.environ.get(LEVEL_VARIABLE)
     if asked is not None:

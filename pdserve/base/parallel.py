@@ -1,8 +1,8 @@
-"""How a model is split over ranks: pure arithmetic that config, model, memory and transfer share.
+"""Splits a model over ranks: pure arithmetic that config, model, memory and transfer share.
 
-A replica has `tp_size * pp_size` ranks. Rank r is tensor rank `r % tp_size` of pipeline stage `r // tp_size`; rank 0
-leads. KV heads are split evenly over the tensor ranks of a stage; where there are fewer heads than ranks, neighbouring
-ranks hold the same one.
+A replica has `tp_size * pp_size` ranks. Rank r is tensor rank `r % tp_size` of pipeline stage `r // tp_size`; rank 0 is
+the leader. KV heads are split evenly over the tensor ranks of a stage. With fewer heads than ranks, neighbouring ranks
+hold the same head.
 
 With DP attention the replicas of a server share one copy of the feed-forward layers, split over all their ranks.
 """
@@ -16,25 +16,25 @@ from pdserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ParallelShape:
-    """How one replica is split."""
+    """Tensor and pipeline parallel sizes of one replica."""
 
     tp_size: int = 1
     pp_size: int = 1
 
     @property
     def num_ranks(self) -> int:
-        """Processes of the replica."""
+        """Number of processes of the replica."""
         return self.tp_size * self.pp_size
 
     def place(self, rank: int) -> RankCoord:
-        """Where `rank` stands."""
+        """Return the coordinates of `rank`."""
         assert 0 <= rank < self.num_ranks, (rank, self)
         return RankCoord(self, rank % self.tp_size, rank // self.tp_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class RankCoord:
-    """One rank's place in its replica."""
+    """Tensor and pipeline rank of one process in its replica."""
 
     shape: ParallelShape
     tp_rank: int
@@ -42,29 +42,29 @@ class RankCoord:
 
     @property
     def rank(self) -> int:
-        """Number within the replica."""
+        """Index within the replica."""
         return self.pp_rank * self.shape.tp_size + self.tp_rank
 
     @property
     def is_first_stage(self) -> bool:
-        """Embeds the tokens."""
+        """Whether this rank embeds the tokens."""
         return self.pp_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Computes the logits."""
+        """Whether this rank computes the logits."""
         return self.pp_rank == self.shape.pp_size - 1
 
 
 SINGLE = ParallelShape().place(0)
-"""The only rank of a replica that is not split."""
+"""The only rank of an unsplit replica."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WidePlace:
-    """One rank's place among all ranks of `dp_size` replicas that share their feed-forward layers (DP attention).
+    """One rank among all ranks of `dp_size` replicas that share their feed-forward layers (DP attention).
 
-    A replica that shares with nobody is the only one.
+    Without DP attention `dp_size` is 1.
     """
 
     place: RankCoord
@@ -73,37 +73,38 @@ class WidePlace:
 
     @property
     def num_ranks(self) -> int:
-        """Processes of all these replicas."""
+        """Number of processes of all these replicas."""
         return self.dp_size * self.place.shape.num_ranks
 
     @property
     def rank(self) -> int:
-        """Number among them."""
+        """Index among all these processes."""
         return self.first_rank + self.place.rank
 
     @property
     def first_rank(self) -> int:
-        """That of the replica's leader."""
+        """Index of the replica's leader."""
         return self.dp_rank * self.place.shape.num_ranks
 
 
 def dealt(num_items: int, num_parts: int) -> list[int]:
-    """How many of `num_items` things each of `num_parts` gets when they are dealt out in order, equally: the last ones
-    may get fewer, or none.
+    """Return the sizes of `num_parts` consecutive parts of `num_items`: all equal, except that the last may be smaller.
+
+    Trailing parts may be empty.
     """
     share = -(-num_items // num_parts)
     return [max(0, min(share, num_items - index * share)) for index in range(num_parts)]
 
 
 def part_of(num_items: int, num_parts: int, index: int) -> range:
-    """Part `index` of `num_items` things split evenly; they must divide."""
+    """Return part `index` of `num_items` split evenly; `num_parts` must divide `num_items`."""
     assert num_items % num_parts == 0, (num_items, num_parts)
     size = num_items // num_parts
     return range(index * size, (index + 1) * size)
 
 
 def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
-    """KV heads of a tensor rank: its share, or the one head that it has in common with its neighbours."""
+    """Return the KV heads of a tensor rank: its share, or the one head that it replicates with its neighbours."""
     if tp_size <= num_kv_heads:
         return part_of(num_kv_heads, tp_size, tp_rank)
     assert tp_size % num_kv_heads == 0, (tp_size, num_kv_heads)
@@ -112,9 +113,10 @@ def kv_heads_of(num_kv_heads: int, tp_size: int, tp_rank: int) -> range:
 
 
 def layers_of(num_layers: int, pp_size: int, pp_rank: int) -> range:
-    """Layers of a pipeline stage: as even as can be; what is left over goes to the last stages but one, one each.
+    """Return the layers of a pipeline stage, split as evenly as possible.
 
-    The last stage has the logits to compute as well, so it never has more layers than another.
+    Remaining layers go one each to the stages before the last. The last stage also computes the logits, so it never
+    has more layers than another stage.
     """
     assert pp_size <= num_layers, (pp_size, num_layers)
     share, more = divmod(num_layers, pp_size)
@@ -126,7 +128,7 @@ def layers_of(num_layers: int, pp_size: int, pp_rank: int) -> range:
 
 
 def vocab_of(vocab_size: int, tp_size: int, tp_rank: int) -> range:
-    """Token ids whose embeddings a tensor rank has; the last ranks may have fewer, or none."""
+    """Return the token ids whose embeddings a tensor rank holds; the last ranks may hold fewer, or none."""
     share = -(-vocab_size // tp_size)
     return range(min(tp_rank * share, vocab_size), min((tp_rank + 1) * share, vocab_size))
 
@@ -140,10 +142,10 @@ def check_split(
     intermediate_size: int,
     num_sharing: int = 1,
 ) -> None:
-    """A model must be divisible that way; `num_sharing` replicas share its feed-forward layers.
+    """Check that the model can be split by `shape`; `num_sharing` replicas share its feed-forward layers.
 
     Raises:
-        ConfigError: naming `tp_size` or `pp_size`.
+        ConfigError: the sizes do not divide; the error names `tp_size` or `pp_size`.
     """
     tp, pp = shape.tp_size, shape.pp_size
     wide = tp * num_sharing

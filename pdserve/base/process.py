@@ -1,11 +1,11 @@
-"""Child processes: spawn by argv, readiness by a printed line, death watch, ordered end. By pid only.
+"""Child processes: spawn by argv, readiness by a printed line, exit watch, ordered shutdown. Signals by pid only.
 
 `launch_local` and the demo spawn servers through `Child`; every server announces itself with `announce_ready`.
-A child runs in a process group of its own (a Ctrl-C reaches the parent only, which then ends its children in
-order) and is killed by the kernel when the parent dies (Linux). It is not reaped before `end`, so that its pid and
-its group's id cannot be taken by a stranger while they are still signalled:
+A child runs in a process group of its own, so a Ctrl-C reaches only the parent, which then ends its children in order.
+The kernel kills a child when its parent dies (Linux). A child is not reaped before `end`, so that no other process can
+take its pid or its group's id while they are still signalled:
 
-    spawn -> (ready) -> exited, a zombie -> end: what is left of the group is killed, then the zombie is reaped
+    spawn -> (ready) -> exited, a zombie -> end: the rest of the group is killed, then the zombie is reaped
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ try:
 except OSError as error:
     sys.exit(f"cannot run {argv[0]}: {error}")
 """
-"""Runs in the child before its program: after fork and exec, because a fork hook is not safe beside threads."""
+"""Runs in the child before its program. It runs after fork and exec, because a fork hook is not safe with threads."""
 
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent dies (Linux; elsewhere nothing happens).
+    """Have the kernel kill this process when its parent dies (Linux; elsewhere no effect).
 
-    For processes that were started by other means than `Child`, such as multiprocessing; called first thing in them.
+    For processes not started by `Child`, such as those of multiprocessing. Call it first in the new process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -63,7 +63,7 @@ class ChildError(PdserveError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServerReady:
-    """What a server says when it can serve. `bootstrap_port` is a prefill server's, None for the others."""
+    """A server's announcement that it can serve. `bootstrap_port` None: not a prefill server."""
 
     role: str
     url: str
@@ -71,12 +71,12 @@ class ServerReady:
 
 
 def announce_ready(ready: ServerReady) -> None:
-    """Print the line that `Child.wait_ready` waits for, on stdout, at once."""
+    """Print the line that `Child.wait_ready` waits for on stdout, and flush."""
     print(READY_PREFIX + json.dumps(dataclasses.asdict(ready)), flush=True)
 
 
 def parse_ready(line: str) -> ServerReady | None:
-    """The announcement in a line of a child's stdout; None when it is some other line."""
+    """Parse the announcement in a line of a child's stdout; None for any other line."""
     if not line.startswith(READY_PREFIX):
         return None
     try:
@@ -87,10 +87,10 @@ def parse_ready(line: str) -> ServerReady | None:
 
 
 class Child:
-    """One child process. Spawn it from the main thread: the kernel ties its life to the thread that did.
+    """One child process. Spawn it from the main thread: the kernel kills it when the spawning thread ends.
 
-    `on_line(line)` gets every line of stdout and stderr that is not the announcement, from reader threads;
-    `on_exit(child)` is called once, from a watcher thread, when the process has ended by whatever cause.
+    Reader threads call `on_line(line)` for every line of stdout and stderr except the announcement. A watcher thread
+    calls `on_exit(child)` once, when the process has ended for any reason.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            process_group=0,  # but the session of ours: the system compares niceness within one
+            process_group=0,  # but in the parent's session: Linux compares niceness only within a session
             text=True,
             errors="replace",
         )
@@ -131,7 +131,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The child's process id, which is its group's too."""
+        """The child's process id, which is also the id of its group."""
         return self._process.pid
 
     @property
@@ -146,7 +146,7 @@ class Child:
         return self._process.returncode
 
     def wait_ready(self, timeout_s: float) -> ServerReady:
-        """Block until the child has announced itself; `ChildError` when it ends first or takes longer."""
+        """Block until the child has announced itself; `ChildError` if it ends first or the timeout passes."""
         with self._changed:
             self._changed.wait_for(lambda: self._ready is not None or self._exited, timeout_s)
             if self._exited:
@@ -156,22 +156,20 @@ class Child:
             return self._ready
 
     def wait_exit(self, timeout_s: float) -> bool:
-        """Block until the process has ended; False when it has not within the time."""
+        """Block until the process has ended; False if the timeout passes first."""
         with self._changed:
             return self._changed.wait_for(lambda: self._exited, timeout_s)
 
     def ask_to_end(self) -> None:
-        """SIGTERM to the process, once: a second one would tell a server to cut what it is still answering."""
+        """Send SIGTERM, once: a second SIGTERM makes a server abort its running requests."""
         if self._process.returncode is None and not self._asked:
             self._asked = True
             os.kill(self.pid, signal.SIGTERM)
 
     def end(self, grace_s: float) -> int:
-        """SIGTERM, unless it was asked before, then after `grace_s` seconds SIGKILL to it and its whole group.
+        """Send SIGTERM unless already sent, then after `grace_s` seconds SIGKILL to the whole group.
 
-        Returns the exit status.
-
-        May be called again: later calls change nothing.
+        Returns the exit status. Later calls have no effect.
         """
         if self._process.returncode is None:
             self.ask_to_end()
@@ -204,7 +202,7 @@ class Child:
 
 
 def end_all(children: Sequence[Child], grace_s: float) -> None:
-    """End children together: all are asked at once, and share one grace period in seconds."""
+    """End children together: each gets SIGTERM at once, and all share one grace period in seconds."""
     deadline = time.monotonic() + grace_s
     for child in children:
         child.ask_to_end()
@@ -216,21 +214,23 @@ ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 class ExitSignals(SystemExit):
-    """Not KeyboardInterrupt: where that passes through `exec`, CPython ends with the signal's status, though caught."""
+    """Raised by the signal handler. After a KeyboardInterrupt through `exec`, even a caught one, CPython exits with the
+    signal's status.
+    """
 
 
 _told = False
 
 
 def exit_on_signals() -> None:
-    """From now on `ENDING` end the process with 0, by `ExitSignals` in the main thread. Call it there."""
+    """Make the signals `ENDING` raise `ExitSignals(0)` in the main thread. Call it in the main thread."""
     for number in ENDING:
         signal.signal(number, _leave)
     sys.unraisablehook = _say_what_is_lost
 
 
 def raise_if_signalled() -> None:
-    """Raises `ExitSignals` where a signal came and its exception was lost."""
+    """Raise `ExitSignals` if a signal arrived but its exception was lost."""
     if _told:
         raise ExitSignals(0)
 

@@ -1,6 +1,6 @@
-"""What processes take of this host: memory and CPU time, as the kernel counts them (Linux; elsewhere nothing is told).
+"""Memory and CPU time of processes, as the kernel counts them (Linux; elsewhere None).
 
-`/metrics`, `/get_server_info` and the line at the end of the start-up read this.
+Used by `/metrics`, `/get_server_info` and the log line at the end of start-up.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import psutil
 
 PROC = Path("/proc")
 OWN = "api"
-"""The name of the process that asks: a server's API process."""
+"""The name of the calling process: a server's API process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessUse:
-    """One process: `rss_bytes` are `anonymous_bytes`, which only it frees, and what others may have in common with it.
+    """Memory and CPU time of one process.
 
-    `file_bytes` are pages of mapped files (code, weights while they are read), which the kernel takes back when memory
-    is short. `peak_bytes` is the most that `rss_bytes` was. `cpu_s`: of all its threads. `start_s`: seconds since 1970.
+    `rss_bytes` is `anonymous_bytes`, which only the process frees, plus memory that it may share with other processes.
+    `file_bytes` are pages of mapped files (code, weights while they are read), which the kernel can reclaim.
+    `peak_bytes` is the maximum of `rss_bytes`. `cpu_s` covers all threads. `start_s`: seconds since 1970.
     """
 
     pid: int
@@ -37,7 +38,7 @@ class ProcessUse:
 
 
 def use_of(pid: int) -> ProcessUse | None:
-    """What the process takes now; None when there is none, or this host does not tell."""
+    """Return the current use of process `pid`; None if it does not exist or the host does not report it."""
     with contextlib.suppress(OSError, KeyError, psutil.Error):
         fields = _status(pid)
         process = psutil.Process(pid)
@@ -55,14 +56,14 @@ def use_of(pid: int) -> ProcessUse | None:
 
 
 def own_processes() -> dict[str, ProcessUse]:
-    """This process and those that it started by `multiprocessing`, by name; those that have ended are left out."""
+    """Return the use of this process and of its running `multiprocessing` children, by process name."""
     pids = {OWN: os.getpid()} | {child.name: child.pid for child in multiprocessing.active_children() if child.pid}
     uses = ((name, use_of(pid)) for name, pid in pids.items())
     return {name: use for name, use in uses if use is not None}
 
 
 def describe(uses: Mapping[str, ProcessUse]) -> str:
-    """Memory by process, for a line of the log."""
+    """Format the memory of each process for a log line."""
     return ", ".join(
         f"{name} {use.rss_bytes >> 20} MB (peak {use.peak_bytes >> 20}, anonymous {use.anonymous_bytes >> 20})"
         for name, use in uses.items()
@@ -70,6 +71,6 @@ def describe(uses: Mapping[str, ProcessUse]) -> str:
 
 
 def _status(pid: int) -> dict[str, int]:
-    """The sizes in `/proc/<pid>/status`, in bytes."""
+    """Read the sizes in `/proc/<pid>/status`, in bytes."""
     lines = (line.partition(":") for line in (PROC / str(pid) / "status").read_text().splitlines())
     return {name: int(value.split()[0]) * 1024 for name, _, value in lines if value.endswith(" kB")}

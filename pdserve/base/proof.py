@@ -1,17 +1,17 @@
-"""Proofs that a process knows the control token, which itself is never sent. Pure: the caller brings time and bytes.
+"""Proofs that a process knows the control token, which is never sent itself. Pure: the caller passes time and bytes.
 
-    ControlKey        the token, stretched; MACs and secrets for one purpose each are derived from it
-    Challenge         the client of an exchange in which the server proves itself first (decode, to a bootstrap server)
-    ChallengeVerifier its server: answers challenges, checks what follows, signs the answers
+    ControlKey        the stretched token, from which MACs and secrets for one purpose each are derived
+    Challenge         client side of an exchange in which the server proves itself first (decode to a bootstrap server)
+    ChallengeVerifier server side: answers challenges, checks the requests that follow, signs the answers
 
-`session_proof` has the form for many requests after one challenge. Proofs travel in the header `Pdserve-Proof`:
+`session_proof` is the variant for many requests after one challenge. Proofs travel in the header `Pdserve-Proof`:
 
     exchange c1 <client's nonce> <server's nonce> <SHA-256 of the body> <MAC>
     answer   <MAC>
 
-Every MAC is HMAC-SHA256 over a label of its own and over parts with their lengths in front, so that no MAC of one kind
-passes as another's. A MAC lets an eavesdropper try guesses of the token offline: the token is stretched with scrypt,
-and `is_weak` tells which tokens are too short even so.
+Every MAC is HMAC-SHA256 over a label of its kind and over length-prefixed parts, so that no MAC is valid as another
+kind. A MAC lets an eavesdropper test guesses of the token offline. Therefore the token is stretched with scrypt, and
+`is_weak` detects tokens that are still too short.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHALLENGE_LIFETIME_S = 10.0
 
 _SALT = b"pdserve control token v1"
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
-"""16 MiB and about 50 ms, once per process and token."""
+"""Costs 16 MiB and about 50 ms, once per process and token."""
 _EXCHANGE = re.compile(r"c1 ([0-9a-f]{32}) ([0-9a-f]{80}) ([0-9a-f]{64}) ([0-9a-f]{64})")
 _NONCE = re.compile(r"[0-9a-f]{32}")
 _SERVER_NONCE = re.compile(r"[0-9a-f]{80}")
@@ -52,13 +52,13 @@ def is_weak(token: str) -> bool:
 
 
 class MacKey:
-    """A secret of 32 bytes that makes and checks MACs. Any thread; never shows the secret."""
+    """A 32-byte secret that makes and checks MACs. Any thread; a repr does not contain the secret."""
 
     def __init__(self, secret: bytes) -> None:
         self._key = secret
 
     def mac(self, label: str, *parts: bytes) -> bytes:
-        """32 bytes over `label` and `parts`; other labels, or other boundaries between parts, give other bytes."""
+        """Return a 32-byte MAC over `label` and `parts`, including the boundaries between parts."""
         digest = hmac.new(self._key, digestmod=hashlib.sha256)
         for part in (label.encode(), *parts):
             digest.update(struct.pack(">Q", len(part)))
@@ -66,42 +66,42 @@ class MacKey:
         return digest.digest()
 
     def matches(self, mac: str, label: str, *parts: bytes) -> bool:
-        """Whether `mac`, in hex, is that of `parts`. In constant time."""
+        """Whether `mac`, in hex, is the MAC of `label` and `parts`. Compares in constant time."""
         return hmac.compare_digest(as_bytes(mac), self.mac(label, *parts).hex().encode())
 
 
 class ControlKey(MacKey):
-    """What is derived from a control token, which must not be empty."""
+    """The key derived from a control token, which must not be empty."""
 
     def __init__(self, token: str) -> None:
         assert token, "without a token there is nothing to prove"
         super().__init__(_stretched(token))
 
     def secret(self, purpose: str) -> bytes:
-        """32 secret bytes for one purpose: the same in all processes with this token."""
+        """Derive a 32-byte secret for one purpose, identical in all processes with this token."""
         return self.mac("secret", purpose.encode())
 
 
 def as_bytes(text: str) -> bytes:
-    """Whatever came in a header or in JSON, lone surrogates included."""
+    """Encode text from a header or from JSON, which may contain lone surrogates."""
     return text.encode(errors="backslashreplace")
 
 
 def body_digest(body: bytes) -> bytes:
-    """What a proof covers of a body: its SHA-256, 32 bytes."""
+    """Return the 32-byte SHA-256 of a body, which a proof covers."""
     return hashlib.sha256(body).digest()
 
 
 def check_body(body: bytes, digest: bytes) -> None:
-    """Raise ProofError unless `body` is what a checked proof covers."""
+    """Raise ProofError unless `body` has the `digest` of a checked proof."""
     if not hmac.compare_digest(body_digest(body), digest):
         raise ProofError("the body is not the one that was signed")
 
 
 class SpentNonces:
-    """Nonces that were used, until they are too old to be taken anyway. One thread.
+    """Used nonces, kept until their lifetime ends. One thread.
 
-    Beyond `most` the oldest are forgotten; from then on nothing that is as old as they are is taken.
+    Beyond `most` the oldest nonces are dropped; from then on all nonces of that age or older are rejected.
     """
 
     def __init__(self, lifetime_s: float, most: int) -> None:
@@ -115,10 +115,10 @@ class SpentNonces:
         return len(self._spent)
 
     def spend(self, nonce: str, made_s: float, now_s: float) -> None:
-        """Take `nonce`, which was made at `made_s`, for the first and last time.
+        """Mark `nonce`, created at `made_s`, as used.
 
         Raises:
-            ProofError: it was used before, or may have been.
+            ProofError: the nonce was used before, or is too old to know.
         """
         while self._by_age and (len(self._by_age) >= self._most or self._by_age[0][0] < now_s - self._lifetime_s):
             self._floor_s, oldest = heapq.heappop(self._by_age)
@@ -141,7 +141,7 @@ def _given(header: str | None) -> str:
 
 
 class Challenge:
-    """The client's side of one exchange: ask for a challenge with `nonce`, `accept` the answer, then send `header`."""
+    """Client side of one exchange: request a challenge with `nonce`, `accept` the answer, then send `header`."""
 
     def __init__(self, key: MacKey) -> None:
         self._key = key
@@ -150,15 +150,15 @@ class Challenge:
 
     @property
     def nonces(self) -> tuple[bytes, ...]:
-        """The client's and the server's, in hex. After `accept`."""
+        """The client's and the server's nonce, in hex. Valid after `accept`."""
         assert self._nonces, "the server comes first"
         return self._nonces
 
     def accept(self, server_nonce: str, proof: str) -> None:
-        """Believe the server from here on.
+        """Check the server's proof.
 
         Raises:
-            ProofError: it does not know the token. Nothing may be sent to it then.
+            ProofError: the server does not know the token. Send it nothing in that case.
         """
         nonces = (as_bytes(self.nonce), as_bytes(server_nonce))
         if not _SERVER_NONCE.fullmatch(server_nonce) or not self._key.matches(proof, "challenge", *nonces):
@@ -166,35 +166,35 @@ class Challenge:
         self._nonces = nonces
 
     def header(self, method: str, target: str, body: bytes) -> str:
-        """Our proof for the one request that this exchange is for. After `accept`."""
+        """Return the client's proof for the one request of this exchange. Call it after `accept`."""
         digest = body_digest(body)
         mac = self._key.mac("exchange", *self.nonces, as_bytes(method), as_bytes(target), digest)
         client, server = (nonce.decode() for nonce in self.nonces)
         return f"c1 {client} {server} {digest.hex()} {mac.hex()}"
 
     def check_answer(self, header: str | None, status: int, body: bytes) -> None:
-        """Raise ProofError unless the server that was accepted gave this answer to this exchange."""
+        """Raise ProofError unless the accepted server gave this answer in this exchange."""
         if not self._key.matches(_given(header), "answer", *self._nonces, str(status).encode(), body):
             raise ProofError("the answer is not the server's")
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """A request whose proof was good. `digest`: of the body that is to come, see `check_body`."""
+    """A request with a valid proof. `digest`: SHA-256 of the body still to be read, see `check_body`."""
 
     digest: bytes
     _key: MacKey = dataclasses.field(repr=False)
     _nonces: tuple[bytes, ...] = dataclasses.field(repr=False)
 
     def answer(self, status: int, body: bytes) -> str:
-        """The header of our answer."""
+        """Return the proof header of the server's answer."""
         return self._key.mac("answer", *self._nonces, str(status).encode(), body).hex()
 
 
 class ServerNonces:
-    """A server's own nonces. They take no memory: each encodes its creation time and the client's nonce, with a MAC.
+    """A server's nonces. They need no memory: each encodes its creation time and a MAC over the client's nonce.
 
-    `now_s` is a monotonic clock's.
+    `now_s` is in seconds of a monotonic clock.
     """
 
     def __init__(self, key: MacKey, lifetime_s: float) -> None:
@@ -203,7 +203,7 @@ class ServerNonces:
         self._lifetime_s = lifetime_s
 
     def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
-        """A new one for a client, and our proof over both. ProofError where what the client sent is no nonce."""
+        """Return a new nonce and the server's proof over both nonces. ProofError if `client_nonce` is malformed."""
         if not _NONCE.fullmatch(client_nonce):
             raise ProofError("a challenge needs a nonce of 32 hex digits")
         stamp = struct.pack(">Q", int(now_s * 1e6)) + secrets.token_bytes(NONCE_BYTES)
@@ -211,7 +211,7 @@ class ServerNonces:
         return server_nonce, self._key.mac("challenge", client_nonce.encode(), server_nonce.encode()).hex()
 
     def made_s(self, client_nonce: str, server_nonce: str, now_s: float) -> float:
-        """When it was made. ProofExpiredError where it is not ours for this client, or no longer good."""
+        """Return a nonce's creation time. ProofExpiredError if it was not made for this client, or has expired."""
         stamp, mark = bytes.fromhex(server_nonce)[:24], bytes.fromhex(server_nonce)[24:]
         if not hmac.compare_digest(mark, self._mark(client_nonce, stamp)):
             raise ProofExpiredError("the proof answers no challenge of ours")
@@ -225,7 +225,7 @@ class ServerNonces:
 
 
 class ChallengeVerifier:
-    """The server's side. One thread. `now_s` is a monotonic clock's."""
+    """Server side of exchanges. One thread. `now_s` is in seconds of a monotonic clock."""
 
     def __init__(self, key: MacKey, *, lifetime_s: float = CHALLENGE_LIFETIME_S, max_nonces: int = 1 << 16) -> None:
         self._key = key
@@ -233,18 +233,18 @@ class ChallengeVerifier:
         self._spent = SpentNonces(lifetime_s, max_nonces)
 
     def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
-        """Our nonce, and our proof over both.
+        """Return the server's nonce, and its proof over both nonces.
 
         Raises:
-            ProofError: what the client sent is no nonce.
+            ProofError: `client_nonce` is malformed.
         """
         return self._nonces.challenge(client_nonce, now_s)
 
     def check(self, header: str | None, method: str, target: str, now_s: float) -> Exchange:
-        """The exchange that a request completes; its body is still to be read and compared.
+        """Check a request's proof; the caller then reads the body and compares its digest.
 
         Raises:
-            ProofError: the proof is missing, malformed, another token's, too old, used before, or not ours.
+            ProofError: the proof is missing, malformed, for another token or challenge, too old, or used before.
         """
         found = _EXCHANGE.fullmatch(_given(header))
         if found is None:

@@ -1,8 +1,8 @@
-"""Private folders in the temporary directory that must not outlive their process, such as those of its sockets.
+"""Private folders in the temporary directory that must not outlive their process, such as socket folders.
 
-A folder's name says who made it: pid, pid namespace, and when the process started. So the next one that makes a folder
-removes those of processes that were killed, and no others: not those of the living, of other users, or of other
-containers with the same temporary directory. Called by `protocol.channel`.
+A folder's name holds the pid, the pid namespace and the start time of its process. Each process that makes a folder
+first removes the folders of killed processes. Folders of running processes, of other users, and of other containers
+with the same temporary directory are kept. Called by `protocol.channel`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PREFIX = "pdserve"
 _NAME = re.compile(PREFIX + r"-(\d+)-(\d+)-(\d+)-[^-]*")
 _STAT_START = 19
 _STAT_STATE = 0
-"""Places in `/proc/<pid>/stat`, counted behind the name of the program, which may hold anything."""
+"""Field indices in `/proc/<pid>/stat`, counted after the program name, which may contain any character."""
 
 
 def make_run_folder(max_path: int) -> str:
-    """A new folder of mode 0700 whose path has at most `max_path` characters; folders of killed processes are removed.
+    """Make a folder of mode 0700 whose path has at most `max_path` characters, and remove those of killed processes.
 
-    Where the temporary directory has too long a name it is made in /tmp.
+    If the path of the temporary directory is too long, the folder is made in /tmp.
     """
     prefix = _own_prefix()
     for parent in (tempfile.gettempdir(), "/tmp"):
@@ -38,7 +38,7 @@ def make_run_folder(max_path: int) -> str:
 
 
 def sweep(parent: Path) -> list[Path]:
-    """Remove the folders in `parent` of processes of this user and pid namespace that have ended; returns them."""
+    """Remove the folders in `parent` of ended processes of this user and pid namespace; returns the removed paths."""
     removed = []
     namespace = _namespace()
     with contextlib.suppress(OSError):
@@ -59,7 +59,7 @@ def _own_prefix() -> str:
 
 
 def _namespace() -> int | None:
-    """Number of the pid namespace; None where the system does not tell, and nothing is ever swept."""
+    """Return the inode of the pid namespace; None if unknown, in which case no folder is removed."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -67,7 +67,7 @@ def _namespace() -> int | None:
 
 
 def _start_of(pid: int) -> int | None:
-    """When process `pid` started, in clock ticks since the system did; None when there is none, or a zombie."""
+    """Return the start time of process `pid` in clock ticks since boot; None if it has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

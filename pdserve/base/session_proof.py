@@ -8,9 +8,9 @@
 
     Pdserve-Proof: w1 <client's nonce> <server's nonce> <counter> <SHA-256 of the body> <MAC>
 
-The MAC covers both nonces, the counter, the method, the target (path and query) and the digest; other headers, and
-answers, are not covered. The key is derived from the token for this purpose alone (`worker_key`): who has it can ask
-servers over HTTP, but cannot be a peer.
+The MAC covers both nonces, the counter, the method, the target (path and query) and the digest. It does not cover other
+headers, nor answers. The key is derived from the token for this purpose only (`worker_key`): its holder can send HTTP
+requests to servers, but cannot act as a peer.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from pdserve.errors import ProofError, ProofExpiredError
 
 CHALLENGE_PATH = "/control_challenge"
 SESSION_LIFETIME_S = 300.0
-"""How long a challenge is good for."""
+"""Lifetime of a challenge."""
 WINDOW = 4096
-"""Requests overtake each other: so far behind the newest counter one may be."""
+"""Requests may arrive out of order: the largest distance of a valid counter from the newest one."""
 MAX_SESSIONS = 1024
 
 EXPIRED = "control_proof_expired"
-"""Code, and value of the answer's `Pdserve-Proof`: the request was not processed, and a new challenge may help."""
+"""Error code and `Pdserve-Proof` of the answer: the request was not processed; retry it with a new challenge."""
 INVALID = "invalid_control_proof"
-"""The same where a new challenge would not help."""
+"""Error code and `Pdserve-Proof` of the answer: the request was not processed; a new challenge does not help."""
 _HEADER = re.compile(r"w1 ([0-9a-f]{32}) ([0-9a-f]{80}) (0|[1-9][0-9]{0,18}) ([0-9a-f]{64}) ([0-9a-f]{64})")
 _LABEL = "request"
 
 
 def worker_key(token: str) -> MacKey:
-    """The key of these proofs, from a control token, which must not be empty."""
+    """Derive the key of these proofs from a control token, which must not be empty."""
     return MacKey(worker_secret(token))
 
 
 def worker_secret(token: str) -> bytes:
-    """The 32 bytes of `worker_key`, for a router that shall not have the token."""
+    """Return the 32 bytes of `worker_key`, for a router that does not get the token."""
     return ControlKey(token).secret("worker http")
 
 
 class Session:
-    """The client's side: ask for a challenge with `nonce`, `accept` the answer, then any number of `header`s."""
+    """Client side: request a challenge with `nonce`, `accept` the answer, then make any number of `header`s."""
 
     def __init__(self, key: MacKey) -> None:
         self._key = key
@@ -57,15 +57,15 @@ class Session:
 
     @property
     def nonce(self) -> str:
-        """What to ask for a challenge with."""
+        """The client's nonce, sent in the request for a challenge."""
         return self._challenge.nonce
 
     def accept(self, server_nonce: str, proof: str) -> None:
-        """Believe the server from here on. ProofError where it does not know the token: it may be sent nothing then."""
+        """Check the server's proof. ProofError if the server does not know the token; send it nothing in that case."""
         self._challenge.accept(server_nonce, proof)
 
     def header(self, method: str, target: str, body: bytes) -> str:
-        """Our proof for one request, to be sent once. After `accept`."""
+        """Return the client's proof for one request; send it only once. Call it after `accept`."""
         client, server = self._challenge.nonces
         counter, digest = str(next(self._counters)), body_digest(body)
         mac = self._key.mac(_LABEL, client, server, counter.encode(), as_bytes(method), as_bytes(target), digest)
@@ -73,18 +73,18 @@ class Session:
 
 
 class CounterWindow:
-    """Which counters of a session were used: the largest, and of the `WINDOW` up to it each."""
+    """Used counters of a session: the largest one, and a bit for each of the last `WINDOW` counters."""
 
     def __init__(self) -> None:
         self._largest = -1
         self._used = 0  # bit i: counter `_largest - i`
 
     def take(self, counter: int) -> None:
-        """Use `counter` for the first and last time.
+        """Mark `counter` as used.
 
         Raises:
-            ProofError: it was used before.
-            ProofExpiredError: it is so far behind that nothing is known of it.
+            ProofError: the counter was used before.
+            ProofExpiredError: the counter is older than the window.
         """
         ahead = counter - self._largest
         if ahead > 0:
@@ -93,7 +93,7 @@ class CounterWindow:
             self._largest = counter
             return
         if -ahead >= WINDOW:
-            raise ProofExpiredError("the proof was overtaken by too many others")
+            raise ProofExpiredError("the proof's counter is too far behind the newest one")
         if self._used >> -ahead & 1:
             raise ProofError("the proof was used before")
         self._used |= 1 << -ahead
@@ -101,16 +101,16 @@ class CounterWindow:
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """A session in which a request with a good proof has come. `made_s`: when its challenge was answered."""
+    """A session with at least one valid proof. `made_s`: when its challenge was answered."""
 
     made_s: float
     counters: CounterWindow = dataclasses.field(default_factory=CounterWindow)
 
 
 class SessionVerifier:
-    """The server's side. One thread. Only a request with a good proof costs memory. `now_s` is a monotonic clock's.
+    """Server side. One thread. Only a valid proof costs memory. `now_s` is in seconds of a monotonic clock.
 
-    Beyond `max_sessions` the oldest session is forgotten; no challenge that is as old as it begins one from then on.
+    Beyond `max_sessions` the oldest session is dropped; from then on challenges of that age or older start no session.
     """
 
     def __init__(
@@ -124,15 +124,15 @@ class SessionVerifier:
         self._floor_s = -float("inf")
 
     def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
-        """Our nonce, and our proof over both. ProofError where what the client sent is no nonce."""
+        """Return the server's nonce, and its proof over both nonces. ProofError if `client_nonce` is malformed."""
         return self._nonces.challenge(client_nonce, now_s)
 
     def check(self, header: str, method: str, target: str, now_s: float) -> bytes:
-        """Take the proof of a request, whose body is still to be read; returns the digest that the body must have.
+        """Check a request's proof before its body is read; returns the SHA-256 that the body must have.
 
         Raises:
-            ProofExpiredError: its challenge is too old or of another start of this server. The client may try again.
-            ProofError: it is malformed, another token's, for another request, or was used before.
+            ProofExpiredError: the challenge is too old, or from before a restart of the server. The client may retry.
+            ProofError: the proof is malformed, for another token or request, or was used before.
         """
         found = _HEADER.fullmatch(header)
         if found is None:

@@ -1,4 +1,4 @@
-"""How long the parts of a process's start took. Made by the process's main function, handed down to what it builds."""
+"""Durations of the parts of a process's start-up. Created by the main function and passed to the code that it calls."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ POOLS = "kv_cache_allocation"
 WARM_UP = "warm_up"
 TRANSFER = "transfer"
 SCHEDULER = "scheduler_e2e"
-"""Names of parts; those that SGLang has are SGLang's. The last is the whole of a scheduler's, from its creation on."""
+"""Names of parts, as in SGLang where it has them. `SCHEDULER` is a scheduler's total, since its process was created."""
 
 FACT = "startup_{}_s"
-"""The name of a part among an engine's facts."""
+"""Key of a part in an engine's facts."""
 
 
 def process_age_s() -> float:
-    """Seconds since this process was created, before its interpreter began."""
+    """Return the seconds since this process was created, which includes the start of the interpreter."""
     return max(0.0, time.time() - psutil.Process().create_time())
 
 
 class StartupTimes:
-    """Seconds by part. Parts may contain parts: the time of an inner one does not count for the outer.
+    """Seconds by part. Parts nest: the time of an inner part is not counted for the outer one.
 
-    For one thread. Parts that come again add up.
+    One thread. Repeated parts add up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +40,7 @@ class StartupTimes:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is done inside is `name`."""
+        """Count the duration of the `with` block as part `name`."""
         began = self._clock()
         self._inner_s.append(0.0)
         try:
@@ -52,21 +52,21 @@ class StartupTimes:
                 self._inner_s[-1] += took
 
     def add(self, name: str, seconds: float) -> None:
-        """So many more seconds of `name`."""
+        """Add `seconds` to part `name`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """By part, in the order in which they ended first."""
+        """Seconds by part, in the order in which the parts first ended."""
         return dict(self._seconds)
 
     def facts(self) -> dict[str, float]:
-        """The same as facts of an engine."""
+        """Return the seconds as facts of an engine, rounded to milliseconds."""
         return {FACT.format(name): round(seconds, 3) for name, seconds in self._seconds.items()}
 
 
 def describe(seconds: Mapping[str, float]) -> str:
-    """For a line of the log, behind what has taken so long: the whole and its parts. Empty where nothing is known."""
+    """Format total and parts as the end of a log line; empty without a `SCHEDULER` part."""
     parts = {name: value for name, value in seconds.items() if name != SCHEDULER}
     if SCHEDULER not in seconds:
         return ""
@@ -75,7 +75,7 @@ def describe(seconds: Mapping[str, float]) -> str:
 
 
 def read_facts(facts: Mapping[str, object]) -> dict[str, float]:
-    """Seconds by part, out of an engine's facts."""
+    """Read seconds by part from an engine's facts."""
     before, after = FACT.split("{}")
     return {
         name.removeprefix(before).removesuffix(after): float(value)

@@ -1,12 +1,13 @@
-"""What a server tells a router of each event of a stream, so that another server can go on where it broke off.
+"""Resume state in a stream's events, with which another server can continue a stream that broke.
 
-    router ── X-PDServe-Stream-State: 1 ──> server     the router asks for it; it never passes a client's header on
-    router <── `: pdserve {...}` ── server             a line before `data:` of each event, a comment to other readers
-    router ── body + `pdserve_resume` ──> server       what was told so far; the server goes on behind it
+    router ── X-PDServe-Stream-State: 1 ──> server     the router requests the state; a client's header is not forwarded
+    router <── `: pdserve {...}` ── server             a line before `data:` of each event, an SSE comment
+    router ── body + `pdserve_resume` ──> server       the state so far; the server continues after it
 
-What is told is the client's own: ids of its tokens, and what it is shown anyway. So a client that asks a server for it
-directly, or sends the field, can reach nothing but its own answer. The router takes the lines out of streams, and the
-field out of bodies. Used by `server/request/stream_states.py` and `router/proxy/stream_retry.py`.
+The state holds only data of the client: the ids of its tokens, and text that it is sent anyway. A client that requests
+the state from a server directly, or sends the field, therefore reaches only its own answer. The router removes the
+lines from streams and the field from bodies. Used by `server/request/stream_states.py` and
+`router/proxy/stream_retry.py`.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ ShortText = msgspec.Meta(max_length=MAX_HEAD_CHARS)
 
 
 class EventState(msgspec.Struct, omit_defaults=True):
-    """What is told before one event.
+    """The resume state of one event.
 
-    `token_ids`: tokens since the event before; the event shows their text as far as it can be shown.
-    `head`: of the first event, what all events have in common. `logprobs`: `[logprob, top, picked]` of each token,
-    where events repeat those of earlier tokens. `tail`: of the last event that has tokens, all that follows it but
-    `[DONE]`; None while more tokens come.
+    `token_ids`: tokens since the previous event; the event holds their text as far as it is complete.
+    `head`: fields common to all events, in the first event only. `logprobs`: `[logprob, top, picked]` of each token, if
+    events repeat those of earlier tokens. `tail`: in the last event with tokens, the rest of the stream except
+    `[DONE]`; None while more tokens follow.
     """
 
     token_ids: list[int] = msgspec.field(default_factory=list)
@@ -45,12 +46,12 @@ class EventState(msgspec.Struct, omit_defaults=True):
     tail: str | None = None
 
     def line(self) -> bytes:
-        """The comment line, with its end."""
+        """Encode the state as a comment line, with its line break."""
         return MARK + msgspec.json.encode(self) + b"\n"
 
 
 def split_event(event: bytes) -> tuple[EventState | None, bytes]:
-    """An event without its end: what is told of it, and the event as the client gets it."""
+    """Split an event without its end into the resume state and the event for the client."""
     if not event.startswith(MARK):
         return None, event
     line, _, rest = event.partition(b"\n")

@@ -1,6 +1,6 @@
-"""From the command line to a `ServerConfig`. The parser is generated from the annotations of `groups`.
+"""Parses the command line into a `ServerConfig`. The parser is generated from the annotations of `groups`.
 
-Called by `launch_server`. Nothing is ignored: a flag that SGLang has and pdserve does not honour is refused by name.
+Called by `launch_server`. No flag is ignored: a flag of SGLang that pdserve does not support is refused by name.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from pdserve.config.validate import check
 from pdserve.errors import ConfigError
 
 ALIASES = {"model_path": ("--model",)}
-"""SGLang's other spellings of flags that pdserve has."""
+"""Further spellings of flags in SGLang."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Flag:
-    """One field as a flag. `kind` is int, float, str or bool; `choices` is empty when any value will do."""
+    """One field as a flag. `kind` is int, float, str or bool; `choices` is empty if all values are allowed."""
 
     group: str
     field: str
@@ -37,13 +37,13 @@ class Flag:
     default: Any
     help: str
     env: str | None
-    """A variable that stands for the flag where it is not given; an empty one does not count."""
+    """Environment variable that replaces an absent flag; an empty variable is ignored."""
     secret: bool
 
 
 @functools.cache
 def flags() -> tuple[Flag, ...]:
-    """All flags, in the order of `groups`."""
+    """Return all flags, in the order of `groups`."""
     return tuple(_flags())
 
 
@@ -68,13 +68,13 @@ def _flags() -> Iterator[Flag]:
 
 
 def group_classes() -> dict[str, type[Any]]:
-    """The fields of `ServerConfig` and the dataclass of each."""
+    """Return the fields of `ServerConfig` and the dataclass of each."""
     hints = typing.get_type_hints(ServerConfig)
     return {field.name: hints[field.name] for field in dataclasses.fields(ServerConfig)}
 
 
 def _parse_hint(hint: Any) -> tuple[type[Any], tuple[str, ...], bool]:
-    """(kind, choices, may be None) of an annotation."""
+    """Return (kind, choices, may be None) of an annotation."""
     optional = False
     if isinstance(hint, UnionType) or typing.get_origin(hint) is typing.Union:
         members = [member for member in typing.get_args(hint) if member is not NoneType]
@@ -87,14 +87,14 @@ def _parse_hint(hint: Any) -> tuple[type[Any], tuple[str, ...], bool]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of ending the process; help still prints and exits."""
+    """Raises ConfigError instead of exiting; `--help` still prints and exits."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser, one argument group per config group. Absent flags are absent from the result."""
+    """Build the parser, with one argument group per config group. Absent flags are absent from the result."""
     parser = _Parser(
         prog="python -m pdserve.launch_server",
         description="One pdserve server: monolith, prefill or decode.",
@@ -128,7 +128,7 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     """Parse and check a command line. `--help` prints and raises SystemExit.
 
     Raises:
-        ConfigError: a flag is unknown or not honoured, or its value is malformed or out of range.
+        ConfigError: a flag is unknown or not supported, or its value is malformed or out of range.
     """
     _refuse_foreign_flags(argv)
     values = _from_environment() | _parse(argv)
@@ -143,13 +143,13 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
 
 
 def _from_environment() -> dict[str, str]:
-    """The values of the flags that have a variable, by field."""
+    """Return the values of flags that are set as environment variables, by field."""
     given = ((flag.field, os.environ.get(flag.env, "").strip()) for flag in flags() if flag.env is not None)
     return {field: value for field, value in given if value}
 
 
 def _parse(argv: Sequence[str]) -> dict[str, Any]:
-    """The values of the flags that were given, by field. ConfigError names the flag at fault."""
+    """Return the values of the given flags by field. ConfigError names the invalid flag."""
     try:
         given, extra = build_parser().parse_known_args(list(argv))
     except argparse.ArgumentError as error:
@@ -161,7 +161,7 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse_foreign_flags(argv: Sequence[str]) -> None:
-    """ConfigError for the first flag that is not ours; says so when it is SGLang's, else what comes close."""
+    """Raise ConfigError for the first unknown flag; the message says if SGLang has it, else names similar flags."""
     known: dict[str, Flag] = {name: flag for flag in flags() for name in flag.names}
     negated = {f"--no-{name[2:]}": flag for name, flag in known.items() if flag.kind is bool}
     names = known.keys() | negated.keys() | {"--help", "-h"}

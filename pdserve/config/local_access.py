@@ -1,7 +1,8 @@
-"""Who may ask a service that `launch_local` starts, and over what. Its flags, dealt out to router and servers.
+"""Access and TLS flags of `launch_local`, and the split of server flags between the router and the servers by role.
 
-Clients see the router only: their limits, web pages and certificate are its business. Keys are everybody's, and go to
-the parts through the environment. The servers are on loopback and speak HTTPS only where `--ssl-ca-certs` asks for it.
+Clients connect to the router only, so client limits, CORS and the certificate are flags of the router. Router and
+servers all get the API keys, through the environment. The servers listen on loopback, with HTTPS only if
+`--ssl-ca-certs` is given.
 """
 
 from __future__ import annotations
@@ -30,25 +31,25 @@ PREFILL_FIELDS = frozenset(
 )
 DECODE_FIELDS = frozenset({"num_reserved_decode_tokens", "mixed_chunk_size"})
 DECODE_PREFIX = "disaggregation_decode_"
-"""Every other field that begins so is decode's."""
+"""Further decode-only fields start with this prefix."""
 ROUTER_FIELDS = frozenset({"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level"})
-"""Flags that routers have, too, under the same name and with the same meaning."""
+"""Server flags that the router also has, with the same name and meaning."""
 
 
 def role_of(field: str) -> Role | None:
-    """The only role that a field of the configuration concerns, or None when it is for all."""
+    """Return the only role that uses a configuration field; None: all roles."""
     if field in PREFILL_FIELDS:
         return "prefill"
     return "decode" if field in DECODE_FIELDS or field.startswith(DECODE_PREFIX) else None
 
 
 def flags_for(role: Role, argv: Sequence[str]) -> list[str]:
-    """`argv` without the other role's flags and their values. What is no flag is kept, so that the server says so."""
+    """Return `argv` without the other role's flags and values. Unknown words are kept; the server reports them."""
     return [word for field, words in _split(argv) for word in words if field is None or role_of(field) in (None, role)]
 
 
 def flags_for_router(argv: Sequence[str]) -> list[str]:
-    """Those of `argv`, flags of servers, that a router in front of them takes as well."""
+    """Return the server flags in `argv` that the router also has."""
     found = [words for field, words in _split(argv) if field in ROUTER_FIELDS]
     return [word for words in found if not words[0].startswith("--no-") for word in words]
 
@@ -70,7 +71,7 @@ def _split(argv: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalAccess:
-    """None: not given. Secrets never appear in a repr."""
+    """Access and TLS settings. None: not given. Secrets never appear in a repr."""
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -84,7 +85,7 @@ class LocalAccess:
     ssl_ca_certs: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`; what else may be wrong the parts say."""
+        """Check keys and certificates; raises `ConfigError`. Router and servers check the remaining values."""
         check_keys("--api-key", self.api_key)
         check_keys("--admin-api-key", self.admin_api_key)
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
@@ -94,12 +95,12 @@ class LocalAccess:
 
     @property
     def client_key(self) -> str:
-        """What to tell clients that their key is; a secret is not shown."""
+        """Placeholder for the key in printed examples; never the key itself."""
         return "none" if self.api_key is None else "YOUR_KEY"
 
     @property
     def env(self) -> dict[str, str]:
-        """What the parts' environment says of it."""
+        """Environment variables for router and servers."""
         given = {
             API_KEY: self.api_key,
             ADMIN_API_KEY: self.admin_api_key,
@@ -109,7 +110,7 @@ class LocalAccess:
 
     @property
     def server_flags(self) -> list[str]:
-        """For every server."""
+        """Flags for every server."""
         return [*(["--require-control-proof"] if self.require_control_proof else []), *self._tls_flags]
 
     @property
@@ -120,7 +121,7 @@ class LocalAccess:
 
     @property
     def router_flags(self) -> list[str]:
-        """For the router."""
+        """Flags for the router."""
         values = {
             "--max-concurrent-requests-per-client": self.max_concurrent_requests_per_client,
             "--forwarded-allow-ips": self.forwarded_allow_ips,
@@ -135,28 +136,26 @@ class LocalAccess:
 
 def add_access(parser: argparse.ArgumentParser) -> None:
     """Add the flags to a parser."""
-    add = parser.add_argument_group("access", "who may ask, and over what").add_argument
-    add("--api-key", metavar="KEY", help=f"what clients must send as Authorization: Bearer KEY (or in {API_KEY})")
-    add("--admin-api-key", metavar="KEY", help=f"instead of it for commands (or in {ADMIN_API_KEY})")
-    text = "the servers take requests of the router only, which proves the control token with each"
+    add = parser.add_argument_group("access", "API keys, client limits, CORS and TLS").add_argument
+    add("--api-key", metavar="KEY", help=f"key that clients must send as Authorization: Bearer KEY (or in {API_KEY})")
+    add("--admin-api-key", metavar="KEY", help=f"key that replaces --api-key for admin paths (or in {ADMIN_API_KEY})")
+    text = "servers accept only requests of the router, which proves the control token with each request"
     add("--require-control-proof", action="store_true", help=text)
-    text = "generating requests that a client may have at a time"
+    text = "concurrent generating requests per client; no limit when absent"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
-    text = "proxies whose X-Forwarded-For names the client, with commas between them"
+    text = "trusted proxies, comma-separated; their X-Forwarded-For names the client"
     add("--forwarded-allow-ips", metavar="ADDRESSES", help=text)
-    text = "origins of web pages that may ask; * for all"
+    text = "origins of web pages that may send requests; * for all"
     add("--cors-allowed-origins", nargs="*", default=[], metavar="ORIGIN", help=text)
     add("--ssl-certfile", metavar="PEM", help="the router serves HTTPS with this certificate")
-    add("--ssl-keyfile", metavar="PEM", help="and this key")
-    add("--ssl-keyfile-password", metavar="PASSWORD", help=f"of the key file (or in {KEYFILE_PASSWORD})")
-    text = (
-        "the servers serve HTTPS, too, and the router checks them against these authorities; the certificate must be "
-    )
-    add("--ssl-ca-certs", metavar="PEM", help=f"{text}valid for 127.0.0.1")
+    add("--ssl-keyfile", metavar="PEM", help="private key of --ssl-certfile")
+    add("--ssl-keyfile-password", metavar="PASSWORD", help=f"password of the key file (or in {KEYFILE_PASSWORD})")
+    text = "the servers also serve HTTPS, and the router verifies them with these CA certificates; the certificate must"
+    add("--ssl-ca-certs", metavar="PEM", help=f"{text} be valid for 127.0.0.1")
 
 
 def access_of(args: argparse.Namespace) -> LocalAccess:
-    """What was given; keys may stand in the environment."""
+    """Return the given values; absent keys are read from the environment."""
     given = {field.name: vars(args)[field.name] for field in dataclasses.fields(LocalAccess)}
     for field, variable in (("api_key", API_KEY), ("admin_api_key", ADMIN_API_KEY)):
         if given[field] is None:

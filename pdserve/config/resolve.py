@@ -1,4 +1,4 @@
-"""Fills in what the command line left open: ordered pure steps, each saying why. Called by `launch_server` once."""
+"""Fills in defaults of absent flags: ordered pure steps, each with a reason. Called once by `launch_server`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What the steps may know of the machine."""
+    """Properties of the machine on which defaults depend."""
 
     has_cuda: bool
     num_cores: int
@@ -36,7 +36,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One default that was filled in."""
+    """One default that was filled in, and the reason."""
 
     field: str
     value: object
@@ -47,17 +47,17 @@ Step = Callable[[ServerConfig, Machine], tuple[ServerConfig, Choice] | None]
 
 
 def look_at_machine() -> Machine:
-    """Ask torch for CUDA, where there is a driver at all, and the system for the cores this process may use."""
+    """Detect CUDA and the cores of this process. Torch is imported only if a driver exists."""
     has_driver = os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)
     has_cuda = has_driver and bool(importlib.import_module("torch").cuda.is_available())
     return Machine(has_cuda=has_cuda, num_cores=len(granted_cores()))
 
 
 def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfig:
-    """The configuration with every default filled in that does not depend on the model; logs each.
+    """Return the configuration with all defaults filled in that do not depend on the model; logs each default.
 
     Raises:
-        ConfigError: what was asked for does not exist here, or contradicts itself.
+        ConfigError: a value is not supported on this machine, or values contradict each other.
     """
     resolved, choices = fill_in(config, look_at_machine() if machine is None else machine)
     for choice in choices:
@@ -66,7 +66,7 @@ def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfi
 
 
 def fill_in(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, list[Choice]]:
-    """`resolve` as a pure function: the new configuration, and what was chosen in order."""
+    """Run `resolve` as a pure function: returns the new configuration, and the choices in order."""
     choices: list[Choice] = []
     for step in STEPS:
         outcome = step(config, machine)
@@ -95,7 +95,7 @@ def _mixed_chunk_size(config: ServerConfig, machine: Machine) -> tuple[ServerCon
     if config.schedule.mixed_chunk_size is not None or config.schedule.chunked_prefill_size is not None:
         return None
     size = CHUNK_TOKENS[config.kernels.device] // MIXED_SHARE
-    return _set(config, "schedule", "mixed_chunk_size", size, "running streams do not pause for long")
+    return _set(config, "schedule", "mixed_chunk_size", size, "bounds the pauses of running streams")
 
 
 def _chunked_prefill_size(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
@@ -109,7 +109,7 @@ def _disable_overlap_schedule(config: ServerConfig, machine: Machine) -> tuple[S
     if config.schedule.disable_overlap_schedule is not None:
         return None
     on_cpu = config.kernels.device == "cpu"
-    reason = "the CPU that plans is the one that computes" if on_cpu else "the GPU computes while the CPU plans"
+    reason = "planning and computing share the CPU" if on_cpu else "the GPU computes while the CPU plans"
     return _set(config, "schedule", "disable_overlap_schedule", on_cpu, reason)
 
 
@@ -117,7 +117,7 @@ def _max_running_requests(config: ServerConfig, machine: Machine) -> tuple[Serve
     if config.schedule.max_running_requests is not None:
         return None
     return _set(
-        config, "schedule", "max_running_requests", MAX_RUNNING_REQUESTS, "rows cost little; memory limits first"
+        config, "schedule", "max_running_requests", MAX_RUNNING_REQUESTS, "rows cost little; KV memory is the limit"
     )
 
 
@@ -126,7 +126,7 @@ def _disaggregation_host(config: ServerConfig, machine: Machine) -> tuple[Server
         return None
     if config.serving.host in ANY_ADDRESS:
         raise ConfigError(
-            f"--host {config.serving.host} listens everywhere, so peers must be told where this server is: "
+            f"--host {config.serving.host} listens on all addresses, so peers need the address of this server: "
             "give --disaggregation-host ADDRESS",
             field="disaggregation_host",
         )
@@ -136,13 +136,13 @@ def _disaggregation_host(config: ServerConfig, machine: Machine) -> tuple[Server
 def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
     if config.disagg.disaggregation_bootstrap_port is not None or config.disagg.disaggregation_mode != "prefill":
         return None
-    return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, "SGLang's")
+    return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, "SGLang's default")
 
 
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
-    _mixed_chunk_size,  # before the next, which fills in what it asks for
+    _mixed_chunk_size,  # before `_chunked_prefill_size`: it depends on whether that value was given
     _chunked_prefill_size,
     _disable_overlap_schedule,
     _max_running_requests,
@@ -157,16 +157,16 @@ MODES: Mapping[str, tuple[DisaggMode, ...]] = {
     "disaggregation_prefill_pp": ("prefill",),
     "disaggregation_decode_enable_radix_cache": ("decode",),
     "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
-    "disaggregation_allowed_prefill": ("decode", "prefill"),  # which may become a decode server
+    "disaggregation_allowed_prefill": ("decode", "prefill"),  # a prefill server may become a decode server
 }
-"""Fields of `DisaggConfig` that mean something in these modes only, and are refused in others."""
+"""Fields of `DisaggConfig` that are valid in these modes only."""
 
 
 def for_mode(given: ServerConfig, mode: DisaggMode) -> ServerConfig:
-    """What a server that was started with `given` is started with in another mode.
+    """Return the configuration of a server after a role switch to `mode`.
 
-    Flags that this mode refuses were given for the other one, and are left out, as `launch_local` does; so `given` is
-    the configuration before `resolve`, and stays what a server comes back to.
+    `given` is the configuration before `resolve`; the server keeps it for later switches. Flags that are invalid in
+    `mode` get their defaults, as in `launch_local`.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(DisaggConfig)}
     left_out = {field: defaults[field] for field, modes in MODES.items() if mode not in modes}
@@ -175,7 +175,7 @@ def for_mode(given: ServerConfig, mode: DisaggMode) -> ServerConfig:
 
 
 def _check_together(config: ServerConfig, machine: Machine) -> None:
-    """What only shows once all values are known."""
+    """Check combinations of values, after all defaults are filled in."""
     if config.kernels.device == "cuda" and not machine.has_cuda:
         raise ConfigError("--device cuda, but torch finds no GPU; install a CUDA build of torch", field="device")
     if config.kernels.device == "cuda" and config.disagg.disaggregation_transfer_backend == "shm":
@@ -203,7 +203,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
     meets_at = (config.parallel.dist_init_addr or "").rpartition(":")[0]
     if config.parallel.nnodes > 1 and host in LOOPBACK and meets_at not in LOOPBACK:
         raise ConfigError(
-            f"ranks on several hosts cannot be reached at {host}: give --host or --disaggregation-host the address of "
+            f"ranks on several hosts cannot be reached at {host}: set --host or --disaggregation-host to an address of "
             "this host",
             field="disaggregation_host",
         )
@@ -236,23 +236,23 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
 
 
 def _check_attention(kernels: KernelConfig) -> None:
-    """What no machine can do; whether the libraries are there and fit the model is seen when it is loaded."""
+    """Check values that no machine supports; libraries and model support are checked when the model is loaded."""
     asked = kernels.attention_backend
     if asked == "auto":
         return
     reason = None
     if asked != "torch" and kernels.enable_deterministic_inference:
-        reason = "--enable-deterministic-inference has an attention of its own"
+        reason = "--enable-deterministic-inference uses its own attention kernels"
     elif kernels.device == "cpu" and asked != "torch" and not (asked == "triton" and triton_is_interpreted()):
         reason = "it is for CUDA, but --device is cpu"
     elif kernels.cpu_kernels == "native":
-        reason = "--cpu-kernels native has an attention of its own"
+        reason = "--cpu-kernels native uses its own attention kernels"
     if reason is not None:
         raise ConfigError(f"--attention-backend {asked}: {reason}", field="attention_backend")
 
 
 def _set(config: ServerConfig, group: str, field: str, value: object, reason: str) -> tuple[ServerConfig, Choice]:
-    """`config` with one field of one group replaced."""
+    """Return `config` with one field of one group replaced, and the choice."""
     groups = {item.name: getattr(config, item.name) for item in dataclasses.fields(config)}
     groups[group] = dataclasses.replace(groups[group], **{field: value})
     return ServerConfig(**groups), Choice(field, value, reason)

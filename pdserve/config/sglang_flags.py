@@ -1,7 +1,6 @@
-"""Names of the server flags that SGLang 0.5.x has and pdserve does not: `cli` calls them not honoured, not unknown.
+"""Server flags of SGLang 0.5.x that pdserve does not support: `cli` reports them as unsupported, not as unknown.
 
-Data only. Flags that pdserve honours are in `groups` and never here (a test keeps the two apart); a flag that becomes
-ours leaves this list.
+Data only. Flags that pdserve supports are in `groups` and never here; a test checks that the two lists are disjoint.
 """
 
 from __future__ import annotations
@@ -133,4 +132,4 @@ weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads weight-ver
 """
 
 SGLANG_FLAGS: frozenset[str] = frozenset(f"--{name}" for name in _NAMES.split())
-"""Every name with its leading dashes, short forms such as --tp included."""
+"""All names with leading dashes, including short forms such as --tp."""

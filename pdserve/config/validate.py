@@ -1,4 +1,4 @@
-"""Which values a configuration may have. Pure; called by `cli` and again by `resolve` after it filled in defaults."""
+"""Checks the values of a configuration. Pure; called by `cli`, and again by `resolve` after it filled in defaults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 
 
 def check(config: ServerConfig) -> None:
-    """Raise ConfigError, naming the flag, what was given, and what is allowed."""
+    """Check all values; ConfigError states the flag, the given value and the allowed values."""
     _check_model(config.model)
     _check_parallel(config.parallel)
     _check_memory(config.memory)
@@ -113,7 +113,7 @@ def _check_experts(parallel: ParallelConfig) -> None:
             ("enable_eplb", parallel.enable_eplb),
         ):
             if asked:
-                _refuse(field, "given", "it is for --ep-size above 1")
+                _refuse(field, "given", "it needs --ep-size above 1")
 
 
 def _check_memory(memory: MemoryConfig) -> None:
@@ -143,7 +143,7 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     _at_least("mixed_chunk_size", schedule.mixed_chunk_size, 1)
     if schedule.mixed_chunk_size is not None and schedule.chunked_prefill_size is not None:
         if schedule.chunked_prefill_size == -1:
-            _refuse("mixed_chunk_size", schedule.mixed_chunk_size, "is for chunks; --chunked-prefill-size -1 has none")
+            _refuse("mixed_chunk_size", schedule.mixed_chunk_size, "--chunked-prefill-size -1 disables chunked prefill")
         if schedule.mixed_chunk_size > schedule.chunked_prefill_size:
             rule = f"must be at most --chunked-prefill-size, {schedule.chunked_prefill_size}"
             _refuse("mixed_chunk_size", schedule.mixed_chunk_size, rule)
@@ -192,7 +192,7 @@ def _check_grammar(grammar: GrammarConfig) -> None:
     }
     names = [name for name, is_given in given.items() if is_given]
     if len(names) > 1:
-        _refuse(names[0], "given", f"--{names[1].replace('_', '-')} is, too; only one of them can be")
+        _refuse(names[0], "given", f"--{names[1].replace('_', '-')} is given, too; only one of them is allowed")
     if pattern is not None:
         try:
             re.compile(pattern)
