@@ -1,4 +1,4 @@
-"""API keys, client limits, CORS and TLS of a server: a group of `ServerConfig`. Flag names are from SGLang and uvicorn."""
+"""API keys, client limits, CORS and TLS of a server: a group of `ServerConfig`. Flag names of SGLang and uvicorn."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class ParallelConfig:
 
     @property
     def shape(self) -> ParallelShape:
-        """Shape of one replica. With DP attention it holds for attention and KV; feed-forward layers are split wider."""
+        """Shape of one replica. With DP attention it is the split of attention and KV, not of feed-forward layers."""
         return ParallelShape(tp_size=self.tp_size // self.num_sharing, pp_size=self.pp_size)
 
 

@@ -1,4 +1,4 @@
-"""Fills in defaults of absent flags: ordered pure steps, each with a reason. Called once by `launch_server`."""
+"""Fills in defaults of absent flags: ordered pure steps, each with a reason. Called by `launch_server`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The HTTP server in front of pairs: picks one, mints the room, relays decode's answer."""
+"""The HTTP server in front of workers: picks a pair, generates the bootstrap room, relays decode's answer."""

@@ -1,7 +1,7 @@
-"""The router's HTTP side: routes, and the parts put together. `launch_router` runs what `make_app` returns.
+"""The router's HTTP application: routes, and the objects behind them. `launch_router` runs the result of `make_app`.
 
-The app must run with handler cancellation (`aiohttp.web.AppRunner(..., handler_cancellation=True)`): that is how a
-client's disconnect ends both halves of its request.
+The app must run with handler cancellation (`aiohttp.web.AppRunner(..., handler_cancellation=True)`), which ends both
+halves of a request when its client disconnects.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ASKED = (
 ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/flush_cache", "/abort_request")
-"""What workers are sent as it comes, or nearly so."""
+"""Paths that are forwarded to workers with few or no changes."""
 TICK_S = 1.0
 EXPLAINED_BYTES = 1 << 20
-"""Longer bodies are not read again to name the field that is no JSON."""
+"""Longer bodies are not parsed again to name the invalid field."""
 
 
 def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
-    """Why `data` is refused. NaN and Infinity, which Python clients write though JSON lacks them, by their field."""
+    """Return the error text for `data`; it names the field with NaN or Infinity, which Python clients may send."""
     try:
         field = _non_finite(json.loads(data)) if len(data) <= EXPLAINED_BYTES else None
     except (ValueError, RecursionError):
@@ -68,7 +68,7 @@ def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
 
 
 def _non_finite(value: object, name: str = "the body") -> str | None:
-    """The name of the first field in `value` that is NaN or infinite."""
+    """Return the name of the first field in `value` that is NaN or infinite; None without one."""
     if isinstance(value, float):
         return None if math.isfinite(value) else name
     items = value.items() if isinstance(value, dict) else [(name, v) for v in value] if isinstance(value, list) else ()
@@ -76,7 +76,7 @@ def _non_finite(value: object, name: str = "the body") -> str | None:
 
 
 class RouterApp:
-    """All parts of one router, and the handlers that need several of them. Created inside a running event loop."""
+    """The components of one router, and handlers that use several of them. Created inside a running event loop."""
 
     def __init__(self, config: RouterConfig, session: aiohttp.ClientSession) -> None:
         rng = random.SystemRandom()
@@ -109,7 +109,7 @@ class RouterApp:
             self.registry.add(spec)
 
     async def start(self) -> None:
-        """Ask every worker once, then watch them, and those that are added later."""
+        """Check every worker once, then start the health checks; workers that are added later are checked, too."""
         await self.health.start()
         self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
@@ -117,7 +117,7 @@ class RouterApp:
         self.watchdog.start()
 
     async def close(self) -> None:
-        """End all background tasks."""
+        """Stop all background tasks."""
         if self._ticker is not None:
             self._ticker.cancel()
             await asyncio.gather(self._ticker, return_exceptions=True)
@@ -129,7 +129,7 @@ class RouterApp:
             await asyncio.to_thread(self._tracing.close)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """POST of the generating paths."""
+        """Generate: send the request to a pair and relay decode's answer."""
         begun = self.admission.now()
         if self._drain.closed:
             return self._refuse(request)
@@ -145,9 +145,9 @@ class RouterApp:
         return response
 
     async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """Refuse what comes and what waits in the queue; what runs has `timeout_s` seconds, or until `hurry` is set.
+        """Refuse new and queued requests; running requests get `timeout_s` seconds, or until `hurry` is set.
 
-        What then still runs ends with an error. The application serves until its runner ends it.
+        Requests that still run then end with an error. The application serves until its runner stops it.
         """
         self._drain.close()
         self.admission.refuse_waiting(SHUTTING_DOWN)
@@ -168,7 +168,7 @@ class RouterApp:
         return response
 
     async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
-        """Within a span where calls are traced."""
+        """Handle the request, inside a span if tracing is enabled."""
         if self._tracing is None:
             return await self._generate(request, begun, None)
         with self._tracing.call(request.path, request.headers) as span:
@@ -185,7 +185,7 @@ class RouterApp:
             return error_response(400, explain_not_json(data, error), "invalid_request")
         if not isinstance(body, dict):
             return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
-        body.pop(RESUME_FIELD, None)  # the router's own
+        body.pop(RESUME_FIELD, None)  # only the router may set it
         headers = forwarded_headers(request.headers, request.remote)
         headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         call = ProxiedCall(request.path, body, headers, deadline, trace)
@@ -202,7 +202,7 @@ class RouterApp:
             return error_response(504, text, "timeout")
 
     async def abort(self, request: web.Request) -> web.Response:
-        """Those that wait here are refused, and every worker is told."""
+        """Abort requests: refuse those in the router's queue, and forward the command to every worker."""
         try:
             body = orjson.loads(request[BODY] or b"{}")
         except orjson.JSONDecodeError as error:
@@ -216,7 +216,7 @@ class RouterApp:
         return await self._fleet.fan_out(request)
 
     async def ready(self, request: web.Request) -> web.Response:
-        """200 while a request could be served: a worker of each role is alive, not drained, and their pair serves."""
+        """200 while requests can be served: a pair of healthy, not draining workers exists that is not down."""
         if self._drain.closed:
             return refusal(SHUTTING_DOWN)
         if not self.admission.could_serve():
@@ -224,21 +224,21 @@ class RouterApp:
         return json_response({"status": "ok"})
 
     async def version(self, request: web.Request) -> web.Response:
-        """The router's version."""
+        """Return the router's version."""
         return json_response({"version": pdserve.__version__})
 
     async def alive(self, request: web.Request) -> web.Response:
-        """200: the router itself runs."""
+        """Liveness: 200 while the router runs."""
         return json_response({"status": "ok"})
 
     async def show_metrics(self, request: web.Request) -> web.Response:
-        """Prometheus text."""
+        """Return the router's metrics in Prometheus text format."""
         self.metrics.show(self.registry.workers, self.admission.num_waiting, self.admission.now())
         self.metrics.show_pairs(self.admission.pairs)
         return web.Response(body=self.metrics.render(), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     def routes(self) -> list[web.RouteDef]:
-        """Every path that the router serves."""
+        """Return all routes of the router."""
         fleet = self._fleet
         return [
             *(web.post(path, self.generate) for path in GENERATING),
@@ -270,7 +270,7 @@ class RouterApp:
             policy.forget(worker.spec.url)
 
     async def _tick(self) -> None:
-        """Time passes for the policies, and for breakers that the queue may wait for."""
+        """Call `tick` of the policies every `TICK_S`, and wake the queue, since a breaker may have become half open."""
         while True:
             for policy in self.admission.policies.values():
                 policy.tick(self.admission.now())
@@ -282,7 +282,7 @@ ROUTER = web.AppKey("router", RouterApp)
 
 
 def make_app(config: RouterConfig) -> web.Application:
-    """The aiohttp application; workers are watched from its start-up to its clean-up."""
+    """Build the aiohttp application; health checks run from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
     Access(config.access, config.max_request_bytes).install(app)
     session = make_session(config)

@@ -1,7 +1,7 @@
-"""`GET /openapi.json`: every route of the router; what it forwards is documented as the workers document it.
+"""`GET /openapi.json`: all routes of the router; forwarded paths are taken from a worker's document.
 
-A worker that is alive is asked for its own document, since what it takes is its business (and its version's). Without
-one, or with workers that have none, forwarded paths stand there without their bodies. Created by `app`.
+The router requests the document of a usable worker, because request bodies depend on the worker's version. Without such
+a document, forwarded paths are listed without their bodies. Created by `app`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ GOOD = {
 }
 ERRORS = {
     "400": "a field is missing, of the wrong type, out of range, or not supported; `param` names it",
-    "401": "no API key, or a wrong one",
-    "403": "a command of a web page of another origin",
-    "404": "no such worker, file or model",
-    "409": "the worker is known in another role, or its role is being changed",
+    "401": "missing or invalid API key",
+    "403": "admin request of a web page of another origin",
+    "404": "the worker, file or model does not exist",
+    "409": "the worker exists in another role, or its role is being changed",
     "413": "the body is too large",
 }
 ERRORS_OF_WORKERS = {
-    "429": "this client has as many requests running as it may; `Retry-After` says when to come back",
-    "502": "a worker broke off, and it was too late to try another",
-    "503": "no worker may take it, or all are full; `Retry-After` says when to come back",
+    "429": "the client has reached its limit of concurrent requests; `Retry-After`: seconds to wait",
+    "502": "a worker's answer broke off, and the request could not be retried",
+    "503": "no worker is available, or all are full; `Retry-After`: seconds to wait",
     "504": "no answer before the router's deadline",
 }
 
 
 class ErrorBody(msgspec.Struct):
-    """What went wrong."""
+    """An error in OpenAI's form."""
 
     message: str
     type: str
@@ -65,7 +65,7 @@ class ErrorBody(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """OpenAI's error object, and SGLang's keys beside it; `code` is the status there."""
+    """OpenAI's error object plus SGLang's keys; SGLang's `code` is the HTTP status."""
 
     error: ErrorBody
     object: str
@@ -76,7 +76,7 @@ class ErrorAnswer(msgspec.Struct):
 
 
 class OpenApi:
-    """The handler. `forwarded`: the paths that workers answer; `routes`: all that there are, asked at each request."""
+    """The handler. `forwarded`: paths that workers answer; `routes`: returns all routes, called for each request."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class OpenApi:
         self._with_keys = with_keys
 
     async def get(self, request: web.Request) -> web.Response:
-        """The document."""
+        """Return the OpenAPI document."""
         theirs = await self._fleet.document(request)
         return json_response(describe(self._routes(), self._forwarded, theirs, with_keys=self._with_keys))
 
@@ -100,7 +100,7 @@ class OpenApi:
 def describe(
     routes: Iterable[web.RouteDef], forwarded: frozenset[str], theirs: Mapping[str, Any], *, with_keys: bool
 ) -> dict[str, Any]:
-    """OpenAPI 3.1, paths in the order of `routes`. `theirs` is a worker's document, `{}` where there is none."""
+    """Build the OpenAPI 3.1 document, paths in the order of `routes`. `theirs`: a worker's document, or `{}`."""
     _, own = msgspec.json.schema_components([*BODIES.values(), ErrorAnswer], ref_template=REF)
     schemas = _object(_object(theirs, "components"), "schemas") | {f"router.{name}": one for name, one in own.items()}
     paths: dict[str, dict[str, Any]] = {}
@@ -121,7 +121,7 @@ def describe(
 
 
 def _operation(route: web.RouteDef, path: str, *, to_workers: bool) -> dict[str, Any]:
-    """What the router itself knows of a route."""
+    """Build the operation of a route without a worker's document."""
     key = (route.method, path)
     error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
     errors = ERRORS | ERRORS_OF_WORKERS if to_workers or key not in GOOD else ERRORS
@@ -148,17 +148,17 @@ def _operation(route: web.RouteDef, path: str, *, to_workers: bool) -> dict[str,
 
 
 def _summary(route: web.RouteDef) -> str:
-    """The first sentence of the handler's docstring."""
+    """Return the first sentence of the handler's docstring."""
     text = " ".join((route.handler.__doc__ or "").split("\n\n")[0].split())
     return text.partition(". ")[0].rstrip(".")
 
 
 def _plain(path: str) -> str:
-    """`path` without the patterns of its parameters: `/workers/{name:.+}` as `/workers/{name}`."""
+    """Return `path` without the patterns of its parameters: `/workers/{name:.+}` as `/workers/{name}`."""
     return re.sub(r"{(\w+):[^}]*}", r"{\1}", path)
 
 
 def _object(of: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The object at this name; an empty one where a worker's document has none."""
+    """Return the object at `name`; empty if a worker's document has none."""
     found = of.get(name)
     return dict(found) if isinstance(found, dict) else {}

@@ -1,13 +1,15 @@
-"""Which conversation a request belongs to, for the policy that keeps one where its KV cache is. Pure; `dispatch` asks.
+"""Bootstrap rooms, prompts and conversation keys of request bodies. Pure; used by `dispatch`, the keys by policies.
 
-    X-SMG-Routing-Key, X-Session-ID     headers; what clients of sglang's and of vLLM's router send
-    session_params.id                   what clients of SGLang's sessions send
-    conversation, prompt_cache_key      fields of the body, as OpenAI has them; a conversation is an id or has one
+Conversation keys, in order of precedence:
+
+    X-SMG-Routing-Key, X-Session-ID     headers that clients of sglang's and of vLLM's router send
+    session_params.id                   field that clients of SGLang's sessions send
+    conversation, prompt_cache_key      fields of OpenAI's API; a conversation is an id or an object with an id
     user
-    the opening                         else: what every turn of a conversation begins with
+    the opening                         without a name: the common start of all turns of a conversation
 
-The first that is there counts. An opening needs no help of the client, but conversations that open alike share it:
-clients of `/generate` and of text completions whose prompts begin with one long template should name theirs.
+Conversations with the same opening share a key. Clients of `/generate` and of text completions whose prompts start with
+one long template should therefore send a name.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
 GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 MAX_SEQUENCES = 8192
-"""No worker takes a larger n or more prompts; beyond it the body is refused there, whatever its rooms."""
+"""Workers accept no larger n and no more prompts; they refuse such a body regardless of its rooms."""
 
 
 def batch_size(path: str, body: dict[str, Any]) -> int | None:
-    """How many rooms the request needs as a list; None for a single room.
+    """Return the number of bootstrap rooms that a batch needs as a list; None for a single room.
 
-    Wrong types count as a single room: refusing them is the worker's business.
+    Invalid types count as a single room: the worker refuses them.
     """
     if path == RESPONSES_PATH:
         return None
@@ -50,7 +52,7 @@ def batch_size(path: str, body: dict[str, Any]) -> int | None:
 
 
 def num_sequences(body: dict[str, Any]) -> int:
-    """`n` of a request (`/generate` has it in `sampling_params`), 1 where absent or not a sensible number."""
+    """Return `n` of a request (for `/generate` from `sampling_params`); 1 if absent or invalid."""
     params = body.get("sampling_params")
     n = params.get("n", 1) if isinstance(params, dict) else body.get("n", 1)
     if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_SEQUENCES:
@@ -59,12 +61,12 @@ def num_sequences(body: dict[str, Any]) -> int:
 
 
 def mint(rng: random.Random, sequences: int) -> int:
-    """A room such that room + i stays within 63 bits for every sequence i."""
+    """Return a random bootstrap room such that room + i fits 63 bits for every sequence i."""
     return rng.randrange(MAX_ROOM - sequences + 2)
 
 
 def with_rooms(path: str, body: dict[str, Any], host: str, port: int | None, rng: random.Random) -> dict[str, Any]:
-    """The body with fresh `bootstrap_host`, `bootstrap_port` and `bootstrap_room`; the client's own are replaced."""
+    """Return the body with new `bootstrap_host`, `bootstrap_port` and `bootstrap_room`; the client's are replaced."""
     size = batch_size(path, body)
     sequences = num_sequences(body)
     if size is None:
@@ -74,12 +76,12 @@ def with_rooms(path: str, body: dict[str, Any], host: str, port: int | None, rng
 
 
 TOKENS_MARK = "\udfff"
-"""A lone surrogate: JSON's text has none."""
+"""A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
 MAX_TOKEN = 0x10FFFF
 
 
 def prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
-    """The prompt of a body as one string, of a batch the first one; None where it has none or is malformed."""
+    """Return the prompt of a body as one string, of a batch the first prompt; None if absent or malformed."""
     if path == CHAT_PATH:
         return _conversation(body.get("tools"), body.get("messages"))
     if path == RESPONSES_PATH:
@@ -92,13 +94,13 @@ def prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
 
 
 def first_prompt(body: Mapping[str, Any]) -> Any:
-    """The prompt of `/generate` or of a text completion, unchecked; of a batch the first one."""
+    """Return the unchecked prompt of `/generate` or of a text completion; of a batch the first one."""
     found = next((body[name] for name in ("prompt", "input_ids", "text") if body.get(name) is not None), None)
     return found[0] if isinstance(found, list) and found and isinstance(found[0], str | list) else found
 
 
 def as_text(prompt: Any) -> str | None:
-    """Text as it is, token ids as characters."""
+    """Return text unchanged, and token ids as characters after `TOKENS_MARK`; None if empty or malformed."""
     if isinstance(prompt, str):
         return prompt or None
     if not isinstance(prompt, list) or not prompt:
@@ -117,7 +119,7 @@ def _conversation(tools: Any, messages: Any) -> str | None:
 
 
 def _message(message: Any) -> str:
-    """Role and text; whatever else there is as JSON."""
+    """Return role and text of a message; a message with other fields as JSON."""
     if isinstance(message, dict) and isinstance(message.get("content"), str) and len(message) == 2:
         return f"{message.get('role')}: {message['content']}"
     return orjson.dumps(message).decode()
@@ -132,14 +134,14 @@ OPENING_TOKENS = 64
 
 @dataclasses.dataclass(frozen=True)
 class ConversationKey:
-    """What the turns of one conversation have in common. `named` by the client, or else taken from its opening."""
+    """The key shared by all turns of a conversation. `named`: sent by the client; otherwise taken from the opening."""
 
     value: bytes
     named: bool
 
 
 def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, str]) -> ConversationKey | None:
-    """The key of a request; None where it has nothing to go by. Wrong types are passed over: a worker refuses them."""
+    """Return the conversation key of a request; None without one. Invalid types are ignored: a worker refuses them."""
     named = [*(headers.get(header) for header in KEY_HEADERS), *(_id_of(body.get(field)) for field in KEY_OBJECTS)]
     for name in [*named, *(body.get(field) for field in KEY_FIELDS)]:
         if isinstance(name, str) and name:
@@ -155,12 +157,12 @@ def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, s
 
 
 def _id_of(value: Any) -> Any:
-    """`{"id": X}` and X mean the same."""
+    """Return X for `{"id": X}` and for X."""
     return value.get("id") if isinstance(value, dict) else value
 
 
 def _chat_opening(messages: Any) -> bytes | None:
-    """All up to the first message of the user, which the next turn repeats; whatever comes later it may not."""
+    """Return all messages up to the first user message, as JSON; every later turn repeats them."""
     if not isinstance(messages, list) or not messages:
         return None
     roles = [message.get("role") if isinstance(message, dict) else None for message in messages]

@@ -1,14 +1,15 @@
-"""Workers prove the control token to the router before they are sent anything, and every request proves it to them.
+"""Mutual proof of the control token between router and workers (`--worker-control-proof`).
 
-An aiohttp client middleware around all requests of the router's session; `upstream` puts it there. The protocol is in
-`base/session_proof`.
+A worker must prove the token before the router sends it anything, and every request proves the token to the worker.
+This is an aiohttp client middleware around all requests of the router's session, installed by
+`workers.outcome.make_session`. The protocol is in `base/session_proof`.
 
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead
-    half the session's lifetime has passed ──>  the next challenge, beside requests
-    a request failed, or had a 401         ──>  the session ends: something else may listen there now
-    a request was cancelled                ──>  the next challenge, beside requests
-    401 `control_proof_expired`            ──>  the worker was started anew: a new challenge, and once more
+    half the session's lifetime has passed ──>  the next challenge, concurrent with requests
+    a request failed, or got a 401         ──>  the session ends: another process may listen there now
+    a request was cancelled                ──>  the next challenge, concurrent with requests
+    401 `control_proof_expired`            ──>  the worker was restarted: a new challenge, and one retry
 
 `python -m pdserve.router.worker_proof` prints the key for PDSERVE_WORKER_PROOF_KEY, out of PDSERVE_CONTROL_TOKEN.
 """
@@ -35,16 +36,19 @@ log = logging.getLogger(__name__)
 
 RENEW_AFTER_S = SESSION_LIFETIME_S / 2
 TIMEOUT_S = 10.0
-"""For a challenge."""
+"""Timeout of a challenge."""
 MAX_ANSWER_BYTES = 4096
 REASONS = {
-    404: "it has no such path: it is no pdserve server, or an old one",
+    404: "the path does not exist there: it is no pdserve server, or an old version",
     409: "it has no control token; set PDSERVE_CONTROL_TOKEN there",
 }
 
 
 class UnprovenWorkerError(aiohttp.ClientError):
-    """A worker does not prove the control token, or does not take our proof. It was sent no prompt and no API key."""
+    """A worker does not prove the control token, or refuses the router's proof.
+
+    If the worker did not prove the token, it was sent no prompt. It was sent no API key in either case.
+    """
 
 
 class WorkerChallengeAnswer(msgspec.Struct, frozen=True):
@@ -56,14 +60,14 @@ class WorkerChallengeAnswer(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Proven:
-    """A worker that has proven the token, at `since_s` of the event loop's time."""
+    """A session with a worker that has proven the token, at `since_s` in the event loop's time."""
 
     session: Session
     since_s: float
 
 
 class WorkerProof:
-    """The middleware. One event loop. `connect_timeout_s` is for challenges."""
+    """The middleware. One event loop. `connect_timeout_s`: seconds to connect for a challenge."""
 
     def __init__(self, key: MacKey, connect_timeout_s: float) -> None:
         self._key = key
@@ -75,7 +79,7 @@ class WorkerProof:
     async def __call__(
         self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType
     ) -> aiohttp.ClientResponse:
-        """See aiohttp. UnprovenWorkerError instead of an answer where either side does not believe the other."""
+        """Send a request with a proof, see aiohttp's client middlewares. Raises UnprovenWorkerError."""
         request.headers.popall(hdrs.AUTHORIZATION, None)
         response = await self._send(request, handler)
         if response.status == 401 and response.headers.get(PROOF_HEADER) == EXPIRED:
@@ -88,14 +92,14 @@ class WorkerProof:
         return response
 
     async def _send(self, request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
-        """The request with a proof of its own, to a worker that has proven the token. No answer ends the session."""
+        """Send the request with a new proof to a worker that proved the token. A failure or 401 ends the session."""
         origin = request.url.origin()
         proven = await self._prove(origin, request.session)
         body = request.body if isinstance(request.body, bytes) else await request.body.as_bytes()
         request.headers[PROOF_HEADER] = proven.session.header(request.method, request.url.raw_path_qs, body)
         try:
             response = await handler(request)
-        except asyncio.CancelledError:  # the client has left, or a time-out: the worker has to prove itself anew
+        except asyncio.CancelledError:  # the client disconnected, or a timeout: the worker must prove itself again
             self._challenge(origin, request.session)
             raise
         except Exception:
@@ -110,7 +114,7 @@ class WorkerProof:
             del self._proven[origin]
 
     async def _prove(self, origin: URL, http: aiohttp.ClientSession) -> _Proven:
-        """What the worker has proven of late; else it has to do so now, once for all requests that wait for it."""
+        """Return the current session with the worker; without one, start one challenge for all waiting requests."""
         proven = self._proven.get(origin)
         age_s = None if proven is None else asyncio.get_running_loop().time() - proven.since_s
         if proven is not None and age_s is not None and age_s < SESSION_LIFETIME_S:
@@ -145,13 +149,13 @@ class WorkerProof:
                 reason = REASONS.get(response.status, "it gives no challenge")
                 raise self._unproven(origin, f"GET {CHALLENGE_PATH} answered {response.status}, {reason}")
             if length is None or length > MAX_ANSWER_BYTES:
-                raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge")
+                raise self._unproven(origin, f"the answer to GET {CHALLENGE_PATH} is no challenge")
             raw = await response.read()
         try:
             answer = msgspec.json.decode(raw, type=WorkerChallengeAnswer)
             session.accept(answer.nonce, answer.proof)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise self._unproven(origin, f"what GET {CHALLENGE_PATH} answered is no challenge") from error
+            raise self._unproven(origin, f"the answer to GET {CHALLENGE_PATH} is no challenge") from error
         except ProofError as error:
             raise self._unproven(origin, str(error)) from error
         return _Proven(session, begun_s)
@@ -163,7 +167,7 @@ class WorkerProof:
 
 
 def main() -> int:
-    """Print the key that a router needs which shall not have the token itself. Exit status: 2 without a token."""
+    """Print the key for a router that does not get the token itself. Exit status: 2 without a token."""
     token = control_token()
     if not token:
         print("PDSERVE_CONTROL_TOKEN is not set", file=sys.stderr)

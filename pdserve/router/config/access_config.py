@@ -1,4 +1,4 @@
-"""Who may ask the router, and over what: parts of `RouterConfig`. Made by `access_flags`."""
+"""API keys, client limits, CORS and TLS of the router: parts of `RouterConfig`. Made by `access_flags`."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from pdserve.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterAccessConfig:
-    """Who may ask what, and what workers are told of it. Keys never appear in a repr."""
+    """Keys of clients and of workers, client limits, and CORS. Keys never appear in a repr."""
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What clients must send as Bearer, several with commas between them; None: everyone may ask."""
+    """Comma-separated Bearer keys of clients; None: requests need no key."""
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What those must send who add and remove workers, flush and abort; None: `api_key`."""
+    """Comma-separated Bearer keys for admin paths (add and remove workers, flush, abort); None: `api_key`."""
     worker_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What workers are sent; None: `api_key`, and where there is none either, what the client sent."""
+    """Key sent to workers; None: `api_key`, and without that the client's `Authorization` header."""
     worker_admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    """What workers are sent with commands; None: `admin_api_key`, and without that what they are sent otherwise."""
+    """Key sent to workers with admin requests; None: `admin_api_key`, and without that the key for workers."""
     worker_proof_key: MacKey | None = dataclasses.field(default=None, repr=False)
-    """With this workers are sent proofs instead of keys, and have to prove the control token; see `worker_proof`."""
+    """If set, workers get proofs instead of keys, and must prove the control token themselves; see `worker_proof`."""
     max_concurrent_requests_per_client: int | None = None
-    """Generating requests that a client may have at a time; None: no limit."""
+    """Limit of concurrent generating requests per client; None: no limit."""
     forwarded_allow_ips: str | None = None
-    """Proxies whose `X-Forwarded-For` says who the client is; see `pdserve.base.clients`."""
+    """Trusted proxies, whose `X-Forwarded-For` names the client; see `pdserve.base.clients`."""
     cors_allowed_origins: tuple[str, ...] = ()
     request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
     @property
     def keys(self) -> Keys:
-        """The keys that are known."""
+        """The valid keys."""
         return Keys.of(self.api_key, self.admin_api_key)
 
     @property
     def proxies(self) -> tuple[Network, ...]:
-        """Who is believed about whom it asks for."""
+        """Networks of trusted proxies."""
         return parse_networks("--forwarded-allow-ips", self.forwarded_allow_ips)
 
     @property
     def key_for_workers(self) -> str | None:
-        """The key that workers are sent unless they have one of their own."""
+        """The key sent to workers without a key of their own; None: none is set."""
         return self.worker_api_key or next(iter(split_keys(self.api_key)), None)
 
     @property
     def admin_key_for_workers(self) -> str | None:
-        """The same with commands."""
+        """The key sent with admin requests to workers without a key of their own; None: none is set."""
         own = self.worker_admin_api_key or next(iter(split_keys(self.admin_api_key)), None)
         return own or self.key_for_workers
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError`, naming the flag and never showing a key."""
+        """Check all values; `ConfigError` names the flag and contains no key."""
         check_keys("--api-key", self.api_key)
         check_keys("--admin-api-key", self.admin_api_key)
         for name, key in (
@@ -72,7 +72,7 @@ class RouterAccessConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TlsConfig:
-    """Certificates as PEM files: the router's own for its clients, and what it trusts and shows towards workers."""
+    """PEM files: the router's certificate for clients, and CA and client certificates for connections to workers."""
 
     cert: Path | None = None
     key: Path | None = None
@@ -82,7 +82,7 @@ class TlsConfig:
     client_key: Path | None = None
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` where half of a pair is missing."""
+        """Raise `ConfigError` if a certificate has no key, or a key no certificate."""
         for first, second in ((self.cert, self.key), (self.client_cert, self.client_key)):
             if (first is None) != (second is None):
                 raise ConfigError("a TLS certificate needs its key, and the key its certificate", field="tls")

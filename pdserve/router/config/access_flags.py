@@ -1,6 +1,6 @@
-"""Flags of the router that say who may ask it, and over what. Part of `flags`.
+"""Access and TLS flags of the router. Part of `flags`.
 
-Keys and passwords may stand in the environment instead: a command line can be read by every user of the machine.
+Keys and passwords can also be environment variables: every user of the machine can read a command line.
 """
 
 from __future__ import annotations
@@ -21,39 +21,37 @@ DEFAULTS = RouterAccessConfig()
 
 
 def add_access(group: argparse._ArgumentGroup) -> None:
-    """Add them to a parser."""
+    """Add the access and TLS flags to an argument group."""
     add = group.add_argument
-    text = "what clients must send as Authorization: Bearer KEY, several with commas; without it everyone may ask"
+    text = "comma-separated keys; clients must send one as Authorization: Bearer KEY. When absent, no key is needed"
     add("--api-key", metavar="KEY", help=f"{text} (or in {API_KEY})")
-    text = "instead of --api-key for those who add and remove servers, flush caches and abort requests of others"
+    text = "keys that replace --api-key for admin paths: add and remove servers, flush caches, abort requests"
     add("--admin-api-key", metavar="KEY", help=f"{text} (or in {ADMIN_API_KEY})")
-    text = "what servers are sent; without it --api-key, and without that what the client sent"
+    text = "key sent to servers; when absent --api-key, and without that the client's Authorization header"
     add("--worker-api-key", metavar="KEY", help=f"{text} (or in {WORKER_API_KEY})")
-    text = (
-        "what servers are sent with commands; without it --admin-api-key, and without that what they are sent otherwise"
-    )
+    text = "key sent to servers with admin requests; when absent --admin-api-key, and without that --worker-api-key"
     add("--worker-admin-api-key", metavar="KEY", help=f"{text} (or in {WORKER_ADMIN_API_KEY})")
     text = (
-        f"prove {CONTROL_TOKEN} to servers with every request instead of sending keys, and ask only servers that prove "
+        f"prove {CONTROL_TOKEN} to servers with every request instead of sending keys, and use only servers that prove "
         f"it first; needs the variable, or {WORKER_PROOF_KEY}, which is derived from it"
     )
     add("--worker-control-proof", action="store_true", help=text)
-    text = "generating requests that a client may have at a time; one more is a 429. No limit without it"
+    text = "concurrent generating requests per client; more are refused with 429. No limit when absent"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
-    text = "proxies, as addresses and networks with commas, whose X-Forwarded-For names the client"
+    text = "trusted proxies, as comma-separated addresses and networks; their X-Forwarded-For names the client"
     add("--forwarded-allow-ips", metavar="ADDRESSES", help=text)
-    text = "origins of web pages that may ask; none without it, * for all"
+    text = "origins of web pages that may send requests, * for all; none when absent"
     add("--cors-allowed-origins", nargs="*", default=[], metavar="ORIGIN", help=text)
     add("--tls-cert-path", type=Path, metavar="PEM", help="serve HTTPS with this certificate")
-    text = f"and this key; its password, if it has one, in {KEYFILE_PASSWORD}"
+    text = f"private key of --tls-cert-path; the password of an encrypted key is read from {KEYFILE_PASSWORD}"
     add("--tls-key-path", type=Path, metavar="PEM", help=text)
-    add("--ca-cert-paths", type=Path, nargs="*", default=[], metavar="PEM", help="authorities of https servers")
-    add("--client-cert-path", type=Path, metavar="PEM", help="certificate to show to https servers")
-    add("--client-key-path", type=Path, metavar="PEM", help="and its key")
+    add("--ca-cert-paths", type=Path, nargs="*", default=[], metavar="PEM", help="CA certificates of https servers")
+    add("--client-cert-path", type=Path, metavar="PEM", help="client certificate for https servers")
+    add("--client-key-path", type=Path, metavar="PEM", help="private key of --client-cert-path")
 
 
 def access_of(args: argparse.Namespace) -> RouterAccessConfig:
-    """Who may ask; `ConfigError` names the flag at fault."""
+    """Read the access flags; `ConfigError` names the invalid flag."""
     return RouterAccessConfig(
         api_key=_secret(args.api_key, API_KEY),
         admin_api_key=_secret(args.admin_api_key, ADMIN_API_KEY),
@@ -68,7 +66,7 @@ def access_of(args: argparse.Namespace) -> RouterAccessConfig:
 
 
 def tls_of(args: argparse.Namespace) -> TlsConfig:
-    """Over what; `ConfigError` where half of a pair is missing."""
+    """Read the TLS flags; `ConfigError` if a certificate has no key, or a key no certificate."""
     return TlsConfig(
         cert=args.tls_cert_path,
         key=args.tls_key_path,
@@ -80,7 +78,7 @@ def tls_of(args: argparse.Namespace) -> TlsConfig:
 
 
 def _proof_key() -> MacKey:
-    """From the environment, which must have it."""
+    """Read the key from the environment; `ConfigError` if it is not set."""
     secret, token = worker_proof_secret(), control_token()
     if secret is None and not token:
         text = f"--worker-control-proof needs {CONTROL_TOKEN} or {WORKER_PROOF_KEY} in the environment"
@@ -89,5 +87,5 @@ def _proof_key() -> MacKey:
 
 
 def _secret(given: str | None, variable: str) -> str | None:
-    """The flag, else the variable; an empty variable does not count."""
+    """Return the flag's value, else the environment variable; an empty variable is ignored."""
     return given if given is not None else os.environ.get(variable, "").strip() or None

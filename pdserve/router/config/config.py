@@ -1,4 +1,4 @@
-"""What the router is started with. Made by `flags`, read by every file of the router."""
+"""The configuration of the router. Made by `flags`, read by all files of the router."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PolicyName = Literal["cache_aware", "least_loaded", "power_of_two", "round_robin
 PrefillPolicyName = Literal[PolicyName, "bucket"]
 
 POLICY_HELP = (
-    "which servers a request goes to: cache_aware (where most of its prompt was sent before, as long as nobody is far "
-    "busier than the others), least_loaded, power_of_two (the less loaded of two), round_robin, random, or "
-    "consistent_hashing (a conversation stays where its KV cache is: header X-SMG-Routing-Key or X-Session-ID, field "
-    "session_params.id, conversation, prompt_cache_key or user, else how its prompt begins)"
+    "how servers are chosen for a request: cache_aware (the server with the longest cached prefix, unless loads are "
+    "imbalanced), least_loaded, power_of_two (the less loaded of two random servers), round_robin, random, or "
+    "consistent_hashing (a conversation stays on one server; its key is header X-SMG-Routing-Key or X-Session-ID, "
+    "field session_params.id, conversation, prompt_cache_key or user, else the start of its prompt)"
 )
 
 
 class WorkerRole(enum.StrEnum):
-    """What a worker does. `REGULAR` workers do both halves themselves and get no room."""
+    """Role of a worker. `REGULAR` workers run prefill and decode, and get no bootstrap room."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -31,21 +31,21 @@ class WorkerRole(enum.StrEnum):
 
     @property
     def mode(self) -> str:
-        """What its servers call it: a `--disaggregation-mode`."""
+        """The role as a `--disaggregation-mode` of servers."""
         return "null" if self is WorkerRole.REGULAR else self.value
 
     @classmethod
     def of_mode(cls, mode: str) -> WorkerRole | None:
-        """The role of servers with this `--disaggregation-mode`; None for what is none."""
+        """Return the role of servers with this `--disaggregation-mode`; None if the mode is unknown."""
         return next((role for role in cls if role.mode == mode), None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerSpec:
-    """One worker as it was named to the router.
+    """One worker as given to the router.
 
-    `bootstrap_port` None with `ask_bootstrap_port` means: ask the worker's `/get_server_info`; without it: the field
-    is sent as null. `api_key` is sent to this worker instead of the router's `--worker-api-key`.
+    `bootstrap_port` None: read from the worker's `/get_server_info` if `ask_bootstrap_port`, else sent as null.
+    `api_key` is sent to this worker instead of `--worker-api-key`.
     """
 
     role: WorkerRole
@@ -56,7 +56,7 @@ class WorkerSpec:
 
     @property
     def host(self) -> str:
-        """The host part of the URL (IPv6 without brackets): what decode finds the bootstrap server at."""
+        """The host of the URL (IPv6 without brackets), at which decode connects to the bootstrap server."""
         host = urlsplit(self.url).hostname
         assert host is not None, "parse_worker_url checked it"
         return host
@@ -64,24 +64,24 @@ class WorkerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """How workers are watched; times in seconds."""
+    """Health checks of workers; times in seconds."""
 
     interval_s: float = 2.0
     timeout_s: float = 2.0
     failure_threshold: int = 3
-    """Checks in a row that may time out before a worker counts as dead; one refused connection is enough."""
+    """Timed-out checks in a row after which a worker counts as dead; one refused connection suffices."""
     success_threshold: int = 1
-    """Good checks in a row before a worker that was dead counts as alive."""
+    """Successful checks in a row after which a dead worker counts as alive."""
     endpoint: str = "/health"
     enabled: bool = True
-    """Without checks a worker counts as alive until a connection to it is refused, and again a second later."""
+    """False: a worker counts as alive until a connection fails; it is tried again after a second."""
     load_interval_s: float = 1.0
-    """How often workers are asked for their load, where a policy goes by it."""
+    """Interval of load queries to workers, if a policy uses loads."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProbeConfig:
-    """How pairs are probed; see `watchdog`. Times in seconds."""
+    """Probes of pairs; see `watchdog`. Times in seconds."""
 
     interval_s: float = 3.0
     timeout_s: float = 4.0
@@ -90,26 +90,26 @@ class ProbeConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryConfig:
-    """When a request is tried again: before its first byte, and streams after it where `stream_retries` allows."""
+    """Retries of requests before the first byte, and of streams after it if `stream_retries` > 0. Times in seconds."""
 
     max_tries: int = 3
     first_backoff_s: float = 0.05
     max_backoff_s: float = 30.0
     multiplier: float = 1.5
     jitter: float = 0.2
-    """The share of the pause by which it is made longer or shorter at random, 0 to 1."""
+    """Maximum random change of a backoff, as a share of it, 0 to 1."""
     stream_retries: int = 0
-    """How often a stream whose decode worker dies goes on from another pair."""
+    """How often a stream whose decode worker dies continues at another pair."""
 
     def backoff_s(self, attempt: int, rng: random.Random) -> float:
-        """The pause after try number `attempt` (from 1)."""
+        """Return the backoff after attempt number `attempt` (from 1)."""
         steady = min(self.max_backoff_s, self.first_backoff_s * self.multiplier ** (attempt - 1))
         return float(steady * (1 + self.jitter * rng.uniform(-1, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BreakerConfig:
-    """When a worker that fails gets no requests; see `breaker`."""
+    """Circuit breakers of workers; see `breaker`. Times in seconds."""
 
     failure_threshold: int = 10
     success_threshold: int = 3
@@ -120,19 +120,19 @@ class BreakerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LimitConfig:
-    """How much is sent to workers at once, and what waits for them; see `admission`. None: no limit."""
+    """Limits of requests at workers, and of the queue; see `admission`. None: no limit."""
 
     max_inflight: int | None = None
-    """Requests at one worker."""
+    """Limit of requests at one worker."""
     max_concurrent_requests: int | None = None
-    """Requests at all workers together."""
+    """Limit of requests at all workers together."""
     queue_size: int = 100
     queue_timeout_s: float = 60.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Which policy chooses for which role, and what they go by; names and defaults are sglang-router's."""
+    """Policies by role and their parameters; names and defaults are those of sglang-router."""
 
     policy: PolicyName = "cache_aware"
     prefill_policy: PrefillPolicyName | None = None
@@ -145,7 +145,7 @@ class PolicyConfig:
     bucket_adjust_interval_s: float = 5.0
 
     def of(self, role: WorkerRole) -> PrefillPolicyName:
-        """The policy that chooses among the workers of a role."""
+        """Return the policy that chooses among the workers of a role."""
         own = {
             WorkerRole.PREFILL: self.prefill_policy,
             WorkerRole.DECODE: self.decode_policy,
@@ -156,16 +156,16 @@ class PolicyConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RouterConfig:
-    """Everything the router is started with; times in seconds."""
+    """The complete configuration of the router; times in seconds."""
 
     pd: bool
-    """Pairs of prefill and decode workers; otherwise workers that do both halves."""
+    """True: pairs of prefill and decode workers; False: regular workers."""
     workers: tuple[WorkerSpec, ...] = ()
     host: str = "127.0.0.1"
     port: int = 30000
     connect_timeout_s: float = 5.0
     request_timeout_s: float = 1800.0
-    """From the request's arrival to its last byte, all tries and the queue together."""
+    """Deadline from a request's arrival to its last byte, including the queue and all attempts."""
     max_request_bytes: int = 32 << 20
     shutdown_timeout_s: float = 5.0
     policies: PolicyConfig = PolicyConfig()
@@ -177,15 +177,15 @@ class RouterConfig:
     access: RouterAccessConfig = RouterAccessConfig()
     tls: TlsConfig = TlsConfig()
     otlp_traces_endpoint: str | None = None
-    """Where spans are posted; None: calls are not traced."""
+    """OTLP/HTTP collector of spans; None: requests are not traced."""
 
     @property
     def roles(self) -> tuple[WorkerRole, ...]:
-        """The roles that a request needs one worker of each."""
+        """Roles of which a request needs one worker each."""
         return (WorkerRole.PREFILL, WorkerRole.DECODE) if self.pd else (WorkerRole.REGULAR,)
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` where values contradict each other."""
+        """Check all values; raises `ConfigError`."""
         for spec in self.workers:
             if spec.role not in self.roles:
                 raise ConfigError("--worker-urls cannot be combined with --prefill or --decode", field="worker_urls")
@@ -260,7 +260,7 @@ def _require(good: bool, flag: str, expected: str, value: float) -> None:
 
 
 def parse_worker_url(text: str, *, field: str) -> str:
-    """The base URL of a worker without a trailing slash; `ConfigError` unless it is http(s)://host[:port]."""
+    """Return a worker's base URL without a trailing slash; `ConfigError` unless it is http(s)://host[:port]."""
     try:
         parts = urlsplit(text)
         port = parts.port
@@ -274,7 +274,7 @@ def parse_worker_url(text: str, *, field: str) -> str:
 
 
 def prefill_spec(values: list[str]) -> WorkerSpec:
-    """`--prefill URL [PORT|none]`: without a port the worker is asked for it, with `none` null is sent."""
+    """Parse `--prefill URL [PORT|none]`: without a port the worker reports its port; with `none` null is sent."""
     if len(values) not in (1, 2):
         raise ConfigError(f"--prefill takes a URL and at most one bootstrap port, got {values}", field="prefill")
     url = parse_worker_url(values[0], field="prefill")
@@ -283,5 +283,5 @@ def prefill_spec(values: list[str]) -> WorkerSpec:
     if values[1].lower() == "none":
         return WorkerSpec(role=WorkerRole.PREFILL, url=url)
     if not values[1].isdecimal() or not 1 <= int(values[1]) <= 65535:
-        raise ConfigError(f"the bootstrap port is 1 to 65535 or none, got {values[1]!r}", field="prefill")
+        raise ConfigError(f"the bootstrap port must be 1 to 65535 or none, got {values[1]!r}", field="prefill")
     return WorkerSpec(role=WorkerRole.PREFILL, url=url, bootstrap_port=int(values[1]))

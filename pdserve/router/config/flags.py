@@ -1,4 +1,4 @@
-"""The router's command line, under SGLang's names where its router has the same thing. Called by `launch_router`."""
+"""The router's command line; flags that sglang-router also has keep their names. Called by `launch_router`."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pdserve.router.config.sglang_flags import UNSUPPORTED
 DEFAULTS = RouterConfig(pd=True)
 POLICIES = get_args(PolicyName)
 POLICY_ALIASES = {"consistent_hash": "consistent_hashing", "manual": "consistent_hashing"}
-"""SGLang's `manual` keeps a routing key on its worker as well, with a table where we hash."""
+"""SGLang's `manual` also keeps a routing key on its worker, with a table instead of a hash."""
 
 
 UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """Says of sglang-router's flags that this router does not have what to do instead."""
+    """Reports an alternative for each flag of sglang-router that this router does not support."""
 
     def error(self, message: str) -> NoReturn:
-        """As argparse does, but for those."""
+        """Report the error as argparse does, with the alternative for an unsupported flag of sglang-router."""
         given = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else []
         names = [one.removeprefix("--").partition("=")[0] for one in given if one.startswith("--")]
         for name in names:
@@ -47,11 +47,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """All flags of the router; times in seconds unless the name says otherwise."""
+    """Build the parser of the router's flags; times are in seconds unless the flag's name has another unit."""
     parser = Parser(
         prog="python -m pdserve.launch_router",
         allow_abbrev=False,
-        description="A router before prefill and decode servers, or before servers that do both halves.",
+        description="A router in front of prefill and decode servers, or in front of regular servers.",
     )
     _add_workers(parser.add_argument_group("workers"))
     _add_policies(parser.add_argument_group("policies"))
@@ -70,7 +70,7 @@ def _add_workers(group: Group) -> None:
     add("--pd-disaggregation", action="store_true", help="route each request to a prefill and a decode server")
     add("--prefill", action="append", nargs="+", default=[], metavar=("URL", "PORT"), help="prefill server; repeatable")
     add("--decode", action="append", default=[], metavar="URL", help="decode server; repeatable")
-    add("--worker-urls", nargs="*", default=None, metavar="URL", help="servers that do both halves")
+    add("--worker-urls", nargs="*", default=None, metavar="URL", help="regular servers, which run prefill and decode")
 
 
 def _add_policies(group: Group) -> None:
@@ -78,20 +78,20 @@ def _add_policies(group: Group) -> None:
     given = (*POLICIES, *POLICY_ALIASES)
     shown = f"{{{','.join(POLICIES)}}}"
     add("--policy", choices=given, metavar=shown, default=own.policy, help=POLICY_HELP)
-    text = "instead of --policy for prefill servers; bucket: prompts of like length go to one server"
+    text = "replaces --policy for prefill servers; bucket: prompts of similar length go to one server"
     add("--prefill-policy", choices=(*given, "bucket"), metavar=f"{shown[:-1]},bucket}}", help=text)
-    add("--decode-policy", choices=given, metavar=shown, help="instead of --policy for decode servers")
-    text = "cache_aware: share of a prompt, 0 to 1, that a server must have been sent before to get it for that"
+    add("--decode-policy", choices=given, metavar=shown, help="replaces --policy for decode servers")
+    text = "cache_aware: minimum share of a prompt, 0 to 1, that a server must have cached to be chosen for its cache"
     add("--cache-threshold", type=float, default=own.cache_threshold, help=text)
-    text = "cache_aware and bucket: go by load alone where loads differ by more than so many requests"
+    text = "cache_aware and bucket: choose by load alone if loads differ by more than this number of requests"
     add("--balance-abs-threshold", type=float, default=own.balance_abs_threshold, help=text)
     text = "and by more than this factor"
     add("--balance-rel-threshold", type=float, default=own.balance_rel_threshold, help=text)
-    text = "cache_aware: how often texts sent long ago are forgotten"
+    text = "cache_aware: interval of evictions from the prefix tree"
     add("--eviction-interval-secs", "--eviction-interval", type=float, default=own.eviction_interval_s, help=text)
-    text = "cache_aware: characters remembered for each server"
+    text = "cache_aware: characters kept in the prefix tree per server"
     add("--max-tree-size", type=int, default=own.max_tree_size, help=text)
-    text = "bucket: how often the lengths are divided anew"
+    text = "bucket: interval in which the length ranges are recomputed"
     add("--bucket-adjust-interval-secs", type=float, default=own.bucket_adjust_interval_s, help=text)
 
 
@@ -99,76 +99,74 @@ def _add_http(group: Group) -> None:
     add = group.add_argument
     add("--host", default=DEFAULTS.host, help="address to listen on")
     add("--port", type=int, default=DEFAULTS.port, help="HTTP port; 0 picks a free one")
-    add("--connect-timeout", type=float, default=DEFAULTS.connect_timeout_s, help="to reach a server")
-    text = "one deadline for a whole request: queue, tries and answer"
+    add("--connect-timeout", type=float, default=DEFAULTS.connect_timeout_s, help="timeout to connect to a server")
+    text = "deadline of a request, including the queue and all attempts"
     add("--request-timeout-secs", "--request-timeout", type=float, default=DEFAULTS.request_timeout_s, help=text)
-    text = "largest request body in bytes"
+    text = "maximum size of a request body in bytes"
     add("--max-payload-size", "--max-request-bytes", type=int, default=DEFAULTS.max_request_bytes, help=text)
-    text = "time for requests in flight when the router ends"
+    text = "time to drain running requests at shutdown"
     names = ("--shutdown-grace-period-secs", "--shutdown-timeout")
     add(*names, type=float, default=DEFAULTS.shutdown_timeout_s, help=text)
     own = DEFAULTS.access
-    text = "where clients' request ids are looked for; workers and answers get it as X-Request-Id"
+    text = "headers with a client's request id, the first match counts; sent to workers and clients as X-Request-Id"
     add("--request-id-headers", nargs="*", default=list(own.request_id_headers), metavar="HEADER", help=text)
-    add("--enable-trace", action="store_true", help="traces through OpenTelemetry, which pdserve[otel] brings")
-    text = "collector that spans are posted to over OTLP/HTTP: HOST:PORT, or a URL"
+    add("--enable-trace", action="store_true", help="OpenTelemetry traces; needs pdserve[otel]")
+    text = "OTLP/HTTP collector that spans are sent to: HOST:PORT, or a URL"
     add("--otlp-traces-endpoint", default="localhost:4318", metavar="WHERE", help=text)
-    add("--log-level", choices=("debug", "info", "warn", "warning", "error"), default="info", help="what is logged")
+    add("--log-level", choices=("debug", "info", "warn", "warning", "error"), default="info", help="minimum log level")
 
 
 def _add_limits(group: Group) -> None:
     add, own, retry = group.add_argument, DEFAULTS.limits, DEFAULTS.retry
-    text = "requests at one server at a time; more wait in the queue. No limit without it"
+    text = "maximum requests at one server; more wait in the queue. No limit when absent"
     add("--max-inflight", type=int, default=own.max_inflight, help=text)
-    text = "requests at all servers together; -1: no limit"
+    text = "maximum requests at all servers together; -1: no limit"
     add("--max-concurrent-requests", type=int, default=-1, help=text)
-    add("--queue-size", type=int, default=own.queue_size, help="requests that may wait; one more is a 503")
-    add("--queue-timeout-secs", type=float, default=own.queue_timeout_s, help="longest wait; then a 503")
-    text = "tries per request, the first one too; only before its first byte"
+    add("--queue-size", type=int, default=own.queue_size, help="maximum waiting requests; more are refused with 503")
+    add("--queue-timeout-secs", type=float, default=own.queue_timeout_s, help="maximum wait in the queue, then 503")
+    text = "attempts per request, including the first; retries happen only before the first byte"
     add("--retry-max-retries", "--max-tries", type=int, default=retry.max_tries, help=text)
-    add("--disable-retries", action="store_true", help="one try per request")
-    add("--retry-initial-backoff-ms", type=float, default=retry.first_backoff_s * 1000, help="pause before the 2nd try")
-    add("--retry-max-backoff-ms", type=float, default=retry.max_backoff_s * 1000, help="longest pause")
-    text = "each further pause is longer by this factor"
+    add("--disable-retries", action="store_true", help="one attempt per request")
+    add("--retry-initial-backoff-ms", type=float, default=retry.first_backoff_s * 1000, help="first backoff")
+    add("--retry-max-backoff-ms", type=float, default=retry.max_backoff_s * 1000, help="maximum backoff")
+    text = "factor by which each further backoff is longer"
     add("--retry-backoff-multiplier", type=float, default=retry.multiplier, help=text)
-    text = "share of a pause, 0 to 1, by which it is longer or shorter at random"
+    text = "maximum random change of a backoff, as a share of it, 0 to 1"
     add("--retry-jitter-factor", type=float, default=retry.jitter, help=text)
-    text = "how often a stream of one sequence goes on from another pair when its decode server dies; 0: never"
+    text = "how often a stream of one sequence continues at another pair when its decode server dies; 0: never"
     add("--retry-streams", type=int, default=retry.stream_retries, metavar="N", help=text)
 
 
 def _add_health(group: Group) -> None:
     add, own, breaker = group.add_argument, DEFAULTS.health, DEFAULTS.breaker
-    text = "how often a server is asked; a dead one every half second"
+    text = "interval of health checks; of a dead server at most half a second"
     add("--health-check-interval-secs", "--health-check-interval", type=float, default=own.interval_s, help=text)
-    text = "how long its answer may take"
+    text = "timeout of a health check"
     add("--health-check-timeout-secs", "--health-check-timeout", type=float, default=own.timeout_s, help=text)
-    text = "checks in a row without an answer until a server counts as dead; a refused connection is enough"
+    text = "timed-out checks in a row after which a server counts as dead; one refused connection suffices"
     add("--health-failure-threshold", type=int, default=own.failure_threshold, help=text)
-    text = "good checks in a row until it counts as alive again"
+    text = "successful checks in a row after which a server counts as alive again"
     add("--health-success-threshold", type=int, default=own.success_threshold, help=text)
-    add("--health-check-endpoint", default=own.endpoint, metavar="PATH", help="what is asked")
-    add("--disable-health-check", action="store_true", help="take servers to be alive until a connection breaks")
-    text = "how often servers are asked for their load, where a policy goes by it"
+    add("--health-check-endpoint", default=own.endpoint, metavar="PATH", help="path of health checks")
+    add("--disable-health-check", action="store_true", help="servers count as alive until a connection fails")
+    text = "interval of load queries to servers, if a policy uses loads"
     add("--load-check-interval-secs", type=float, default=own.load_interval_s, help=text)
-    text = "how often one token is sent through pairs that serve nothing else, to see whether they would"
+    text = "interval of probes, which generate one token through idle pairs"
     add("--pair-probe-interval-secs", type=float, default=DEFAULTS.probes.interval_s, help=text)
-    text = "how long it may take; a pair where two in a row do not come gets no requests until one does"
+    text = "timeout of a probe; after two failed probes in a row a pair gets no requests until a probe succeeds"
     add("--pair-probe-timeout-secs", type=float, default=DEFAULTS.probes.timeout_s, help=text)
-    add(
-        "--disable-pair-probes", action="store_true", help="take a pair to serve as long as its two servers are healthy"
-    )
-    text = "failures within the window, without a success between them, until a server gets no requests for a while"
+    add("--disable-pair-probes", action="store_true", help="a pair counts as serving if its two servers are healthy")
+    text = "failures within the window, without a success between them, that open a server's circuit breaker"
     add("--cb-failure-threshold", type=int, default=breaker.failure_threshold, help=text)
-    text = "probes that must succeed before it gets all again"
+    text = "successful requests that close a half-open circuit breaker"
     add("--cb-success-threshold", type=int, default=breaker.success_threshold, help=text)
-    add("--cb-timeout-duration-secs", type=float, default=breaker.open_s, help="how long it gets none")
-    add("--cb-window-duration-secs", type=float, default=breaker.window_s, help="the window")
-    add("--disable-circuit-breaker", action="store_true", help="send requests whatever came of earlier ones")
+    add("--cb-timeout-duration-secs", type=float, default=breaker.open_s, help="time a circuit breaker stays open")
+    add("--cb-window-duration-secs", type=float, default=breaker.window_s, help="window of --cb-failure-threshold")
+    add("--disable-circuit-breaker", action="store_true", help="send requests to servers regardless of failures")
 
 
 def config_from(args: argparse.Namespace) -> RouterConfig:
-    """Checked configuration; `ConfigError` names the flag at fault."""
+    """Return the checked configuration; `ConfigError` names the invalid flag."""
     return RouterConfig(
         otlp_traces_endpoint=args.otlp_traces_endpoint if args.enable_trace else None,
         pd=args.pd_disaggregation,

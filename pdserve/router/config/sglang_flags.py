@@ -1,13 +1,13 @@
-"""Flags of sglang-router 0.3 that this router does not honour: named as such, not called unknown. Data only.
+"""Flags of sglang-router 0.3 that this router does not support; they are reported as such, not as unknown. Data only.
 
-Used by `flags`; a flag that becomes ours leaves this list (a test keeps the two apart).
+Used by `flags`; a test checks that supported flags are not in this list.
 """
 
 from __future__ import annotations
 
-_ABSENT = "this router has nothing of the kind"
-_KUBERNETES = "workers are named with --prefill and --decode, or added with POST /workers"
-_TOKENIZER = "text is tokenized by the workers"
+_ABSENT = "this router does not have this feature"
+_KUBERNETES = "list workers with --prefill and --decode, or add them with POST /workers"
+_TOKENIZER = "the workers tokenize text"
 _STORE = "answers are not stored"
 _AUTH = "use --api-key and --admin-api-key"
 
@@ -28,7 +28,7 @@ UNSUPPORTED: dict[str, str] = {
     "log-dir": "logs go to stderr",
     "max-idle-secs": "--policy consistent_hashing keeps no table of conversations",
     "mcp-config-path": _ABSENT,
-    "mini-lb": "this router is small already",
+    "mini-lb": "this router has one implementation only",
     "model-path": _TOKENIZER,
     "oracle-connect-descriptor": _STORE,
     "oracle-password": _STORE,
@@ -60,7 +60,7 @@ UNSUPPORTED: dict[str, str] = {
     "tokenizer-cache-l1-max-memory": _TOKENIZER,
     "tokenizer-path": _TOKENIZER,
     "tool-call-parser": "it is a flag of the workers",
-    "worker-startup-check-interval": "workers are looked for every half second until they are healthy",
+    "worker-startup-check-interval": "workers are checked every half second until they are healthy",
     "worker-startup-timeout-secs": "the router starts without its workers, and uses each as soon as it is healthy",
 }
-"""By flag without its dashes: what to do instead."""
+"""The alternative by flag name, without leading dashes."""

@@ -1,1 +1,1 @@
-"""The live page and what it shows."""
+"""The dashboard page and its data."""

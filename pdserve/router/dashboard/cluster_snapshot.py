@@ -1,6 +1,6 @@
-"""What servers say at `GET /observe`, checked, and put together as one deployment. Pure; called by `observe`.
+"""Parses the servers' answers to `GET /observe` and merges them into one deployment. Pure; called by `observe`.
 
-Both ends of a transfer report it, and so do both halves of a request: here they become one edge and one request.
+Both ends of a transfer report it, and both halves of a request; they are merged into one edge and one request.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokensSnapshot(msgspec.Struct, frozen=True):
 
 
 class PagesSnapshot(msgspec.Struct, frozen=True):
-    """KV pages of a replica by state; the last four add up to `total`."""
+    """KV pages of a replica by state; `total` is the sum of the other four."""
 
     total: int = 0
     free: int = 0
@@ -33,14 +33,14 @@ class PagesSnapshot(msgspec.Struct, frozen=True):
 
 
 class HeldSnapshot(msgspec.Struct, frozen=True):
-    """Pages that a peer may write into, and pages that are read for one."""
+    """`remote`: pages that a peer may write into; `send`: pages that are read for a peer."""
 
     remote: int = 0
     send: int = 0
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """A scheduler's."""
+    """State of a scheduler."""
 
     endpoint: str | None = None
     transfer_backend: str | None = None
@@ -54,7 +54,7 @@ class StateSnapshot(msgspec.Struct, frozen=True):
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
-    """One replica of a server; `state` is None until its scheduler has answered once."""
+    """One replica of a server; `state` is None before its scheduler's first answer."""
 
     dp_rank: int = 0
     alive: bool = True
@@ -65,7 +65,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True):
-    """A server as a whole."""
+    """Facts and status of a server."""
 
     model: str = ""
     mode: str = ""
@@ -78,7 +78,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
 
 
 class EdgeSnapshot(msgspec.Struct, frozen=True, rename={"source": "from", "target": "to"}):
-    """KV from one replica to another, by the control endpoints of the two."""
+    """KV transfers from one replica to another, identified by their control endpoints."""
 
     source: str | None = None
     target: str | None = None
@@ -93,14 +93,14 @@ class EdgeSnapshot(msgspec.Struct, frozen=True, rename={"source": "from", "targe
 
 
 class RatesSnapshot(msgspec.Struct, frozen=True):
-    """A server's."""
+    """Current rates of a server."""
 
     generation_tokens_per_s: float = 0.0
     cache_hit_rate: float = 0.0
 
 
 class EndedRequest(msgspec.Struct, frozen=True):
-    """One half of a request that has ended, or all of it on a server that does both."""
+    """One half of an ended request, or the whole request on a monolith."""
 
     id: str = ""
     path: str | None = None
@@ -119,7 +119,7 @@ class EndedRequest(msgspec.Struct, frozen=True):
 
 
 class ObserveReply(msgspec.Struct, frozen=True):
-    """A server's whole answer. What is missing in it has a default, so that servers of other versions can be shown."""
+    """A server's answer. Missing fields get defaults, so that servers of other versions can be shown."""
 
     server: ServerSnapshot = ServerSnapshot()
     replicas: list[ReplicaSnapshot] = []
@@ -129,20 +129,20 @@ class ObserveReply(msgspec.Struct, frozen=True):
 
     @property
     def endpoints(self) -> list[str]:
-        """The control endpoints of its replicas."""
+        """Control endpoints of the server's replicas."""
         return [one.state.endpoint for one in self.replicas if one.state is not None and one.state.endpoint is not None]
 
 
 def parse_answer(raw: bytes) -> ObserveReply:
-    """Raises `msgspec.MsgspecError` (a `ValueError`) that says which field is not as it should be."""
+    """Parse an answer. Raises `msgspec.MsgspecError` (a `ValueError`) that names the invalid field."""
     return msgspec.json.decode(raw, type=ObserveReply)
 
 
 def join_edges(answers: Iterable[ObserveReply], owners: Mapping[str, str]) -> list[dict[str, Any]]:
-    """One edge for each pair of endpoints, whoever reports it; `owners` are the URLs of endpoints.
+    """Merge reports into one edge for each pair of endpoints; `owners` maps endpoints to URLs.
 
-    Its numbers are the larger of the two reports: an end that was asked a moment later, or that has been there for
-    longer, knows more. `from_url` and `to_url` are None for servers that this router does not know.
+    Numbers are the larger of the two reports, which is the later one or that of the end that has run longer.
+    `from_url` and `to_url` are None for servers that are not workers of this router.
     """
     seen: dict[tuple[str, str], list[EdgeSnapshot]] = {}
     for answer in answers:
@@ -174,9 +174,9 @@ def _joined(ends: tuple[str, str], reports: Sequence[EdgeSnapshot], owners: Mapp
 
 
 def join_requests(answers: Iterable[tuple[WorkerRole, str, ObserveReply]]) -> list[dict[str, Any]]:
-    """The newest requests of all servers (role, URL, answer), newest first, the halves of one under their roles.
+    """Return the newest `NUM_REQUESTS` requests of all servers (role, URL, answer), newest first, with halves by role.
 
-    Halves are matched by the room, which both carry, or by the request's id where there is no room.
+    Halves are matched by their bootstrap room; a request without a room is identified by URL and id.
     """
     found: dict[str, dict[str, Any]] = {}
     for role, url, answer in answers:

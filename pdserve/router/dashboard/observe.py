@@ -1,9 +1,9 @@
-"""`GET /observe`: the whole deployment in one answer, for the page. Asks the servers, and adds what the router knows.
+"""`GET /observe`: a snapshot of the whole deployment for the dashboard. Queries servers and adds the router's state.
 
-    many pages ──> one round a second at most, and only while somebody looks ──> GET /observe of every living worker
+    requests for /observe ──> at most one round a second, none without requests ──> GET /observe of every healthy worker
 
-A worker that is slow holds nobody up: after `PATIENCE_S` it is shown as it was, and its answer is in the next picture.
-Created by `app`; `picture` puts the answers together.
+A slow worker delays no answer: after `PATIENCE_S` its previous answer is shown, and the new one in the next snapshot.
+Created by `app`; `cluster_snapshot` merges the answers.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from pdserve.router.workers.workers import Registry, Worker
 INTERVAL_S = 1.0
 PATIENCE_S = 0.4
 ASK_TIMEOUT_S = 3.0
-"""Longer than a server waits for its schedulers."""
+"""Timeout of a query; longer than a server waits for its schedulers."""
 KEEP_S = 10.0
-"""For so long the last answer of a worker that gives none is shown."""
+"""How long the last answer of a worker is shown that no longer answers."""
 MAX_ANSWER_BYTES = 8 << 20
 PATH = "/observe"
 
 
 @dataclasses.dataclass(eq=False)
 class ClusterSight:
-    """What is known of one worker. Times are the event loop's."""
+    """Last answer of one worker. Times are the event loop's."""
 
     answer: ObserveReply | None = None
     answered_at: float = 0.0
     error: str | None = None
     endpoints: tuple[str, ...] = ()
-    """Those of its last answer, kept when it is gone: peers still tell of them."""
+    """Control endpoints in the last answer; kept, because peers still report transfers with them."""
     asking: asyncio.Task[None] | None = None
 
 
 class Observer:
-    """One per router. `close` ends what is under way."""
+    """The handler; one per router. `close` cancels running queries."""
 
     def __init__(
         self, config: RouterConfig, registry: Registry, admission: Admission, session: aiohttp.ClientSession
@@ -67,7 +67,7 @@ class Observer:
         registry.on_forgotten.append(self._forget)
 
     async def get(self, request: web.Request) -> web.Response:
-        """The picture, at most a second old; docs/router.md has the fields."""
+        """Return a snapshot of the deployment, at most a second old; docs/router.md lists its fields."""
         now = self._admission.now()
         if self._asked_at is None or now - self._asked_at >= INTERVAL_S:
             self._asked_at = now
@@ -82,7 +82,7 @@ class Observer:
         return web.Response(body=self._shown, content_type="application/json", headers=headers)
 
     async def close(self) -> None:
-        """End all questions."""
+        """Cancel all running queries."""
         tasks = [sight.asking for sight in self._sights.values() if sight.asking is not None]
         for task in tasks:
             task.cancel()
@@ -103,7 +103,7 @@ class Observer:
         return forget_task
 
     async def _ask(self, worker: Worker, sight: ClusterSight) -> None:
-        """One question to one worker; what comes of it is in `sight`."""
+        """Query one worker and store the answer or the error in `sight`."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = own_headers(worker, self._config.access.admin_key_for_workers)
         try:
@@ -118,7 +118,7 @@ class Observer:
         except (aiohttp.ClientError, OSError) as error:
             sight.error = describe_error(error)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            sight.error = f"GET {PATH} answered something else: {error}"
+            sight.error = f"GET {PATH} gave an invalid answer: {error}"
         else:
             sight.answer, sight.error = answer, None
             sight.endpoints = tuple(answer.endpoints) or sight.endpoints
@@ -142,7 +142,7 @@ class Observer:
         }
 
     def _current(self, worker: Worker, sight: ClusterSight, now: float) -> ObserveReply | None:
-        """What a worker said of late; nothing of one that is known to be dead."""
+        """Return a worker's last answer; None if it is older than `KEEP_S` or the worker is dead."""
         if not worker.healthy or now - sight.answered_at > KEEP_S:
             return None
         return sight.answer

@@ -1,7 +1,7 @@
-"""The page at `/`: its files out of `page/`, read once at start-up, and the rules that browsers shall hold it to.
+"""The dashboard page at `/`: serves the files in `page/`, read once at start-up, with security headers.
 
-The files hold nothing about the deployment, so they need no key; the page asks for it, for `/observe` and for chat.
-Created by `app`.
+The files contain no data of the deployment, so they need no key. The page prompts for the key that `/observe` and chat
+need. Created by `app`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICY = {
     "require-trusted-types-for": "'script'",
     "trusted-types": "'none'",
 }
-"""Nothing from elsewhere, nothing inline, and no text that becomes HTML: the page writes what it hears as text only."""
+"""No content of other origins, no inline scripts, and no strings as HTML: the page inserts data as text only."""
 HEADERS = {
     "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in POLICY.items()),
     "X-Content-Type-Options": "nosniff",
@@ -38,7 +38,7 @@ HEADERS = {
 
 
 class PageFiles:
-    """The handlers. One per app."""
+    """The handlers; one per app."""
 
     def __init__(self) -> None:
         folder = resources.files("pdserve.router.dashboard") / "page"
@@ -46,22 +46,22 @@ class PageFiles:
         self._tags = {name: hashlib.sha256(data).hexdigest()[:32] for name, data in self._files.items()}
 
     def routes(self) -> list[web.RouteDef]:
-        """`/` and the files that it names."""
+        """Return the routes of `/` and of the page's files."""
         return [web.get("/", self.index), web.get("/page/{name}", self.file)]
 
     async def index(self, request: web.Request) -> web.Response:
-        """The page."""
+        """Return the dashboard page."""
         return self._answer(request, INDEX)
 
     async def file(self, request: web.Request) -> web.Response:
-        """One of its files; 404 for any other name."""
+        """Return a file of the dashboard page; 404 for any other name."""
         name = request.match_info["name"]
         if name not in self._files:
             raise web.HTTPNotFound
         return self._answer(request, name)
 
     def _answer(self, request: web.Request, name: str) -> web.Response:
-        """304 where the browser has it already."""
+        """Return the file, or 304 if the browser has the current version."""
         tag = self._tags[name]
         if any(known.value == tag for known in request.if_none_match or ()):
             return web.Response(status=304, headers=HEADERS | {"ETag": f'"{tag}"'})

@@ -1,1 +1,1 @@
-"""What the router's endpoints share: errors, access rules, TLS, tracing."""
+"""Modules shared by the router's endpoints: errors, access rules, TLS, tracing."""

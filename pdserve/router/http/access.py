@@ -1,6 +1,6 @@
-"""What holds for every request to the router: its id, who may ask (keys), and from which pages (CORS).
+"""Checks of every request to the router: framing, request id, API keys, client limits, CORS and body size.
 
-One middleware and one signal, put on the application by `app`.
+One middleware and one signal, installed on the application by `app`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from pdserve.router.http.errors import error_response
 from pdserve.router.request_fields import GENERATING
 
 PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/metrics", "/engine_metrics"})
-"""Asked by probes and Prometheus, which have no key; they tell nothing of requests."""
+"""Paths for probes and Prometheus, which need no key; their answers contain no data of requests."""
 
 PAGE_PATHS = ("/", "/page/")
-"""The page and the files below the second: browsers load them without a key, and they are the same everywhere."""
+"""The dashboard page and the folder of its files, which need no key and are the same in every deployment."""
 
 ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
-"""The whole body of the request."""
+"""The complete body of the request."""
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
 PREFLIGHT_SECONDS = "600"
 MAX_QUOTINGS = 4
@@ -52,7 +52,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Access:
-    """The rules of one router."""
+    """The access rules of one router."""
 
     def __init__(self, config: RouterAccessConfig, max_body_bytes: int) -> None:
         self._config = config
@@ -63,7 +63,7 @@ class Access:
         self._limit = ClientLimit(config.max_concurrent_requests_per_client)
 
     def install(self, app: web.Application) -> None:
-        """Put the rules on an application."""
+        """Install the rules on an application."""
 
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -102,14 +102,14 @@ class Access:
             hold.close()
 
     async def _with_body(self, request: web.Request, handler: Handler, hold: BodyHold) -> web.StreamResponse:
-        """Read the body, for the handler to find it at `BODY`."""
+        """Read the body into `request[BODY]`, then call the handler."""
         request[BODY] = b""
         if request.method in CHANGING:
             try:
                 async with asyncio.timeout(BODY_TIMEOUT_S):
                     request[BODY] = await self._read(request, hold)
             except TimeoutError:
-                return error_response(408, f"the body did not come within {BODY_TIMEOUT_S:g} s", "body_timeout")
+                return error_response(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", "body_timeout")
             except RequestError as error:
                 headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
                 return error_response(error.status, error.message, error.code, headers)
@@ -155,7 +155,7 @@ class Access:
         return self._keys.may(request.headers.get("Authorization"), command=command)
 
     async def _limited(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Hold one of the client's places where the request generates."""
+        """Call the handler; a generating request counts toward the client's limit."""
         if request.path not in GENERATING:
             return await handler(request)
         try:
@@ -167,14 +167,14 @@ class Access:
             return await handler(request)
 
     def _client(self, request: web.Request) -> str:
-        """Whose request this is: see `pdserve.base.clients`."""
+        """Return the identity of the client, see `pdserve.base.clients`."""
         key = self._keys.find(request.headers.get("Authorization"))
         if key is not None and not self._proxies:
             return f"key {key}"
         return client_address(request.remote or "", request.headers.getall("X-Forwarded-For", []), self._proxies)
 
     def _preflight(self, request: web.Request) -> web.Response:
-        """The browser asks whether it may; `_mark` says from where."""
+        """Answer a CORS preflight request; `_mark` adds the allowed origin."""
         headers = {}
         if self._allows(request):
             headers = {
@@ -189,7 +189,7 @@ class Access:
         return "*" in origins or request.headers.get("Origin") in origins
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Called for every answer just before its headers are sent."""
+        """Add headers to every response; called just before its headers are sent."""
         response.headers["Server"] = "pdserve"
         response.headers.setdefault("X-Content-Type-Options", "nosniff")
         if not is_public(request.path):
@@ -208,8 +208,9 @@ def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> 
 
 
 def has_dots(raw_path: str) -> bool:
-    """Whether a segment of this path and query, however it is quoted, is `.` or `..`: it would mean another path to
-    whoever resolves it, behind the rules that were checked here.
+    """Whether a path segment is `.` or `..`, also percent-encoded, up to `MAX_QUOTINGS` times.
+
+    A worker would resolve such a path to another one than the path that was checked here. The query is ignored.
     """
     path = raw_path.partition("?")[0]
     for _ in range(MAX_QUOTINGS):
@@ -220,16 +221,16 @@ def has_dots(raw_path: str) -> bool:
 
 
 def is_public(path: str) -> bool:
-    """Whether anybody may ask for it."""
+    """Whether a path needs no key."""
     return path in PUBLIC_PATHS or path == PAGE_PATHS[0] or path.startswith(PAGE_PATHS[1])
 
 
 def is_admin(method: str, path: str) -> bool:
-    """Whether a request changes what others see."""
+    """Whether a request needs the admin key: a path of `ADMIN_PATHS`, or a change of workers."""
     return path in ADMIN_PATHS or (path.startswith("/workers") and method not in ("GET", "HEAD"))
 
 
 def request_id(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
-    """The id in the first of these headers that has one; else a new one."""
+    """Return the id in the first of the headers `names` with a valid one; else a new id."""
     found = next((headers[name] for name in names if SAFE_ID.fullmatch(headers.get(name, ""))), None)
     return found or f"req-{uuid.uuid4().hex}"

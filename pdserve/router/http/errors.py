@@ -1,4 +1,4 @@
-"""Answers that the router itself makes: errors in OpenAI's form, and JSON. Called by every file with handlers."""
+"""Responses of the router itself: errors in OpenAI's form, and JSON. Used by every file with handlers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ RETRY_AFTER = {"Retry-After": "1"}
 
 
 def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
-    """An error in OpenAI's form, as servers say theirs; `code` is a word for machines, `param` the field at fault."""
+    """Return an error in OpenAI's form, as servers do; `code` is machine-readable, `param` the invalid field."""
     return orjson.dumps(error_object(message, status, param=param, code=code))
 
 
 def error_response(
     status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
 ) -> web.Response:
-    """An error that the router itself makes."""
+    """Return an error response of the router itself."""
     body = error_body(status, message, code, param)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    """`value` as JSON."""
+    """Return a response with `value` as JSON."""
     return web.Response(status=status, body=orjson.dumps(value), content_type="application/json", headers=headers)
 
 
@@ -38,14 +38,17 @@ NO_HEADERS: Mapping[str, str] = {}
 
 @dataclasses.dataclass(frozen=True)
 class CallTrace:
-    """What a traced call takes along through the dispatcher."""
+    """Tracing context of a request on its way through the dispatcher."""
 
     tracing: Tracing
     span: CallSpan
 
     @contextlib.contextmanager
     def half(self, role: str, url: str) -> Iterator[Mapping[str, str]]:
-        """A call to a worker; the headers that make the worker's spans its children. Ends with decode's first bytes."""
+        """Open a span for a call to a worker; yields headers that make the worker's spans its children.
+
+        The span of decode ends with its first bytes.
+        """
         with self.tracing.outgoing(role, self.span) as span:
             span.note(server__address=url)
             yield span.headers
@@ -53,7 +56,7 @@ class CallTrace:
 
 @contextlib.contextmanager
 def half_of(trace: CallTrace | None, role: str, url: str) -> Iterator[Mapping[str, str]]:
-    """See `CallTrace.half`; nothing where nobody traces, and then the client's own headers go on as they came."""
+    """Call `CallTrace.half`; without tracing yield no headers, so that the client's trace headers stay unchanged."""
     if trace is None:
         yield NO_HEADERS
     else:

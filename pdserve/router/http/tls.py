@@ -1,4 +1,4 @@
-"""Certificates to `ssl` contexts: towards clients and towards workers. Called at start-up."""
+"""Builds `ssl` contexts for the router's port and for connections to workers. Called at start-up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pdserve.router.config.access_config import TlsConfig
 
 
 def server_tls(config: TlsConfig) -> ssl.SSLContext | None:
-    """For the router's own port; None: plain HTTP. `ConfigError` where a file cannot be used."""
+    """Build the context of the router's port; None: plain HTTP. `ConfigError` if a file is unusable."""
     if config.cert is None or config.key is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -21,7 +21,11 @@ def server_tls(config: TlsConfig) -> ssl.SSLContext | None:
 
 
 def worker_tls(config: TlsConfig) -> ssl.SSLContext | None:
-    """For connections to https workers; None: the system's certificates and none of our own."""
+    """Build the context for https workers; None: the system's CA certificates and no client certificate.
+
+    Raises:
+        ConfigError: a file is unusable.
+    """
     if not config.worker_ca and config.client_cert is None:
         return None
     context = ssl.create_default_context()

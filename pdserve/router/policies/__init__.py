@@ -1,4 +1,4 @@
-"""Which worker gets the next request. `make_policy` makes what `config.PolicyConfig` names; `admission` asks it."""
+"""Policies that choose the worker of a request. `make_policy` follows `config.PolicyConfig`; used by `admission`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]
 
 
 def make_policy(config: PolicyConfig, role: WorkerRole) -> Policy:
-    """A fresh policy for the workers of one role."""
+    """Make a new policy for the workers of one role."""
     match config.of(role):
         case "random":
             return RandomChoice()

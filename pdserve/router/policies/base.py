@@ -1,11 +1,11 @@
-"""What a policy is: a choice that changes nothing, and what it learns of choices that were made.
+"""The interface of policies: a choice without side effects, and notifications that update the policy's state.
 
     choose(candidates, request, rng) -> index      pure: the same state and arguments give the same choice
-    chosen(url, request, now)                      the request goes there
-    forget(url)                                    the worker is gone
-    tick(now)                                      time passes: now and then, from `health`
+    chosen(url, request, now)                      the request was sent to this worker
+    forget(url)                                    the worker was removed
+    tick(now)                                      called periodically by `app`
 
-Called by `admission` on the event loop only.
+Event loop only. Called by `admission` and `app`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pdserve.router.request_fields import ConversationKey
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A worker that may be chosen. `load` is in requests, see `Worker.load`."""
+    """A worker that can be chosen. `load` is in requests, see `Worker.load`."""
 
     url: str
     load: float
@@ -28,9 +28,9 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class RoutedRequest:
-    """What policies know of a request; None where there is nothing to go by, or where no policy asks for it.
+    """Properties of a request that policies use; None if the request has none, or no policy uses the property.
 
-    `prompt` is its text, or its token ids as characters; see `prompt`.
+    `prompt` is text, or token ids as characters; see `request_fields.prompt_of`.
     """
 
     key: ConversationKey | None = None
@@ -38,9 +38,9 @@ class RoutedRequest:
 
 
 class Policy(abc.ABC):
-    """One role's; candidates are never empty, and may be any subset of the role's workers.
+    """The policy of one role. Candidates are a non-empty subset of the role's workers.
 
-    Most have nothing to learn, so that all but `choose` do nothing here.
+    By default only `choose` must be implemented: the notifications do nothing here.
     """
 
     uses_key = False
@@ -49,28 +49,28 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """The index of the candidate that should get the request."""
+        """Return the index of the candidate that gets the request."""
 
     def chosen(self, url: str, request: RoutedRequest, now: float) -> None:  # noqa: B027
         """A request was sent to the worker."""
 
     def forget(self, url: str) -> None:  # noqa: B027
-        """The worker is gone for good."""
+        """The worker was removed."""
 
     def tick(self, now: float) -> None:  # noqa: B027
-        """Called every so often, `now` in seconds."""
+        """Called periodically; `now` in seconds."""
 
 
 def least_loaded(candidates: Sequence[Candidate], rng: random.Random) -> int:
-    """The candidate with the least load; ties are broken at random, so that several routers do not herd."""
+    """Return the index with the least load; random among ties, so that several routers do not choose the same one."""
     least = min(candidate.load for candidate in candidates)
     return rng.choice([index for index, candidate in enumerate(candidates) if candidate.load == least])
 
 
 def is_imbalanced(candidates: Sequence[Candidate], abs_threshold: float, rel_threshold: float) -> bool:
-    """Whether the busiest candidate has so much more to do than the idlest that nothing else should count.
+    """Whether the largest load exceeds the smallest by both thresholds, so that policies choose by load alone.
 
-    SGLang's rule: by more than `abs_threshold` requests, and more than `rel_threshold` times as many.
+    SGLang's rule: by more than `abs_threshold` requests, and by more than the factor `rel_threshold`.
     """
     loads = [candidate.load for candidate in candidates]
     most, least = max(loads), min(loads)

@@ -1,4 +1,4 @@
-"""The policy that sorts prompts by length, so that short ones do not wait behind long ones. For prefill."""
+"""The bucket policy, for prefill: chooses workers by prompt length, so that short prompts do not wait for long ones."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pdserve.router.config.config import PolicyConfig
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 
 REMEMBERED = 2048
-"""Lengths that boundaries are drawn from: the latest."""
+"""Number of latest prompt lengths from which boundaries are computed."""
 
 
 def boundaries(lengths: Sequence[int], num_buckets: int) -> list[int]:
-    """`num_buckets` - 1 lengths that cut `lengths` into buckets of about the same total: equal work, not equal counts.
+    """Return `num_buckets` - 1 lengths that split `lengths` into buckets of about equal total, not of equal count.
 
     A length belongs to the first bucket whose boundary is not below it.
     """
@@ -30,10 +30,10 @@ def boundaries(lengths: Sequence[int], num_buckets: int) -> list[int]:
 
 
 class Bucket(Policy):
-    """Each worker takes a range of prompt lengths, by its URL's place among the candidates.
+    """Each worker gets a range of prompt lengths, by the rank of its URL among the candidates.
 
-    The ranges are redrawn every `bucket_adjust_interval_s` from the latest prompts. Where loads are imbalanced, or
-    where nothing is known of lengths yet, the least loaded is taken.
+    The ranges are recomputed every `bucket_adjust_interval_s` from the latest prompts. If loads are imbalanced, or no
+    lengths are known yet, the least loaded worker is chosen.
     """
 
     uses_prompt = True
@@ -43,11 +43,11 @@ class Bucket(Policy):
         self._config = config
         self._lengths: deque[int] = deque(maxlen=REMEMBERED)
         self._sample: list[int] = []
-        self._cuts: dict[int, list[int]] = {}  # what `boundaries` says of the sample, by number of candidates
+        self._cuts: dict[int, list[int]] = {}  # `boundaries` of the sample, by number of candidates
         self._next_adjustment: float | None = None
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """See the class."""
+        """Choose by prompt length, see the class."""
         config = self._config
         imbalanced = is_imbalanced(candidates, config.balance_abs_threshold, config.balance_rel_threshold)
         if request.prompt is None or not self._sample or imbalanced:
@@ -59,12 +59,12 @@ class Bucket(Policy):
         return ranked[bisect.bisect_left(cuts, len(request.prompt))]
 
     def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
-        """Remember its length."""
+        """Record the prompt's length in characters, or in tokens plus one for a prompt of token ids."""
         if request.prompt is not None:
             self._lengths.append(len(request.prompt))
 
     def tick(self, now: float) -> None:
-        """Redraw the ranges."""
+        """Recompute the ranges, at most every `bucket_adjust_interval_s`."""
         if self._next_adjustment is not None and now < self._next_adjustment:
             return
         self._next_adjustment = now + self._config.bucket_adjust_interval_s

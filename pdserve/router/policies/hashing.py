@@ -1,4 +1,4 @@
-"""The policy that keeps a conversation on its worker, by rendezvous hashing."""
+"""The consistent_hashing policy: keeps a conversation on its worker, by rendezvous hashing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pdserve.router.request_fields import ConversationKey
 
 CROWDED_FACTOR = 2.0
 CROWDED_REQUESTS = 8
-"""A worker with more requests than both this and `CROWDED_FACTOR` times the mean takes no more by opening alone."""
+"""A worker with more requests than both this and `CROWDED_FACTOR` times the mean gets no more by opening alone."""
 
 
 class ConsistentHashing(Policy):
-    """The same candidate for every turn of a conversation, as long as it is among them; the least loaded without a key.
+    """Chooses the same candidate for every turn of a conversation; without a key, the least loaded.
 
-    Rendezvous hashing (Thaler and Ravishankar 1998): each conversation ranks all workers by a hash of both and takes
-    the first that is there. A worker that goes moves its own conversations only, one that comes takes its share, and
-    several routers agree without a word. A conversation that its client named stays whatever the load; one that is
-    known by its opening only moves on from a crowded worker, since all that begin with one template look the same.
+    Rendezvous hashing (Thaler and Ravishankar 1998): a hash of conversation and worker ranks the workers, and the first
+    available one is chosen. Removing a worker moves only its conversations, a new worker gets its share, and several
+    routers agree without communication. A conversation named by its client stays regardless of load. A conversation
+    identified by its opening leaves a crowded worker, because all prompts with one template share an opening.
     """
 
     uses_key = True
     uses_load = True
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """The first in the conversation's ranking that is not too crowded for it."""
+        """Return the first worker in the conversation's ranking that is not crowded."""
         key = request.key
         if key is None:
             return least_loaded(candidates, rng)
@@ -40,5 +40,5 @@ class ConsistentHashing(Policy):
 
 
 def _weight(key: ConversationKey, candidate: Candidate) -> bytes:
-    """As good as random, and the same in every router; URLs hold no NUL, so that pairs do not run together."""
+    """Return a hash of worker and conversation, identical in every router. The separator NUL does not occur in URLs."""
     return hashlib.blake2b(candidate.url.encode() + b"\0" + key.value, digest_size=16).digest()

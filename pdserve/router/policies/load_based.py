@@ -1,4 +1,4 @@
-"""Policies that look at no request: random, round_robin, power_of_two, least_loaded."""
+"""Policies that do not use the request: random, round_robin, power_of_two, least_loaded."""
 
 from __future__ import annotations
 
@@ -9,41 +9,44 @@ from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, least
 
 
 class RandomChoice(Policy):
-    """Any candidate, each as likely."""
+    """Chooses uniformly at random."""
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """A random index."""
+        """Return a random index."""
         return rng.randrange(len(candidates))
 
 
 class RoundRobin(Policy):
-    """Whoever was chosen longest ago, so that turns stay fair while workers come and go."""
+    """Chooses the least recently chosen worker, which stays fair while workers are added and removed."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
         self._turn = 0
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """The first of those whose turn is longest ago; newcomers have had none."""
+        """Return the least recently chosen candidate; new workers come first."""
         return min(range(len(candidates)), key=lambda index: self._turns.get(candidates[index].url, 0))
 
     def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
-        """It goes to the end of the row."""
+        """Record the worker as most recently chosen."""
         self._turn += 1
         self._turns[url] = self._turn
 
     def forget(self, url: str) -> None:
-        """Should it come again, it is a newcomer."""
+        """Drop the worker's turn; if it is added again, it counts as new."""
         self._turns.pop(url, None)
 
 
 class PowerOfTwo(Policy):
-    """The less loaded of two at random: nearly as even as the least loaded, and no herd follows an old report."""
+    """Chooses the less loaded of two random candidates.
+
+    The balance is nearly that of least_loaded, and an outdated load report does not attract all requests.
+    """
 
     uses_load = True
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """One of two different candidates; the only one where there is one."""
+        """Return the less loaded of two different random candidates, or the only candidate."""
         if len(candidates) == 1:
             return 0
         first, second = rng.sample(range(len(candidates)), 2)
@@ -51,10 +54,10 @@ class PowerOfTwo(Policy):
 
 
 class LeastLoaded(Policy):
-    """The candidate with the least to do."""
+    """Chooses the candidate with the least load."""
 
     uses_load = True
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """Ties are broken at random."""
+        """Return the index with the least load; random among ties."""
         return least_loaded(candidates, rng)

@@ -1,12 +1,11 @@
-"""An approximate radix tree: which worker was sent which prompts, so that one that begins alike can go there.
+"""The cache_aware policy, with an approximate radix tree of the prompts that were sent to each worker.
 
-One tree for all workers. A node holds a piece of text and who was sent it; who has a node has all nodes above it. What
-a worker really keeps is not known here: each one's texts are bounded in characters and nodes, oldest leaves first.
+One tree for all workers. A node holds a piece of text and the workers (owners) that were sent it. The owner of a node
+owns all its ancestors. The workers' real prefix caches are unknown: the tree limits each worker's text in characters
+and nodes, and evicts the oldest leaves.
 
     "the quick " {a, b} ─┬─ "brown fox" {a}
                          └─ "red fox"   {b}
-
-Pure but for its own state; owned by `cache_aware`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from pdserve.router.config.config import PolicyConfig
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 
 MAX_NODES = 1 << 17
-"""Of one worker: short texts take a node each, of some 600 bytes, and few characters."""
+"""Limit per worker: a short text has few characters, but takes a node of about 600 bytes."""
 
 
 @dataclasses.dataclass(eq=False)
 class TextNode:
-    """`text` leads here from the parent. `owners`: when each worker was last sent it, as a count of insertions."""
+    """A node. `text`: the edge from the parent. `owners`: the insertion count at which each worker was last sent it."""
 
     text: str
     parent: TextNode | None
@@ -35,12 +34,12 @@ class TextNode:
     children: dict[str, TextNode] = dataclasses.field(default_factory=dict)
 
     def owned_below(self, owner: str) -> bool:
-        """Whether `owner` has one of the children."""
+        """Whether `owner` owns one of the children."""
         return any(owner in child.owners for child in self.children.values())
 
 
 class PrefixTree:
-    """Texts by owner. A walk costs a dictionary look-up a node and one comparison of all its text."""
+    """Texts by owner. A walk costs one dictionary look-up per node and one comparison of the node's text."""
 
     def __init__(self) -> None:
         self._root = TextNode("", None, {})
@@ -49,18 +48,19 @@ class PrefixTree:
         self._count = 0
 
     def size(self, owner: str) -> int:
-        """Characters that `owner` has in the tree."""
+        """Return the characters that `owner` has in the tree."""
         return self._sizes.get(owner, 0)
 
     def is_over(self, owner: str, max_size: int, slack: int = 0) -> bool:
-        """Whether `owner` has more than `max_size` characters, or than `MAX_NODES` nodes; both by one part in `slack`
-        more, where that is not 0.
+        """Whether `owner` exceeds `max_size` characters or `MAX_NODES` nodes.
+
+        With `slack` above 0 both limits are larger by the share 1 / `slack`.
         """
         share = 1 / slack if slack else 0.0
         return self.size(owner) > max_size * (1 + share) or self._nodes[owner] > MAX_NODES * (1 + share)
 
     def insert(self, text: str, owner: str) -> None:
-        """`owner` was sent `text`: it has every node on the way from now on."""
+        """Insert `text` for `owner`, which then owns every node on its path."""
         self._count += 1
         self._sizes.setdefault(owner, 0)
         node, done = self._root, 0
@@ -82,9 +82,9 @@ class PrefixTree:
             node = child
 
     def match(self, text: str, among: Container[str]) -> tuple[str | None, int]:
-        """The owner in `among` with the longest common beginning with `text`, and its length in characters.
+        """Return the owner in `among` with the longest common prefix with `text`, and its length in characters.
 
-        Of several the one that was sent it last; None where nobody has any of it.
+        Among several the one that was sent the prefix last; (None, 0) without a common prefix.
         """
         found: tuple[str | None, int] = (None, 0)
         node, done = self._root, 0
@@ -104,13 +104,13 @@ class PrefixTree:
         return found
 
     def evict(self, max_size: int) -> None:
-        """Bring each owner down to `max_size` characters, leaves that it was sent longest ago first."""
+        """Evict each owner's oldest leaves until it has at most `max_size` characters."""
         for owner in list(self._sizes):
             if self.is_over(owner, max_size):
                 self.cut(owner, max_size)
 
     def cut(self, owner: str, max_size: int) -> None:
-        """Bring one owner down to `max_size` characters and `MAX_NODES` nodes, likewise. Walks the whole tree once."""
+        """Evict an owner's oldest leaves down to `max_size` characters and `MAX_NODES` nodes. Walks the tree once."""
         order = itertools.count()
         leaves = [
             (node.owners[owner], next(order), node)
@@ -127,13 +127,13 @@ class PrefixTree:
                 heapq.heappush(leaves, (parent.owners[owner], next(order), parent))
 
     def forget(self, owner: str) -> None:
-        """Remove all that `owner` has."""
+        """Remove all text of `owner`."""
         if owner in self._sizes:
             self.cut(owner, 0)
             del self._sizes[owner], self._nodes[owner]
 
     def nodes(self) -> Iterator[TextNode]:
-        """All nodes but the root, parents first."""
+        """Yield all nodes except the root, parents first."""
         waiting = [self._root]
         while waiting:
             node = waiting.pop()
@@ -143,18 +143,18 @@ class PrefixTree:
 
 
 def _remove_owner(node: TextNode, owner: str) -> TextNode:
-    """Take a leaf of `owner` from it; a node that nobody has is gone. Returns the parent."""
+    """Remove `owner` from a node, and the node if it has no other owner. Returns the parent."""
     parent = node.parent
     assert parent is not None, "the root has no owners"
     del node.owners[owner]
     if not node.owners:
-        assert not node.children, "who has a child has its parent"
+        assert not node.children, "an owner of a child owns its parent"
         del parent.children[node.text[0]]
     return parent
 
 
 def _split(node: TextNode, at: int) -> TextNode:
-    """Cut a node's text in two; returns the new upper half, which has the same owners."""
+    """Split a node's text at `at`; returns the new upper node, which has the same owners."""
     assert node.parent is not None
     upper = TextNode(node.text[:at], node.parent, dict(node.owners))
     node.parent.children[node.text[0]] = upper
@@ -164,7 +164,7 @@ def _split(node: TextNode, at: int) -> TextNode:
 
 
 def common_length(text: str, start: int, piece: str) -> int:
-    """How many characters of `piece` are what `text` has from `start` on: bisection over comparisons in C."""
+    """Return the length of the common prefix of `piece` and `text[start:]`, by bisection over comparisons in C."""
     if text.startswith(piece, start):
         return len(piece)
     low, high = 0, min(len(piece), len(text) - start)
@@ -178,15 +178,15 @@ def common_length(text: str, start: int, piece: str) -> int:
 
 
 SLACK = 8
-"""Between two evictions a worker's texts may outgrow their limit by one part in so many: a cut walks the whole tree."""
+"""Between evictions a worker may exceed its limits by the share 1 / `SLACK`, because a cut walks the whole tree."""
 
 
 class CacheAware(Policy):
-    """SGLang's rule, with its parameters.
+    """SGLang's cache_aware rule, with its parameters.
 
-    The least loaded where loads are imbalanced, or where there is no prompt to go by. Else the worker that was sent
-    the longest common beginning, if that is more than `cache_threshold` of the prompt. Else the one that was sent the
-    least text, whose cache has most room; equals by load.
+    Chooses the least loaded worker if loads are imbalanced, or the request has no prompt. Otherwise the worker with the
+    longest common prefix, if the prefix is more than `cache_threshold` of the prompt. Otherwise the worker with the
+    least text in the tree, whose cache has the most space; ties by load.
     """
 
     uses_prompt = True
@@ -198,7 +198,7 @@ class CacheAware(Policy):
         self._next_eviction: float | None = None
 
     def choose(self, candidates: Sequence[Candidate], request: RoutedRequest, rng: random.Random) -> int:
-        """See the class."""
+        """Choose by prefix, see the class."""
         config, prompt = self._config, request.prompt
         if prompt is None or is_imbalanced(candidates, config.balance_abs_threshold, config.balance_rel_threshold):
             return least_loaded(candidates, rng)
@@ -211,7 +211,7 @@ class CacheAware(Policy):
         return roomy[least_loaded([candidates[index] for index in roomy], rng)]
 
     def chosen(self, url: str, request: RoutedRequest, now: float) -> None:
-        """The worker will have the prompt in its cache. A burst does not wait for `tick`; see `SLACK`."""
+        """Insert the prompt for the worker. Evicts at once if the worker exceeds its limit by `SLACK`."""
         most = self._config.max_tree_size
         if request.prompt is not None:
             self._tree.insert(request.prompt[:most], url)
@@ -219,11 +219,11 @@ class CacheAware(Policy):
                 self._tree.cut(url, most)
 
     def size(self, url: str) -> int:
-        """Characters that are kept for a worker."""
+        """Return the characters in the tree for a worker."""
         return self._tree.size(url)
 
     def forget(self, url: str) -> None:
-        """Its cache is gone with it."""
+        """Remove the worker's text."""
         self._tree.forget(url)
 
     def tick(self, now: float) -> None:

@@ -1,1 +1,1 @@
-"""A client's request on its way through the router: dispatch, retries, relay of the answer."""
+"""Proxying of a client's request: dispatch to a pair, retries, relay of the answer."""

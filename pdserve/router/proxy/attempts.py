@@ -1,11 +1,11 @@
-"""Ends tries from outside: their worker is silent, or the router itself ends. Made by `dispatch` and `app`.
+"""Attempts at a pair, which a lost worker or the router's shutdown can end. Made by `dispatch` and `app`.
 
-    Try     health ── lost ──┐
-            Drain ── cut ────┴──> `ended` ──> what `dispatch` waits for; the exception that `relay` reads
-    Drain   open ── close ──> 503 for new requests, those that run go on ── cut ──> each of them ends now
+    Attempt   health ── lost ──┐
+              Drain ── cut ────┴──> `ended` ──> `dispatch` waits for it; `relay` gets the exception
+    Drain     open ── close ──> 503 for new requests, running requests continue ── cut ──> running requests end
 
-A try that has no byte yet ends as any other failure does: it is tried elsewhere, or answered with an error. A stream
-that has begun ends in an error event. Event loop only.
+An attempt without a first byte ends like any other failure: the request is retried, or answered with an error. A stream
+that has begun ends with an error event. Event loop only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from pdserve.router.workers.workers import Pair, Worker
 
 SHUTTING_DOWN = Refused("router_shutting_down", "the router is shutting down; send the request again")
 WRITE_S = 2.0
-"""How long clients may take to read the error that their request is cut with."""
+"""Seconds for clients to read the error that ends their request at shutdown."""
 
 
 class Attempt:
-    """One try at a pair, as long as its `with` block. `ended` is done when it was ended from outside, and says why."""
+    """One attempt at a pair, which lasts as long as its `with` block.
+
+    `ended` is done when a lost worker or the shutdown ended the attempt; its result is the reason.
+    """
 
     def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
-        """`goes_on_without`: whether decode is to do without the prefill server of the pair when that is lost."""
+        """`goes_on_without`: whether decode computes the prompt itself when the pair's prefill server is lost."""
         self._goes_on_without = goes_on_without
         self._workers = [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
         self.pair = pair
@@ -54,28 +57,28 @@ class Attempt:
 
     @property
     def waits(self) -> bool:
-        """Whether no answer has begun."""
+        """Whether no answer has begun and the attempt was not ended."""
         return self._live is None and not self.ended.done()
 
     def lost(self, worker: Worker, reason: str) -> None:
-        """See `LosesWorker`. Prefill's end does not concern an answer that decode has begun."""
+        """End the attempt, see `LosesWorker`. A lost prefill does not end an answer that decode has begun."""
         if worker is self.pair.prefill and self._goes_on_without(self.pair):
             return
         if self._live is None or self._live.worker is worker:
             self._end(ConnectionFailed(worker, reason, lost=True))
 
     def cut(self) -> None:
-        """The router ends."""
+        """End the attempt, because the router shuts down."""
         self._end(SHUTTING_DOWN)
 
     def answers(self, live: WorkerStream) -> None:
-        """Decode has begun its answer, which ends with this try."""
+        """Register decode's answer, so that `lost` and `cut` can end it."""
         self._live = live
         if self.ended.done():
             self._break(live, self.ended.result())
 
     def num_bytes(self, worker: Worker) -> int:
-        """What `worker` has written of its answer so far."""
+        """Return the bytes of the answer that `worker` has sent so far."""
         return 0 if self._live is None or self._live.worker is not worker else self._live.response.content.total_bytes
 
     def _end(self, why: ConnectionFailed | Refused) -> None:
@@ -86,7 +89,7 @@ class Attempt:
 
     @staticmethod
     def _break(live: WorkerStream, why: ConnectionFailed | Refused) -> None:
-        """Whoever reads the answer gets an `EndedError`."""
+        """Make the reader of the answer get an `EndedError`."""
         if live.response.content.is_eof():
             return
         if isinstance(why, Refused):
@@ -97,31 +100,31 @@ class Attempt:
 
 
 class Drain:
-    """The end of one router: see the file's docstring."""
+    """The shutdown of one router: see the module's docstring."""
 
     def __init__(self) -> None:
         self.tries: set[Attempt] = set()
-        """All that are under way."""
+        """All running attempts."""
         self._num_calls = 0
         self._left = asyncio.Event()
         self.closed = False
-        """New requests are refused with `SHUTTING_DOWN`."""
+        """True: new requests are refused with `SHUTTING_DOWN`."""
         self.is_cut = False
-        """Those that run are, too."""
+        """True: running requests were ended with `SHUTTING_DOWN`."""
 
     def close(self) -> None:
-        """Take nothing new."""
+        """Refuse new requests from now on."""
         self.closed = True
 
     def cut(self) -> None:
-        """End what runs."""
+        """End all running attempts."""
         self.closed = self.is_cut = True
         for one in list(self.tries):
             one.cut()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """A request of a client, from its arrival to the end of its answer."""
+        """Count a client's request for the duration of the `with` block."""
         self._num_calls += 1
         try:
             yield
@@ -130,7 +133,7 @@ class Drain:
             self._left.set()
 
     async def empty(self, timeout_s: float) -> bool:
-        """Wait until no request runs; False when some still do after `timeout_s` seconds."""
+        """Wait until no request runs; False if requests still run after `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self._num_calls:
@@ -139,11 +142,11 @@ class Drain:
         return self._num_calls == 0
 
     def enter(self, one: Attempt) -> None:
-        """Called by the try."""
+        """Add an attempt; called by the attempt."""
         self.tries.add(one)
         if self.is_cut:
             one.cut()
 
     def leave(self, one: Attempt) -> None:
-        """Called by the try."""
+        """Remove an attempt; called by the attempt."""
         self.tries.discard(one)

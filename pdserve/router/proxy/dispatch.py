@@ -1,14 +1,15 @@
-"""One request's way through the router: pick a pair, send the same body to both, take decode's answer.
+"""Dispatch of a request: choose a pair, send the same body to both workers, return decode's answer.
 
-    try 1..max_tries:  places at a pair (maybe after a wait in the queue), a new room
-                       prefill POST ----- read whole ----->|
-                       decode  POST ----- first bytes ---->| judge: decode answered -> relay; one failed -> cancel both
-                       a worker found dead, the router's end ------> as a failure (`tries`)
-    after the first byte nothing is tried again, nor when the last worker that was left says when to come back; but with
-    --retry-streams a stream that breaks goes on from another pair (`stream_retry`)
+    attempt 1..max_tries:  slots at a pair (maybe after a wait in the queue), a new bootstrap room
+                           prefill POST ----- read whole ----->|
+                           decode  POST ----- first bytes ---->| decode answered -> relay; one failed -> cancel both
+                           a worker found dead, the router's shutdown ------> as a failure (`attempts`)
 
-A pair is one thing: whatever ends a try (a failed half, the client's disconnect, the deadline) closes both
-connections, which is how a worker learns that it must abort. Called by `app`; relaying is in `relay`.
+A request is not retried after its first byte, nor when the last remaining worker answered with `Retry-After`. With
+--retry-streams a broken stream continues at another pair (`stream_retry`).
+
+Any end of an attempt (a failed half, the client's disconnect, the deadline) closes both connections, on which the
+workers abort the request. Called by `app`; relaying is in `relay`.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ from pdserve.router.workers.workers import Pair, Registry, Worker
 log = logging.getLogger(__name__)
 
 PREFILL_GRACE_S = 1.0
-"""How long prefill's answer may take after decode's has ended; it was handed over long before."""
+"""Seconds to wait for prefill's answer after decode's answer has ended; the KV cache was transferred long before."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProxiedCall:
-    """What a client asked for: the path, its JSON object, the headers for the workers.
+    """A client's request: path, JSON object, headers for the workers.
 
-    `deadline`, in the event loop's time, is of all tries together.
+    `deadline`, in the event loop's time, holds for all attempts together.
     """
 
     path: str
@@ -74,17 +75,17 @@ class ProxiedCall:
     deadline: float
     trace: CallTrace | None = None
     continued: bool = False
-    """Its stream may go on elsewhere: decode is asked to tell what that takes."""
+    """True: another pair may continue the stream, so that decode is requested to send resume state."""
 
 
 Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Refused
 EVENT_STREAM = "text/event-stream"
 SHOWN_BYTES = 500
-"""So much of a worker's error goes to the log."""
+"""Bytes of a worker's error that are logged."""
 
 
 class Dispatcher:
-    """Sends calls to pairs; one per app."""
+    """Sends requests to pairs; one per app."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def answer(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
-        """The final outcome, tried as often as allowed; leaving the block closes whatever is still open."""
+        """Yield the final outcome, after retries; leaving the block closes all open connections."""
         if not self._config.retry.stream_retries or not can_go_on(call.path, call.body):
             async with self._tried(call, set()) as outcome:
                 yield outcome
@@ -127,7 +128,7 @@ class Dispatcher:
                 async def again(body: dict[str, Any], error: EndedError) -> WorkerStream | None:
                     nonlocal worker
                     await stack.aclose()
-                    log.info("a stream of %s %s goes on elsewhere: %s", worker.spec.role, worker.spec.url, error)
+                    log.info("a stream of %s %s moves to another pair: %s", worker.spec.role, worker.spec.url, error)
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
                     await self._after_failure(ConnectionFailed(worker, error.message), 1)
@@ -145,7 +146,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _tried(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
-        """The outcome of tries until one answers, or no other helps; workers that failed are added to `avoid`."""
+        """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
         request, rids = self._request(call), rids_of(call.body)
         outcome: Outcome | None = None
         for attempt in range(1, self._config.retry.max_tries + 1):
@@ -170,13 +171,13 @@ class Dispatcher:
             if self._drain.is_cut:
                 outcome = SHUTTING_DOWN
                 break
-        assert outcome is not None, "there is at least one try"
+        assert outcome is not None, "there is at least one attempt"
         if isinstance(outcome, Refused):
             self._metrics.refused.labels(outcome.reason).inc()
         yield outcome
 
     def _request(self, call: ProxiedCall) -> RoutedRequest:
-        """What the policies go by; nothing that none of them asks for."""
+        """Return the properties of a request that the policies use."""
         return RoutedRequest(
             key=conversation_key(call.path, call.body, call.headers) if self._uses_key else None,
             prompt=prompt_of(call.path, call.body) if self._uses_prompt else None,
@@ -186,7 +187,7 @@ class Dispatcher:
     async def _attempt(
         self, places: PairSlots, call: ProxiedCall, this: Attempt
     ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Refused]:
-        """One try. On leaving, both connections are closed and both places given back."""
+        """Run one attempt. On leaving, both connections are closed and both slots released."""
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
         decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
         outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None = None
@@ -223,7 +224,7 @@ class Dispatcher:
                     places.close()
 
     def _body_for(self, call: ProxiedCall, pair: Pair) -> bytes:
-        """The body of both halves, with a room of its own for a pair."""
+        """Encode the body for both halves, with a new bootstrap room for a pair."""
         body = call.body
         if pair.prefill is not None:
             body = with_rooms(call.path, body, pair.prefill.spec.host, pair.prefill.bootstrap_port, self._rng)
@@ -236,8 +237,9 @@ class Dispatcher:
         this: Attempt,
         pair: Pair,
     ) -> WorkerStream | WorkerResponse | ConnectionFailed | Refused:
-        """Until decode has answered, either half has failed, or the try is ended from outside. A prefill that fails
-        counts only where decode does not do without it.
+        """Wait until decode has answered, a half has failed, or the attempt was ended.
+
+        A failed prefill is ignored if decode computes the prompt itself.
         """
         while True:
             pending = [half for half in (prefill, decode) if half is not None and not half.done()]
@@ -249,13 +251,14 @@ class Dispatcher:
                 return verdict
             if this.ended.done():
                 return this.ended.result()
-            assert pending, "a decode that is done is an answer or a failure"
+            assert pending, "a finished decode half is an answer or a failure"
             waits_for: list[asyncio.Future[Any]] = [*pending, this.ended]
             await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
 
     def _goes_on_without(self, pair: Pair) -> bool:
-        """Whether the decode server of a pair is to compute the prompt when its prefill server fails: it was told to
-        by its flag, and there is no other prefill server to try.
+        """Whether the pair's decode server computes the prompt when its prefill server fails.
+
+        True if its load failure policy is recompute and no other prefill server is usable.
         """
         others = set(self._registry.usable(WorkerRole.PREFILL)) - {pair.prefill}
         return pair.decode.facts.get(LOAD_FAILURE_POLICY) == "recompute" and not others
@@ -263,7 +266,7 @@ class Dispatcher:
     async def _prefill_half(
         self, places: PairSlots, call: ProxiedCall, data: bytes
     ) -> WorkerResponse | ConnectionFailed:
-        """Prefill's place is free again as soon as it has answered, and its breaker knows how that went."""
+        """Send the prefill half; a good answer releases prefill's slot and is reported to its breaker."""
         place = places.prefill
         assert place is not None
         spec = place.worker.spec
@@ -283,9 +286,7 @@ class Dispatcher:
             return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
 
     def _headers(self, worker: Worker, call: ProxiedCall, more: Mapping[str, str]) -> CIMultiDict[str]:
-        """The client's headers, with the worker's key instead of the client's if the router knows one, and what the
-        worker is taken for.
-        """
+        """Return the client's headers plus the expected role; a key for the worker replaces the client's key."""
         headers = call.headers.copy()
         headers[ROLE_HEADER] = worker.spec.role.mode
         headers.update(more)
@@ -298,7 +299,7 @@ class Dispatcher:
         return headers
 
     async def _after_failure(self, outcome: WorkerStream | WorkerResponse | ConnectionFailed, attempt: int) -> None:
-        """Before the next try: see whether a silent worker is still there, and leave a busy one some time."""
+        """Run before the next attempt: check the health of a worker whose connection failed, and back off."""
         if counts_as_failure(outcome) and isinstance(outcome, ConnectionFailed):
             self._health.connection_broke(outcome.worker, outcome.message)
             await self._health.check(outcome.worker)
@@ -306,11 +307,11 @@ class Dispatcher:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
     def _note(self, places: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
-        """Tell breaker, metrics and log what a try has come to."""
+        """Report the outcome of an attempt to breaker, pair state, metrics and log."""
         if isinstance(outcome, Refused):
             return
         if isinstance(outcome, ConnectionFailed) and outcome.out_of_descriptors:
-            self._not_asked.warning("%s was not asked: %s", outcome.worker.spec.url, outcome.message)
+            self._not_asked.warning("no request was sent to %s: %s", outcome.worker.spec.url, outcome.message)
             return
         place = places.at(outcome.worker)
         if not isinstance(outcome, WorkerStream):
@@ -319,7 +320,7 @@ class Dispatcher:
             self._metrics.failed_at(outcome.worker, kind)
             said = outcome.message.encode() if isinstance(outcome, ConnectionFailed) else outcome.body
             text = said[:SHOWN_BYTES].decode(errors="replace")
-            ours = counts_as_failure(outcome) or asked_to_retry_later(outcome)  # what a client did wrong is no news
+            ours = counts_as_failure(outcome) or asked_to_retry_later(outcome)  # errors of clients are debug messages
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if counts_as_failure(outcome):
             place.failed()
@@ -337,9 +338,9 @@ class Dispatcher:
         outcome: Outcome | None,
         call: ProxiedCall,
     ) -> None:
-        """What the end of a try says of its workers; nothing where the client left.
+        """Report the end of an attempt to the breakers; nothing if the client disconnected.
 
-        Past the deadline without an answer the pair waited for prefill, or, had it answered, for decode.
+        If the deadline passed without an answer, the failure is prefill's if prefill has not answered, else decode's.
         """
         ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
         if isinstance(outcome, WorkerStream):
@@ -360,7 +361,7 @@ class Dispatcher:
 async def _with_prompt_logprobs(
     live: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
 ) -> WorkerStream | WorkerResponse | ConnectionFailed:
-    """Decode's answer with what prefill says of the prompt; prefill's failure is the request's."""
+    """Return decode's answer merged with prefill's prompt log probabilities, or prefill's failure."""
     answer = await prefill
     if isinstance(answer, ConnectionFailed) or failed(answer):
         return answer
@@ -383,17 +384,17 @@ async def _close(
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
     halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
     for half in halves:
-        half.add_done_callback(_let_go)  # also when waiting for it below is cancelled
+        half.add_done_callback(_let_go)  # runs also if the wait below is cancelled
         half.cancel()
     await asyncio.gather(*halves, return_exceptions=True)
 
 
 def _let_go(half: asyncio.Task[Any]) -> None:
-    """Close the connection of a half that has ended."""
+    """Close the connection of a finished half."""
     if half.cancelled():
         return
     error = half.exception()
     if error is not None:
-        log.error("a call to a worker ended in an unexpected error", exc_info=error)
+        log.error("a call to a worker raised an unexpected error", exc_info=error)
     elif isinstance(half.result(), WorkerStream):
         half.result().response.close()

@@ -1,7 +1,7 @@
-"""Log probabilities of the prompt: prefill computes them, decode's answer is what the client reads. Pure.
+"""Merges prompt log probabilities, which prefill computes, into decode's answer, which the client gets. Pure.
 
-Prefill's `meta_info.input_token_logprobs` and its companions go into decode's answer to `/generate` where decode left
-the list empty, as SGLang's router does; for batches and streams too.
+Prefill's `meta_info.input_token_logprobs` and the other lists of `MERGED` replace empty lists in decode's answer to
+`/generate`, as in SGLang's router; also for batches and streams.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EVENT_END = b"\n\n"
 DATA = b"data:"
 
 Metas = list[dict[str, Any]]
-"""Prefill's `meta_info`, one for each sequence."""
+"""Prefill's `meta_info` of each sequence."""
 
 
 def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
-    """Whether prefill's answer has something that decode's lacks."""
+    """Whether a request needs prompt log probabilities from prefill's answer."""
     wanted = body.get("return_logprob")
     start = body.get("logprob_start_len")
     return (
@@ -33,7 +33,7 @@ def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
 
 
 def prefill_metas(body: bytes) -> Metas:
-    """The `meta_info` of each sequence in prefill's answer: JSON, or a stream whose last events count."""
+    """Return the `meta_info` of each sequence in prefill's answer: JSON, or a stream whose last events count."""
     found: dict[int, dict[str, Any]] = {}
     for index, answer in enumerate(_answers(body)):
         if isinstance(answer, dict) and isinstance(answer.get("meta_info"), dict):
@@ -52,7 +52,7 @@ def _answers(body: bytes) -> list[Any]:
 
 
 def merged_body(body: bytes, metas: Metas) -> bytes:
-    """Decode's whole answer with prefill's part; unchanged where it is not what was expected."""
+    """Merge prefill's lists into decode's complete answer; an answer of unexpected form is returned unchanged."""
     try:
         answer = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -64,9 +64,9 @@ def merged_body(body: bytes, metas: Metas) -> bytes:
 
 
 def event_merger(metas: Metas) -> Callable[[bytes, bool], bytes]:
-    """For decode's stream: (the next bytes, whether they are the last) -> bytes for the client.
+    """Return a function that merges decode's stream: (next bytes, whether they are the last) -> bytes for the client.
 
-    Holds back an event until it is whole.
+    The function buffers incomplete events.
     """
     rest = b""
 
@@ -90,7 +90,7 @@ def _merge_event(event: bytes, metas: Metas) -> bytes:
 
 
 def _parse_event(event: bytes) -> Any:
-    """What follows `data:` as JSON; None where it is something else."""
+    """Parse the JSON after `data:`; None if the event has another form."""
     if not event.startswith(DATA):
         return None
     try:
@@ -100,7 +100,7 @@ def _parse_event(event: bytes) -> Any:
 
 
 def _merge(answer: Any, metas: Metas, index: int) -> bool:
-    """Put prefill's lists where decode's are empty; whether anything changed."""
+    """Replace decode's empty lists with prefill's; returns whether a list changed."""
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict) or not 0 <= index < len(metas):
         return False

@@ -1,4 +1,4 @@
-"""Outcomes as answers to the client. Called by `app`; owns the client's response, not the worker's."""
+"""Sends outcomes to the client. Called by `app`; owns the client's response, but not the worker's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pdserve.router.workers.outcome import (
 
 
 async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.StreamResponse:
-    """Answer the client; `deadline` is in the event loop's time."""
+    """Send the outcome to the client; `deadline` is in the event loop's time."""
     match outcome:
         case WorkerStream():
             return await _relay_live(request, outcome, deadline)
@@ -41,13 +41,13 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
 
 
 def refusal(refused: Refused) -> web.Response:
-    """What a client is told that no worker was asked for."""
+    """Return the error response for a request that was sent to no worker."""
     after = {"Retry-After": str(refused.retry_after_s)} if refused.status == 503 else None
     return error_response(refused.status, refused.message, refused.reason, after)
 
 
 async def _relay_live(request: web.Request, live: WorkerStream, deadline: float) -> web.StreamResponse:
-    """Pass decode's answer through, chunk by chunk as it arrives; a client that stops reading is cut off in time."""
+    """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
     response = web.StreamResponse(status=live.response.status, headers=live.headers)
     await response.prepare(request)
     tail = b""
@@ -65,7 +65,7 @@ async def _relay_live(request: web.Request, live: WorkerStream, deadline: float)
 
 
 async def _pieces(live: WorkerStream, deadline: float) -> AsyncIterator[bytes]:
-    """What the client gets of an answer; may be empty. Raises EndedError where the rest will not come."""
+    """Yield the client's pieces of an answer, which may be empty. Raises EndedError if the answer is incomplete."""
     chunk = live.first
     while chunk:
         yield chunk if live.change is None else live.change(chunk, False)
@@ -75,7 +75,7 @@ async def _pieces(live: WorkerStream, deadline: float) -> AsyncIterator[bytes]:
 
 
 async def _continued(live: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
-    """As `_pieces`, of a stream that other pairs go on with where its worker dies."""
+    """Yield the pieces of a stream that another pair continues if its worker dies; otherwise like `_pieces`."""
     chunk = live.first
     while True:
         try:
@@ -108,7 +108,7 @@ async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) ->
 
 
 async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes, deadline: float) -> bool:
-    """False where the client did not take the bytes before the deadline; its connection is closed then."""
+    """Write a chunk; False if the client did not read it before the deadline, and its connection was closed."""
     try:
         async with asyncio.timeout_at(deadline):
             await response.write(chunk)
@@ -120,7 +120,7 @@ async def _write(request: web.Request, response: web.StreamResponse, chunk: byte
 
 
 async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
-    """The next bytes, empty at the end. Raises EndedError where they will not come."""
+    """Return the next bytes, empty at the end. Raises EndedError on a failure or at the deadline."""
     try:
         async with asyncio.timeout_at(deadline):
             return await live.response.content.readany()
@@ -135,7 +135,7 @@ async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
 
 
 async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, why: EndedError) -> None:
-    """End an answer that cannot be completed: an error event in a stream, a cut connection otherwise."""
+    """End an incomplete answer: with an error event in a stream, otherwise by closing the connection."""
     if response.content_type == "text/event-stream" and response.content_length is None:
         gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
         await response.write(gap + b"data: " + error_body(why.status, why.message, why.code) + b"\n\n")

@@ -1,12 +1,12 @@
-"""Streams that go on at another pair when the decode worker that writes them dies. Made by `dispatch`, read by `relay`.
+"""Continues streams at another pair when their decode worker dies. Made by `dispatch`, used by `relay`.
 
-    worker ── events with what is told of them ──> StreamSoFar ── whole events ──> client
-    broken ──> the end was told: the router writes it itself
-               nothing was passed on: the request begins anew
-               else: the body, with the stream so far ──> another pair ──> the rest of the stream
+    worker ── events with resume state ──> StreamProgress ── complete events ──> client
+    broken ──> the state has the end of the stream: the router sends it
+               the client has received nothing: the request is retried from its start
+               else: the body with the resume state ──> another pair ──> the rest of the stream
 
-One sequence only: with `n` above 1 and with batches nothing goes on, nor where the prompt's log probabilities are
-merged in, nor on `/v1/responses`. `base/stream_state.py` says what is told.
+For streams of one sequence. Streams with `n` above 1, batches, streams with merged prompt log probabilities, and
+`/v1/responses` are not continued. `base/stream_state.py` defines the resume state.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from pdserve.router.request_fields import CHAT_PATH, COMPLETIONS_PATH, GENERATE_
 from pdserve.router.workers.outcome import WORKER_FAILED, EndedError, WorkerStream
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
-"""Of error events."""
+"""HTTP statuses in error events after which a stream is continued."""
 _ERROR = b'data: {"error":'
 
 Body = dict[str, Any]
 Again = Callable[[Body, EndedError], Awaitable[WorkerStream | None]]
-"""Sends a body to another pair after the stream broke; None where none answers."""
+"""Sends a body to another pair after the stream broke; None if no pair answers."""
 
 
 def can_go_on(path: str, body: Body) -> bool:
-    """Whether a request is for a stream of one sequence that another pair can go on with."""
+    """Whether a request is for a stream of one sequence that another pair can continue."""
     if body.get("stream") is not True or num_sequences(body) != 1 or wants_prompt_logprobs(path, body):
         return False
     size = batch_size(path, body)
@@ -40,7 +40,10 @@ def can_go_on(path: str, body: Body) -> bool:
 
 
 def with_seed(path: str, body: Body, rng: random.Random) -> Body:
-    """The body with a seed, where it has none: the same tokens come from any pair. Wrong types are left alone."""
+    """Return the body with a seed, so that every pair generates the same tokens.
+
+    A seed of the client is kept; bodies with invalid types are unchanged.
+    """
     seed = rng.randrange(1 << 63)
     if path != GENERATE_PATH:
         return body if body.get("seed") is not None else body | {"seed": seed}
@@ -51,7 +54,7 @@ def with_seed(path: str, body: Body, rng: random.Random) -> Body:
 
 
 class StreamProgress:
-    """One client's stream, whichever workers write it."""
+    """Progress of one client's stream across workers."""
 
     def __init__(self, body: Body, max_retries: int, again: Again) -> None:
         self._body = body
@@ -65,23 +68,23 @@ class StreamProgress:
         self._tail: str | None = None
         self._passed_on = False
         self.error_event = b""
-        """What the worker said of its failure, and the stream's end; empty where it said nothing."""
+        """The worker's retryable error event, and the stream's end; empty without such an event."""
         self.failure: EndedError | None = None
-        """The worker said that the stream has failed and that another try may help."""
+        """The worker's retryable error; None without one."""
         self._done = False
 
     def feed(self, chunk: bytes) -> bytes:
-        """The worker's next bytes; returns whole events for the client."""
+        """Take the worker's next bytes; returns complete events for the client."""
         *events, self._rest = (self._rest + chunk).split(EVENT_END)
         shown = b"".join(self._take(event) for event in events)
         self._passed_on = self._passed_on or bool(shown)
         return shown
 
     def end(self) -> bytes:
-        """The worker's answer is at its end; returns the rest.
+        """Handle the end of the worker's answer; returns the remaining bytes.
 
         Raises:
-            EndedError: its last event is missing.
+            EndedError: the last event is missing.
         """
         if self._head is not None and not self._done:
             raise EndedError("the decode worker's answer ended before its last event", 502, WORKER_FAILED)
@@ -89,13 +92,13 @@ class StreamProgress:
 
     @property
     def ending(self) -> bytes | None:
-        """What is left of a broken stream whose tokens are all here, perhaps nothing; None: more were to come."""
+        """The rest of a broken stream whose tokens are complete, possibly empty; None: tokens are missing."""
         if self._done:
             return b""
         return None if self._tail is None else self._tail.encode() + DONE
 
     async def go_on(self, error: EndedError) -> WorkerStream | None:
-        """The answer that the stream goes on with; None where it cannot."""
+        """Continue the stream after `error`; returns the next answer, or None if the stream cannot be continued."""
         can = self._num_left > 0 and self._may_go_on
         if not can or error.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
             return None
@@ -107,7 +110,7 @@ class StreamProgress:
 
     @property
     def _may_go_on(self) -> bool:
-        """The worker tells what it takes, or the client has seen nothing yet."""
+        """Whether the worker sends resume state, or the client has received nothing yet."""
         return self._head is not None or not self._passed_on
 
     def _resumed_body(self) -> Body:
@@ -119,7 +122,7 @@ class StreamProgress:
         return self._body | {RESUME_FIELD: resume}
 
     def _take(self, event: bytes) -> bytes:
-        """Keep what is told of an event; returns the event for the client, nothing behind a failure."""
+        """Record an event's resume state; returns the event for the client, empty after a failure."""
         state, shown = split_event(event)
         if state is not None:
             self._head = self._head or state.head
@@ -136,7 +139,7 @@ class StreamProgress:
 
 
 def _retryable(event: bytes) -> EndedError | None:
-    """An error event as an error, where another try may help."""
+    """Parse an error event; None if a retry does not help."""
     try:
         body = orjson.loads(event.removeprefix(b"data: "))
     except orjson.JSONDecodeError:

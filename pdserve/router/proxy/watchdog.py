@@ -1,12 +1,12 @@
-"""Does a token come through each pair? Probes idle pairs, and those whose requests wait for too long.
+"""Probes whether a token comes through each pair: idle pairs, and pairs whose requests wait too long.
 
-    every interval   each worker in at least one pair, all pairs where they are few; not those that have served of late
-    at once          a pair whose request waits, once an interval; one whose last probe has failed
-    every 2 s        a pair that does not serve, or whose requests fail
+    every interval   each worker in at least one pair, or all pairs if they are few; not pairs that served recently
+    at once          a pair with a waiting request, once an interval; a pair whose last probe failed
+    every 2 s        a pair that is down, or whose requests fail
 
-A probe is `POST /health_pair` at both halves with the same room. A half that says it is busy is no failure. When
-`FAILURES` probes in a row have failed the pair is left out, and what waits there is tried elsewhere. Workers without
-that path, SGLang's for instance, are never left out. Created by `app`; off the path of requests.
+A probe is `POST /health_pair` at both halves with the same bootstrap room. A busy half is no failure. After `FAILURES`
+failed probes in a row the pair gets no requests, and its waiting requests are retried at other pairs. Workers without
+`/health_pair`, such as SGLang's, are not probed. Created by `app`; not on the request path.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ log = logging.getLogger(__name__)
 PATH = "/health_pair"
 TICK_S = 0.5
 WAITS_S = 2.0
-"""A request that has had no byte for so long makes its pair suspect."""
+"""A request without a first byte for this time makes its pair suspect."""
 RECHECK_S = 2.0
-"""How often a pair that does not serve is probed."""
+"""Interval of probes of a pair that is down."""
 FEW_PAIRS = 64
-"""So many are probed in each interval at least."""
+"""Up to this number, all pairs are probed in each interval."""
 MAX_AT_ONCE = 64
-"""Probes that run at a time: all of few pairs, so that none waits for those that are down."""
+"""Limit of concurrent probes: at least `FEW_PAIRS`, so that no pair waits for pairs that are down."""
 SLACK_S = 0.5
-"""How much longer than a worker takes for its answer the router waits for it."""
+"""Seconds that the router waits beyond a worker's own probe timeout."""
 ASK_AGAIN_S = 60.0
-"""A worker that cannot be probed is asked again so much later."""
+"""Seconds after which a worker that cannot be probed is probed again."""
 MAX_ANSWER_BYTES = 1 << 16
 SHOWN_CHARS = 300
-"""So much of a worker's error is shown."""
+"""Characters of a worker's error that are shown."""
 CANNOT = frozenset({401, 403, 404, 405, 501})
-"""Statuses of workers that have no such path, or do not let the router ask."""
+"""Statuses of workers without the path, or that refuse the router's key."""
 NO_NEWS = frozenset({"engine_starting", "engine_dead", "engine_stuck", "server_shutting_down", "role_switching"})
-"""Codes of workers that health checks know about."""
+"""Error codes that health checks handle; probes ignore them."""
 
 
 class ProbeResult(enum.Enum):
-    """What one half of a probe says."""
+    """Result of one half of a probe."""
 
     OK = "ok"
     NO_NEWS = "no news"
@@ -66,7 +66,7 @@ class ProbeResult(enum.Enum):
 
 
 class Watchdog:
-    """The probes of one router. `on_change` is called whenever a pair comes or goes."""
+    """The probes of one router. `on_change` is called whenever a pair goes down or serves again."""
 
     def __init__(
         self,
@@ -97,12 +97,12 @@ class Watchdog:
         registry.on_forgotten.append(self._forget)
 
     def start(self) -> None:
-        """Begin, unless probes are off."""
+        """Start probing, unless probes are disabled."""
         if self._probes.enabled:
             self._loop = asyncio.create_task(self._run())
 
     async def close(self) -> None:
-        """End all probes."""
+        """Cancel all probes."""
         tasks = [*self._running.values(), *([] if self._loop is None else [self._loop])]
         for task in tasks:
             task.cancel()
@@ -116,12 +116,12 @@ class Watchdog:
             await asyncio.sleep(min(TICK_S, self._probes.interval_s / 2))
 
     def due(self, now: float) -> list[Pair]:
-        """The pairs to probe now: suspects first, and last those that are known to be down."""
+        """Return the pairs to probe now: suspects first, pairs that are down last."""
         found = dict.fromkeys([*self._suspects(now), *self._turn(now), *self._down(now)])
         return [pair for pair in found if pair not in self._running and self._can(pair, now)]
 
     def _suspects(self, now: float) -> Iterator[Pair]:
-        """Pairs that are to be probed at once."""
+        """Yield pairs to probe at once."""
         for pair, state in self._pairs:
             failed_once = state.num_failed > 0 and not state.down
             if failed_once or (state.wanted and _age(state.probed_at, now) >= RECHECK_S):
@@ -133,7 +133,7 @@ class Watchdog:
                     yield one.pair
 
     def _turn(self, now: float) -> Iterator[Pair]:
-        """The pairs whose turn it is in this interval, that have not had it, and have served nothing of late."""
+        """Yield the pairs of this interval that were not probed yet and have not served recently."""
         if now >= self._next_round:
             self._round_began, self._next_round = now, now + self._probes.interval_s
             self._round += 1
@@ -145,20 +145,20 @@ class Watchdog:
                 yield pair
 
     def _down(self, now: float) -> Iterator[Pair]:
-        """Pairs that do not serve, each every `RECHECK_S`."""
+        """Yield pairs that are down, each every `RECHECK_S`."""
         for pair, state in self._pairs:
             if state.down and _age(state.probed_at, now) >= RECHECK_S:
                 yield pair
 
     def _round_of_pairs(self) -> list[Pair]:
-        """Each worker in at least one of them; which ones changes from round to round."""
+        """Return the pairs of this round: each worker in at least one pair, in changing combinations."""
         if WorkerRole.REGULAR in self._config.roles:
             return [Pair(None, worker) for worker in self._registry.usable(WorkerRole.REGULAR)]
         prefills, decodes = self._registry.usable(WorkerRole.PREFILL), self._registry.usable(WorkerRole.DECODE)
         return [Pair(*chosen) for chosen in rotation(prefills, decodes, self._round)]
 
     def _can(self, pair: Pair, now: float) -> bool:
-        """Whether both workers take requests, and probes."""
+        """Whether both workers accept requests and probes."""
         return all(
             worker.usable and not worker.forgotten and self._cannot.get(worker, now) <= now for worker in _workers(pair)
         )
@@ -171,7 +171,7 @@ class Watchdog:
         task.add_done_callback(lambda _: self._running.pop(pair, None))
 
     async def _probe(self, pair: Pair, begun: float) -> None:
-        """One probe, and what follows from it."""
+        """Run one probe and update the state of the pair."""
         body: dict[str, Any] = {"timeout": self._probes.timeout_s}
         if pair.prefill is not None:
             body |= {
@@ -210,7 +210,7 @@ class Watchdog:
                     one.lost(pair.decode, f"no token came through {_named(pair)}")
 
     async def _ask(self, worker: Worker, body: bytes) -> ProbeResult | str:
-        """What a worker says of its half, or as a sentence why it has failed."""
+        """Probe one half; returns its result, or the reason of its failure as text."""
         timeout = aiohttp.ClientTimeout(total=self._probes.timeout_s + SLACK_S)
         headers = own_headers(worker, self._config.access.key_for_workers) | {"Content-Type": "application/json"}
         try:
@@ -221,7 +221,7 @@ class Watchdog:
         except TimeoutError:
             return f"no answer within {self._probes.timeout_s + SLACK_S:g} s"
         except (aiohttp.ClientError, OSError):
-            return ProbeResult.NO_NEWS  # health checks see that, too
+            return ProbeResult.NO_NEWS  # health checks detect it, too
         if response.status in CANNOT:
             return ProbeResult.CANNOT
         if response.status != 200:
@@ -237,14 +237,14 @@ class Watchdog:
     def _note_cannot(self, worker: Worker, now: float) -> None:
         if worker not in self._cannot:
             log.info(
-                "%s %s has no %s that the router may ask: it is not probed", worker.spec.role, worker.spec.url, PATH
+                "%s %s has no %s that accepts the router: it is not probed", worker.spec.role, worker.spec.url, PATH
             )
         if not worker.forgotten:
             self._cannot[worker] = now + ASK_AGAIN_S
 
 
 def rotation(prefills: Sequence[T], decodes: Sequence[T], number: int) -> list[tuple[T, T]]:
-    """The pairs of round `number`: all where they are few, else each worker in one, and all pairs in turn."""
+    """Return the pairs of round `number`: all if they are few, else each worker in at least one, and all in turn."""
     if len(prefills) * len(decodes) <= FEW_PAIRS:
         return [(prefill, decode) for prefill in prefills for decode in decodes]
     fewer, more = sorted((prefills, decodes), key=len)
@@ -253,12 +253,12 @@ def rotation(prefills: Sequence[T], decodes: Sequence[T], number: int) -> list[t
 
 
 def _age(at: float | None, now: float) -> float:
-    """Seconds since then; infinite where it never was."""
+    """Return the seconds since `at`; infinite for None."""
     return math.inf if at is None else now - at
 
 
 def _workers(pair: Pair) -> list[Worker]:
-    """Prefill first, where there is one."""
+    """Return the pair's workers, prefill first if the pair has one."""
     return [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
 
 

@@ -1,1 +1,1 @@
-"""The servers behind the router: registry, health, circuit breakers, admission."""
+"""The workers behind the router: registry, health checks, circuit breakers, admission."""

@@ -1,13 +1,13 @@
-"""Who may go to which workers, and when: the choice of a pair, the places at its workers, and the queue for them.
+"""Admission of requests: the choice of a pair, the slots at its workers, and the queue for slots.
 
-    enter ─┬─ a pair with room ──────────────────────────> Places: one at each worker, until `close`
-           ├─ nobody alive, every breaker open ──────────> Refused
-           └─ all who could take it are full ──> queue ──> Places when somebody leaves; Refused after a while
+    enter ─┬─ a pair with free slots ────────────────────> PairSlots: one slot at each worker, until `close`
+           ├─ no healthy worker, or all breakers open ───> Refused
+           └─ all available workers are full ──> queue ──> PairSlots when a slot is free; Refused after a timeout
 
-Choosing a pair and taking its places is one step without an await: a pair is entered as a whole or not at all, and
-what a breaker allows for one half is not spent when the other half cannot be had. First come, first served; only a
-request that was in already, and is tried again, goes to the head. Called by `dispatch`; `health` and `workers_api`
-call `wake` when there may be room.
+Choosing a pair and taking its slots is one step without an await. A pair is entered as a whole or not at all, so that a
+breaker's probe of one half is not spent when the other half is unavailable. The queue is first come, first served; only
+retries of admitted requests go to its head. Called by `dispatch`; `health` and `workers.api` call `wake` when slots may
+be free.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pdserve.router.workers.workers import Pair, Registry, Worker
 
 MAX_RETRY_AFTER_S = 60
 STALE_LOADS = 3
-"""A report older than so many intervals is not believed any more."""
+"""Age in load intervals after which a load report is ignored."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """No try could be made. `reason` is a short word for metrics, `message` for the client."""
+    """The request was sent to no worker. `reason` is a metric label, `message` is for the client."""
 
     reason: str
     message: str
@@ -48,11 +48,11 @@ NO_PAIR = Refused("no_pair", "no pair of prefill and decode workers serves reque
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """Somebody could take it, but not now."""
+    """All available workers are full."""
 
 
 class Slot:
-    """One request at one worker: it counts there until `close`, and tells the worker's breaker how it went."""
+    """A slot for one request at one worker: counted until `close`, and reported to the worker's breaker."""
 
     def __init__(self, admission: Admission, worker: Worker) -> None:
         self.worker = worker
@@ -66,7 +66,7 @@ class Slot:
         self._pass = self.worker.breaker.answered(self._pass)
 
     def completed(self) -> None:
-        """An answer was good to its end."""
+        """A good answer has ended."""
         self.answered()
         self.worker.breaker.completed()
 
@@ -75,7 +75,7 @@ class Slot:
         self.worker.breaker.failed(self._pass, self._admission.now())
 
     def close(self) -> None:
-        """The request is not there any more."""
+        """Release the slot."""
         if not self._open:
             return
         self._open = False
@@ -85,7 +85,7 @@ class Slot:
 
 
 class PairSlots:
-    """The places of one try. `prefill` is given back as soon as prefill has answered."""
+    """The slots of one attempt. `prefill` is released as soon as prefill has answered."""
 
     def __init__(self, admission: Admission, pair: Pair) -> None:
         self._admission = admission
@@ -99,11 +99,11 @@ class PairSlots:
         return iter([self.decode] if self.prefill is None else [self.prefill, self.decode])
 
     def at(self, worker: Worker) -> Slot:
-        """The place at one of the two workers."""
+        """Return the slot at one of the two workers."""
         return next(place for place in self if place.worker is worker)
 
     def close(self) -> None:
-        """Give all back."""
+        """Release both slots."""
         if self._open:
             self._open = False
             self._admission.num_inside -= 1
@@ -120,7 +120,7 @@ class _Waiter:
 
 
 class Admission:
-    """One per router; event loop only."""
+    """Admission of one router; event loop only."""
 
     def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics, rng: random.Random) -> None:
         self._config = config
@@ -141,11 +141,11 @@ class Admission:
 
     @staticmethod
     def now() -> float:
-        """The clock of breakers, reports and deadlines."""
+        """Return the event loop's time, the clock of breakers, reports and deadlines."""
         return asyncio.get_running_loop().time()
 
     def could_serve(self) -> bool:
-        """Whether a worker of each role is alive and not drained, and two of them are not known to fail together."""
+        """Whether a healthy, not draining worker of each role exists, and a pair of them that is not down."""
         usable = {role: self._registry.usable(role) for role in self._config.roles}
         if not all(usable.values()):
             return False
@@ -161,9 +161,10 @@ class Admission:
         again: bool = False,
         rids: frozenset[str] = frozenset(),
     ) -> PairSlots | Refused:
-        """Places for one try, workers in `avoid` only where there is no other. Waits while all are full.
+        """Return slots for one attempt; waits while all workers are full.
 
-        `again`: not its first try. `rids`: what the client calls it, for `abort`. The caller closes the places.
+        Workers in `avoid` are chosen only without an alternative. `again`: a retry, which goes to the queue's head.
+        `rids`: the client's request ids, for `abort`. The caller closes the slots.
         """
         if not self._waiting or again:
             entered = self._try_enter(request, avoid)
@@ -174,7 +175,7 @@ class Admission:
         return await self._wait(_Waiter(request, avoid, rids, asyncio.get_running_loop().create_future()), again)
 
     def wake(self) -> None:
-        """Let in from the head of the queue as many as there is room for."""
+        """Admit requests from the head of the queue while slots are free."""
         while self._waiting:
             waiter = self._waiting[0]
             if not waiter.future.done():
@@ -185,7 +186,7 @@ class Admission:
             self._waiting.popleft()
 
     def abort(self, rid: str | None) -> int:
-        """Refuse those in the queue that are called `rid`, or all; returns how many."""
+        """Refuse the queued requests with the id `rid`, or all for None; returns their number."""
         found = [waiter for waiter in self._waiting if rid is None or rid in waiter.rids]
         for waiter in found:
             if not waiter.future.done():
@@ -195,13 +196,13 @@ class Admission:
         return len(found)
 
     def refuse_waiting(self, refused: Refused) -> None:
-        """Refuse all that wait in the queue."""
+        """Refuse all queued requests."""
         for waiter in self._waiting:
             if not waiter.future.done():
                 waiter.future.set_result(refused)
 
     def left(self, worker: Worker) -> None:
-        """A place was given back."""
+        """A slot was released."""
         self._pace.note(self.now())
         self._registry.settle(worker)
         self.wake()
@@ -215,7 +216,7 @@ class Admission:
         except TimeoutError:
             if waiter.future.done() and not waiter.future.cancelled():
                 return waiter.future.result()
-            return self._refuse_full(f"no worker had room within {self._limits.queue_timeout_s:g} s", "queue_timeout")
+            return self._refuse_full(f"no slot was free within {self._limits.queue_timeout_s:g} s", "queue_timeout")
         except asyncio.CancelledError:
             self._take_back(waiter)
             raise
@@ -225,7 +226,7 @@ class Admission:
                 self._waiting.remove(waiter)
 
     def _take_back(self, waiter: _Waiter) -> None:
-        """The client left in the moment in which its turn came."""
+        """Release slots that were granted to a request whose client had just disconnected."""
         if waiter.future.done() and not waiter.future.cancelled():
             given = waiter.future.result()
             if isinstance(given, PairSlots):
@@ -261,14 +262,14 @@ class Admission:
         )
 
     def _free(self, role: WorkerRole) -> list[Worker] | Refused | Full:
-        """The workers of a role that can take a request now."""
+        """Return the workers of a role that can take a request now."""
         usable = self._registry.usable(role)
         if not usable:
             return Refused("no_worker", f"no healthy {role} worker")
         passing = [worker for worker in usable if worker.breaker.admits(self.now())]
         if not passing:
             after = min(worker.breaker.retry_in_s(self.now()) for worker in usable)
-            message = f"every {role} worker failed too often of late"
+            message = f"the circuit breaker of every {role} worker is open"
             return Refused("breaker_open", message, max(1, math.ceil(after)))
         limit = self._limits.max_inflight
         return [worker for worker in passing if limit is None or worker.inflight < limit] or Full()
@@ -280,7 +281,7 @@ class Admission:
         lists: dict[WorkerRole, list[Worker]],
         chosen: dict[WorkerRole, Worker],
     ) -> list[Worker]:
-        """Of the `free` workers of a role those that serve with the one that is chosen, or with a free one."""
+        """Return the `free` workers of a role whose pair with the chosen, or with a free, partner is not down."""
         if role is WorkerRole.REGULAR:
             return [worker for worker in free if self.pairs.serves(Pair(None, worker))]
         if role is WorkerRole.PREFILL:
@@ -294,17 +295,17 @@ class Admission:
 
 
 class QueueWaitEstimator:
-    """How fast places come free, to tell those who are turned away when to come back."""
+    """Estimates `Retry-After` of refused requests from the rate at which slots are released."""
 
     def __init__(self) -> None:
         self._times: deque[float] = deque(maxlen=64)
 
     def note(self, now: float) -> None:
-        """One came free."""
+        """Record a released slot."""
         self._times.append(now)
 
     def retry_after_s(self, now: float, num_waiting: int) -> int:
-        """Whole seconds until the queue has moved up by half, at the latest pace; at least one."""
+        """Return whole seconds, 1 to `MAX_RETRY_AFTER_S`, until half of the queue has moved up at the current rate."""
         if len(self._times) < 2 or now <= self._times[0]:
             return 1
         seconds = (now - self._times[0]) / len(self._times) * num_waiting / 2
@@ -312,7 +313,7 @@ class QueueWaitEstimator:
 
 
 def rids_of(body: dict[str, Any]) -> frozenset[str]:
-    """What the client calls a request: `rid`, one or several."""
+    """Return the client's ids of a request, from `rid`: one or several."""
     rid = body.get("rid")
     given = rid if isinstance(rid, list) else [rid]
     return frozenset(one for one in given if isinstance(one, str))

@@ -1,11 +1,11 @@
-"""Workers over HTTP: listed, added, drained and removed while the router runs. Paths and shapes are sglang-router's.
+"""HTTP API that lists, adds, drains and removes workers while the router runs. Paths and schemas are sglang-router's.
 
-    GET    /workers                 all of them          POST /workers  {"url", "worker_type", "bootstrap_port"} -> 202
-    GET    /workers/{id or URL}     one of them
-    PUT    /workers/{id or URL}     {"draining": true}: no new requests; false: new ones again
-    DELETE /workers/{id or URL}     no new requests, and forgotten when the last one has ended; ?force=true: now
+    GET    /workers                 all workers          POST /workers  {"url", "worker_type", "bootstrap_port"} -> 202
+    GET    /workers/{id or URL}     one worker
+    PUT    /workers/{id or URL}     {"draining": true}: no new requests; false: new requests again
+    DELETE /workers/{id or URL}     drain, then remove when the last request has ended; ?force=true: remove now
 
-Also in the older form: POST /add_worker?url=, POST /remove_worker?url=, GET /list_workers. Called by `app`.
+Also the older paths: POST /add_worker?url=, POST /remove_worker?url=, GET /list_workers. Called by `app`.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FOREIGN = frozenset(
         *("model_type", "priority", "reasoning_parser", "runtime", "runtime_type", "tokenizer_path", "tool_parser"),
     }
 )
-"""Fields that sglang-router's API has and this one does not."""
+"""Fields of sglang-router's API that this router does not support."""
 MAX_PORT_DIGITS = 5
 
 
 class AddBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /workers`. Without a `bootstrap_port` a prefill worker is asked for it."""
+    """`POST /workers`. Without a `bootstrap_port` the router reads it from a prefill worker's `/get_server_info`."""
 
     url: str
     worker_type: Literal["prefill", "decode", "regular"] | None = None
@@ -54,7 +54,7 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class BadBody(Exception):
-    """What is wrong with a request, and the field at fault."""
+    """An invalid request, with the message and the invalid field."""
 
     def __init__(self, message: str, field: str | None) -> None:
         super().__init__(message)
@@ -77,7 +77,7 @@ class WorkersApi:
         self._now = now
 
     def routes(self) -> list[web.RouteDef]:
-        """All paths of this file."""
+        """Return the routes of this API."""
         one = "/workers/{name:.+}"
         return [
             web.get("/workers", self.list_all),
@@ -91,7 +91,7 @@ class WorkersApi:
         ]
 
     async def list_all(self, request: web.Request) -> web.Response:
-        """The state of every worker."""
+        """List the state of all workers."""
         workers = self._registry.workers
         stats = {f"{role.value}_count": sum(worker.spec.role is role for worker in workers) for role in WorkerRole}
         return json_response(
@@ -99,16 +99,16 @@ class WorkersApi:
         )
 
     async def list_urls(self, request: web.Request) -> web.Response:
-        """The URLs alone."""
+        """List the URLs of all workers."""
         return json_response({"urls": [worker.spec.url for worker in self._registry.workers]})
 
     async def show(self, request: web.Request) -> web.Response:
-        """One worker's state."""
+        """Return one worker's state."""
         worker = self._find(request)
         return _not_found(request) if worker is None else json_response(describe(worker, self._now()))
 
     async def add(self, request: web.Request) -> web.Response:
-        """202: known from now on, used as soon as it is healthy."""
+        """Add a worker (202), which gets requests as soon as it is healthy."""
         try:
             body = parse_body(request[BODY], AddBody)
         except BadBody as error:
@@ -116,7 +116,7 @@ class WorkersApi:
         return self._add(body)
 
     async def add_by_query(self, request: web.Request) -> web.Response:
-        """The same with query parameters."""
+        """Add a worker given by query parameters."""
         fields: dict[str, Any] = dict(request.query)
         port = fields.get("bootstrap_port", "")
         if port.isdecimal() and len(port) <= MAX_PORT_DIGITS:
@@ -128,7 +128,7 @@ class WorkersApi:
         return self._add(body)
 
     async def change(self, request: web.Request) -> web.Response:
-        """Drain it, or end that."""
+        """Drain a worker, or resume it."""
         worker = self._find(request)
         if worker is None:
             return _not_found(request)
@@ -141,11 +141,11 @@ class WorkersApi:
         return _accepted(worker, "draining" if body.draining else "in use")
 
     async def remove(self, request: web.Request) -> web.Response:
-        """202: no new requests from now on, and gone when the last one has ended."""
+        """Drain a worker and remove it when its last request has ended (202)."""
         return self._remove(request, self._find(request))
 
     async def remove_by_query(self, request: web.Request) -> web.Response:
-        """The same with `?url=`."""
+        """Drain and remove the worker with the URL `?url=`."""
         return self._remove(request, self._registry.find(request.query.get("url", "")))
 
     def _add(self, body: AddBody) -> web.Response:
@@ -156,13 +156,13 @@ class WorkersApi:
         known = self._registry.find(spec.url)
         if known is None:
             worker = self._registry.add(spec)
-            return _accepted(worker, "added; used as soon as it is healthy", location=True)
+            return _accepted(worker, "added; gets requests as soon as it is healthy", location=True)
         if known.spec != spec:
-            message = f"{spec.url} is known as another {known.spec.role} worker; remove it first"
+            message = f"{spec.url} exists as a {known.spec.role} worker with other settings; remove it first"
             return error_response(409, message, "worker_exists", param="url")
         self._registry.resume(known)
         self._on_change()
-        return _accepted(known, "known already", location=True)
+        return _accepted(known, "exists already", location=True)
 
     def _spec(self, body: AddBody) -> WorkerSpec:
         try:
@@ -175,7 +175,7 @@ class WorkersApi:
             raise BadBody(f"worker_type must be {' or '.join(names)} here, got {role!r}", "worker_type")
         port = body.bootstrap_port
         if port is not None and (role != WorkerRole.PREFILL or not 1 <= port <= 65535):
-            raise BadBody("bootstrap_port is 1 to 65535, and for prefill workers only", "bootstrap_port")
+            raise BadBody("bootstrap_port must be 1 to 65535, and is for prefill workers only", "bootstrap_port")
         if body.api_key is not None and not (body.api_key.isascii() and body.api_key.isprintable()):
             raise BadBody("api_key must be printable ASCII", "api_key")
         ask = role == WorkerRole.PREFILL and port is None
@@ -192,14 +192,14 @@ class WorkersApi:
         else:
             self._registry.remove(worker)
         self._on_change()
-        return _accepted(worker, f"no new requests; {running} still run there")
+        return _accepted(worker, f"no new requests; {running} requests still run there")
 
     def _find(self, request: web.Request) -> Worker | None:
         return self._registry.find(request.match_info["name"])
 
 
 def describe(worker: Worker, now: float) -> dict[str, Any]:
-    """A worker's state at the time `now`: sglang-router's fields, then ours."""
+    """Return a worker's state at the time `now`: sglang-router's fields, then fields of this router."""
     report = worker.report
     return {
         "id": worker.id,
@@ -219,12 +219,12 @@ def describe(worker: Worker, now: float) -> dict[str, Any]:
 
 
 def parse_body(raw: bytes, kind: type[Body]) -> Body:
-    """A JSON object as `kind`; BadBody names the field at fault."""
+    """Parse a JSON object as `kind`; BadBody names the invalid field."""
     try:
         fields = msgspec.json.decode(raw, type=dict[str, Any])
         for name, value in fields.items():
             if name in FOREIGN and value is not None:
-                raise BadBody(f"{name} is sglang-router's and not supported here", name)
+                raise BadBody(f"{name} is a field of sglang-router that is not supported here", name)
         given = {name: value for name, value in fields.items() if name not in FOREIGN}
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -234,7 +234,7 @@ def parse_body(raw: bytes, kind: type[Body]) -> Body:
 
 
 def _field_of(message: str) -> str | None:
-    """msgspec names fields as `$.field` behind a wrong value, or in backquotes."""
+    """Return the field in an error message of msgspec: `$.field` for an invalid value, else in backquotes."""
     found = re.search(r"\$\.(\w+)", message) or re.search(r"field `(\w+)`", message)
     return None if found is None else found.group(1)
 

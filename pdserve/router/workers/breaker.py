@@ -1,12 +1,12 @@
-"""A circuit breaker: a worker that keeps failing gets no requests for a while, then a few, then all again.
+"""The circuit breaker of a worker.
 
-    CLOSED ── failures without a success between them, within the window ──> OPEN
-    OPEN ── time ──> HALF_OPEN: as many requests at a time as successes are still missing
-    HALF_OPEN ── successes ──> CLOSED;   HALF_OPEN ── one of its requests fails ──> OPEN
-    any ── its process has ended, and another one is well ──> CLOSED
+    CLOSED ── failures without a success between them, within the window ──> OPEN: no requests
+    OPEN ── open_s seconds ──> HALF_OPEN: at most as many concurrent requests as successes are missing
+    HALF_OPEN ── enough successes ──> CLOSED;   HALF_OPEN ── a request fails ──> OPEN
+    any ── the worker's process has ended, and its successor is healthy ──> CLOSED
 
-Time is an argument. Owned by `Worker`. `admission` calls it: it lets a pair in when both breakers admit it, and then
-enters both, so that a probe is never spent on a pair that the other half's breaker refuses. `health` calls `renew`.
+Time is an argument. Owned by `Worker`. `admission` admits a pair if both breakers admit it, and then enters both, so
+that no probe is spent on a pair that the other breaker refuses. `health` calls `renew`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pdserve.router.config.config import BreakerConfig
 
 
 class BreakerState(enum.StrEnum):
-    """`OPEN` admits nothing."""
+    """State of a breaker; `OPEN` admits no requests."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -28,9 +28,10 @@ class BreakerState(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Permit:
-    """Leave to send one request. `opening` numbers the opening that it probes the end of; None: not a probe.
+    """Permission to send one request.
 
-    `answered`: the probe has shown what it was to show, though it may still fail.
+    `opening`: the number of the opening during which it is a probe; None: not a probe. `answered`: the probe counted as
+    a success, though its request may still fail.
     """
 
     opening: int | None
@@ -38,7 +39,7 @@ class Permit:
 
 
 class Breaker:
-    """One worker's; all times in seconds of one clock."""
+    """The breaker of one worker; all times in seconds of one clock."""
 
     def __init__(self, config: BreakerConfig) -> None:
         self._config = config
@@ -49,7 +50,7 @@ class Breaker:
         self._probes = 0
 
     def state(self, now: float) -> BreakerState:
-        """What it does at the time `now`."""
+        """Return the state at the time `now`."""
         if self._opened_at is None:
             return BreakerState.CLOSED
         return BreakerState.OPEN if now < self._opened_at + self._config.open_s else BreakerState.HALF_OPEN
@@ -62,24 +63,24 @@ class Breaker:
         return state is BreakerState.CLOSED
 
     def retry_in_s(self, now: float) -> float:
-        """Seconds until it may admit something; 0 unless it is open."""
+        """Return the seconds until the breaker is half open; 0 unless it is open."""
         return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._config.open_s - now)
 
     def enter(self, now: float) -> Permit:
-        """Take leave to send a request that it `admits`; give it back with `leave` whatever comes of it."""
-        assert self.admits(now), "ask first"
+        """Take a permit for a request that the breaker `admits`; return it with `leave` in any case."""
+        assert self.admits(now), "call `admits` first"
         if self._opened_at is None:
             return Permit(None)
         self._probes += 1
         return Permit(self._openings)
 
     def leave(self, held: Permit) -> None:
-        """The request has ended. Without a verdict before, it says nothing about the worker."""
+        """Return a permit. A request without a reported result does not count."""
         if self._is_probe(held) and not held.answered:
             self._probes -= 1
 
     def answered(self, held: Permit) -> Permit:
-        """The worker has begun a good answer: what a probe is to show. Returns what is held from now on."""
+        """Report that a good answer has begun, which is a probe's success. Returns the permit to hold from now on."""
         if not self._is_probe(held) or held.answered:
             return held
         self._probes -= 1
@@ -91,18 +92,18 @@ class Breaker:
         return dataclasses.replace(held, answered=True)
 
     def completed(self) -> None:
-        """An answer was good to its end: failures before it do not count any more."""
+        """Report that a good answer has ended, which resets the failure count."""
         if self._opened_at is None:
             self._failures.clear()
 
     def renew(self) -> None:
-        """Another process serves there now: what the one before it failed says nothing of it."""
+        """Close the breaker, because a new process serves at the worker's URL."""
         self._opened_at = None
         self._successes = self._probes = 0
         self._failures.clear()
 
     def failed(self, held: Permit, now: float) -> None:
-        """The worker has failed a request. While it is open, only its probes count."""
+        """Report a failed request. Unless the breaker is closed, only probes count."""
         if not self._config.enabled:
             return
         if self._opened_at is not None:
@@ -122,5 +123,5 @@ class Breaker:
         self._failures.clear()
 
     def _is_probe(self, held: Permit) -> bool:
-        """A probe of this opening, not of an earlier one."""
+        """Whether the permit is a probe of the current opening."""
         return self._opened_at is not None and held.opening == self._openings

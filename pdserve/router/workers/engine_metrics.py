@@ -1,9 +1,9 @@
-"""`GET /engine_metrics`: the `/metrics` of all workers in one answer, each sample with `worker_addr`, for one scrape.
+"""`GET /engine_metrics`: the `/metrics` of all workers in one answer; each sample has the label `worker_addr`.
 
-    many scrapers ──> one round a second at most ──> GET /metrics of every living worker, at most `ASK_TIMEOUT_S`
+    scrapes ──> at most one round a second ──> GET /metrics of every healthy worker, at most `ASK_TIMEOUT_S`
 
-A worker that does not answer, or with something else than metrics, is missing, and its `pdserve_router_engine_up` is 0.
-Created by `app`. Path, label and meaning are sglang-router's.
+A worker without a valid answer is missing, and its `pdserve_router_engine_up` is 0. Created by `app`. Path, label and
+semantics are sglang-router's.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ PATH = "/engine_metrics"
 WORKER_PATH = "/metrics"
 INTERVAL_S = 1.0
 ASK_TIMEOUT_S = 3.0
-"""Well below the 10 s after which Prometheus gives up."""
+"""Well below Prometheus' default scrape timeout of 10 s."""
 MAX_ANSWER_BYTES = 8 << 20
 LABEL = "worker_addr"
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class EngineMetrics:
-    """One per router. `close` ends what is under way."""
+    """The handler; one per router. `close` cancels a running round."""
 
     def __init__(
         self, config: RouterConfig, registry: Registry, session: aiohttp.ClientSession, now: Callable[[], float]
@@ -49,14 +49,14 @@ class EngineMetrics:
         self._begun_at = 0.0
 
     async def get(self, request: web.Request) -> web.Response:
-        """All that workers said, at most a second before; 200 whoever is silent."""
+        """Return the metrics of all workers, at most a second old; 200 even if workers do not answer."""
         if self._round is None or (self._round.done() and self._now() - self._begun_at >= INTERVAL_S):
             self._begun_at = self._now()
             self._round = asyncio.create_task(self._ask_all())
         return web.Response(body=await asyncio.shield(self._round), headers={"Content-Type": CONTENT_TYPE})
 
     async def close(self) -> None:
-        """End the round that is under way."""
+        """Cancel a running round."""
         if self._round is not None:
             self._round.cancel()
             await asyncio.gather(self._round, return_exceptions=True)
@@ -68,7 +68,7 @@ class EngineMetrics:
         return await asyncio.to_thread(together, told)
 
     async def _ask(self, worker: Worker) -> str | None:
-        """What a worker exports; None where that cannot be had."""
+        """Return a worker's metrics as text; None if they are not available."""
         if not worker.healthy:
             return None
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
@@ -86,13 +86,11 @@ class EngineMetrics:
 
 
 def together(told: Sequence[tuple[str, str, str | None]]) -> bytes:
-    """One exposition of what workers (role, URL, exposition) export: a metric's samples of all of them side by side.
+    """Merge the expositions of workers (role, URL, exposition) into one, with all samples of a metric together.
 
-    Where workers differ in a metric's type, the first one's is taken, and the others' samples are left out.
+    If workers differ in a metric's type, the first worker's type counts, and samples of other types are dropped.
     """
-    up = GaugeMetricFamily(
-        "pdserve_router_engine_up", "1 where a worker's metrics could be had", labels=["role", LABEL]
-    )
+    up = GaugeMetricFamily("pdserve_router_engine_up", "1 if a worker's metrics are available", labels=["role", LABEL])
     families: dict[str, Metric] = {}
     for role, url, text in told:
         found = None if text is None else _parse(url, text)
@@ -105,27 +103,27 @@ def together(told: Sequence[tuple[str, str, str | None]]) -> bytes:
 
 
 def _parse(url: str, text: str) -> list[Metric] | None:
-    """Its families; None where it is not an exposition."""
+    """Parse an exposition; None if it is invalid."""
     try:
         return list(text_string_to_metric_families(text))
     except (ValueError, KeyError, IndexError) as error:
-        log.info("%s: what it exports cannot be read: %s", url, error)
+        log.info("%s: the metrics cannot be parsed: %s", url, error)
         return None
 
 
 def _with_address(labels: dict[str, str], url: str) -> dict[str, str]:
-    """An address that is there already is kept as Prometheus does."""
+    """Add the worker's URL as label; an existing label is renamed to `exported_*`, as Prometheus does."""
     if LABEL not in labels:
         return labels | {LABEL: url}
     return labels | {f"exported_{LABEL}": labels[LABEL], LABEL: url}
 
 
 class _Families(Collector):
-    """Families as something that can be rendered."""
+    """A collector of given metric families."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 
     def collect(self) -> Iterable[Metric]:
-        """See `Collector`."""
+        """Return the families."""
         return self._families

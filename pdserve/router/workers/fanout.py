@@ -1,4 +1,4 @@
-"""Questions that workers answer, and commands that go to all of them: everything but generation. Called by `app`."""
+"""Requests other than generation: queries to one or all workers, and commands to all workers. Called by `app`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_EXTRA_S = 600.0
 
 
 class WorkerFanout:
-    """The handlers that ask workers."""
+    """The handlers that send requests to workers."""
 
     def __init__(
         self, config: RouterConfig, registry: Registry, health: HealthMonitor, session: aiohttp.ClientSession
@@ -37,7 +37,7 @@ class WorkerFanout:
         self._session = session
 
     async def proxy(self, request: web.Request) -> web.Response:
-        """Answered by one living worker, decode first (its answers are the client's)."""
+        """Forward to one usable worker, decode workers first, since clients get decode's answers."""
         body = request[BODY]
         for worker in self._preferred():
             found = await self._call(request, worker, body)
@@ -46,7 +46,7 @@ class WorkerFanout:
         return error_response(503, "no healthy worker", "no_worker", RETRY_AFTER)
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """One decode worker's facts at the top, and all workers' under their role."""
+        """Return one decode worker's facts at the top level, and the facts of all workers by role."""
         workers = self._alive()
         answers = await asyncio.gather(*(self._get_object(request, worker) for worker in workers))
         merged: dict[str, Any] = {}
@@ -58,7 +58,7 @@ class WorkerFanout:
         return json_response(merged | by_role)
 
     async def document(self, request: web.Request) -> dict[str, Any]:
-        """The OpenAPI document of a worker that has one, decode first; `{}` where none has."""
+        """Return the OpenAPI document of a worker that has one, decode workers first; `{}` if none has."""
         for worker in self._preferred():
             found = await self._get_object(request, worker)
             if isinstance(found.get("paths"), dict):
@@ -66,7 +66,7 @@ class WorkerFanout:
         return {}
 
     async def loads(self, request: web.Request) -> web.Response:
-        """What every living worker holds now, in tokens; -1 where it does not say. SGLang's form and more."""
+        """Return the load of every healthy worker in tokens, -1 if unknown; SGLang's schema with more fields."""
         workers = self._alive()
         reports = await asyncio.gather(*(self._health.ask_load(worker) for worker in workers))
         listed = [
@@ -82,7 +82,7 @@ class WorkerFanout:
         return json_response({"workers": listed})
 
     async def load(self, request: web.Request) -> web.Response:
-        """The load of every replica of every living worker, in one list as a server's own, with its worker."""
+        """Return the load of every replica of all healthy workers, in a server's schema plus the worker."""
         workers = self._alive()
         answers = await asyncio.gather(*(self._call(request, worker, None) for worker in workers))
         listed = [
@@ -93,7 +93,7 @@ class WorkerFanout:
         return json_response(listed)
 
     async def health_generate(self, request: web.Request) -> web.Response:
-        """200 when one worker of each role has just generated a token; the body says who has."""
+        """Return 200 if at least one worker of each role generated a token; the body lists the statuses."""
         workers = self._alive()
         found = await asyncio.gather(*(self._call(request, worker, None, GENERATE_TIMEOUT_S) for worker in workers))
         statuses = _statuses(workers, found)
@@ -101,7 +101,7 @@ class WorkerFanout:
         return json_response({"workers": statuses}, status=200 if good >= set(self._config.roles) else 503)
 
     async def fan_out(self, request: web.Request) -> web.Response:
-        """Pass a request on to every living worker; 200 when all said 200, else the worst status."""
+        """Forward a request to every healthy worker; 200 if all answered 200, else the highest status."""
         body = request[BODY]
         workers = self._alive()
         if not workers:
@@ -113,7 +113,7 @@ class WorkerFanout:
         return json_response({"success": worst < 400, "workers": statuses, **said}, status=worst)
 
     def _preferred(self) -> list[Worker]:
-        """Those that may get new requests, in the order in which they are asked what any of them can answer."""
+        """Return the usable workers, in the order in which they are tried for queries that any worker answers."""
         return [
             worker
             for role in (WorkerRole.REGULAR, WorkerRole.DECODE, WorkerRole.PREFILL)
@@ -121,11 +121,11 @@ class WorkerFanout:
         ]
 
     def _alive(self) -> list[Worker]:
-        """Draining ones too: requests still run there."""
+        """Return the healthy workers, including draining ones, where requests still run."""
         return [worker for worker in self._registry.workers if worker.healthy]
 
     async def _get_object(self, request: web.Request, worker: Worker) -> dict[str, Any]:
-        """The worker's JSON object; one that says why where there is none."""
+        """Return the worker's JSON object, or an object with the field `error`."""
         found = await self._call(request, worker, None)
         if found is None or found.status != 200:
             return {"error": "no answer" if found is None else f"status {found.status}"}
@@ -138,14 +138,14 @@ class WorkerFanout:
     async def _call(
         self, request: web.Request, worker: Worker, body: bytes | None, timeout_s: float | None = None
     ) -> WorkerResponse | None:
-        """The same request to a worker; None where it does not answer."""
+        """Send the same request to a worker; None if it does not answer."""
         timeout = _patience(request) if timeout_s is None else aiohttp.ClientTimeout(total=timeout_s)
         headers: CIMultiDict[str] = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
         access = self._config.access
         command = is_admin(request.method, request.path)
         headers.update(own_headers(worker, access.admin_key_for_workers if command else access.key_for_workers))
-        url = URL(worker.spec.url + request.path_qs, encoded=True)  # as it came: what was checked is what is asked
+        url = URL(worker.spec.url + request.path_qs, encoded=True)  # the path as it was checked
         try:
             async with self._session.request(
                 request.method, url, data=body, headers=headers, timeout=timeout, allow_redirects=False
@@ -158,12 +158,12 @@ class WorkerFanout:
 
 
 def _statuses(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None]) -> dict[str, int]:
-    """By URL; 502 for who did not answer."""
+    """Return the statuses by URL; 502 for workers that did not answer."""
     return {worker.spec.url: 502 if one is None else one.status for worker, one in zip(workers, answers, strict=True)}
 
 
 def _error_of(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None], status: int) -> dict[str, Any]:
-    """OpenAI's error object of the first worker that answered with `status`, and which worker that was."""
+    """Return OpenAI's error object of the first worker with `status`, plus the worker's URL."""
     statuses = _statuses(workers, answers)
     worker, answer = next(one for one in zip(workers, answers, strict=True) if statuses[one[0].spec.url] == status)
     said = None if answer is None else _parsed(answer.body)
@@ -175,13 +175,13 @@ def _error_of(workers: Sequence[Worker], answers: Sequence[WorkerResponse | None
 
 
 def _load_entries(answer: WorkerResponse | None) -> list[dict[str, Any]]:
-    """What a worker says of its replicas; nothing where it does not say."""
+    """Return the load entries of a worker's replicas; empty without a valid answer."""
     said = None if answer is None or answer.status != 200 else _parsed(answer.body)
     return [entry for entry in said if isinstance(entry, dict)] if isinstance(said, list) else []
 
 
 def _parsed(body: bytes) -> Any:
-    """None where it is no JSON."""
+    """Parse JSON; None if it is invalid."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -189,7 +189,7 @@ def _parsed(body: bytes) -> Any:
 
 
 def _patience(request: web.Request) -> aiohttp.ClientTimeout:
-    """How long a worker may take; longer by the `timeout` in seconds that `/flush_cache` may wait for idle."""
+    """Return the timeout of a call, plus the query's `timeout` in seconds, for which `/flush_cache` waits for idle."""
     text = request.query.get("timeout", "")
     extra_s = float(text) if text.replace(".", "", 1).isdecimal() else 0.0
     return aiohttp.ClientTimeout(total=INFO_TIMEOUT_S + min(extra_s, MAX_EXTRA_S))

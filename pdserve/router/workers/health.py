@@ -1,13 +1,13 @@
-"""Who is alive and how busy: asks every worker, and writes what it hears into `Worker`.
+"""Health checks and load queries: checks every worker and writes the results into `Worker`.
 
-One task for each worker, from `watch` to its removal. `dispatch` asks for a check when a connection broke.
+One task for each worker, from `watch` to its removal. `dispatch` requests a check when a connection broke.
 
-A worker that is silent is lost: what runs there ends now, since its connections never break by themselves. One that
-refuses connections, or says that it is ill, is only left out: what runs there ends as its connections do.
+A silent worker is lost: its running requests end at once, because its connections never break by themselves. A worker
+that refuses connections, or reports itself unhealthy, only gets no new requests. Its running requests end with their
+connections.
 
-A server may change its role while it runs. It says what it takes with each good answer to a health check, or when it
-refuses a request; a worker that does something else now is moved to where it belongs, and one that takes nothing,
-because its role is being changed, counts as dead so long.
+A server may change its role while it runs. Its good answers to health checks, and its refusals of requests, state the
+current role. The registry moves a worker with a new role. A worker without a role, during a role switch, counts as dead.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ RECHECK_DEAD_S = 0.5
 UNCHECKED_RETRY_S = 1.0
 INFO_PATH = "/get_server_info"
 STALLED_S = 1.0
-"""A check that ends so much after its time-out says more about this process than about the worker."""
+"""A check that ends this late after its timeout is ignored: the router itself was stalled."""
 STUCK = "engine_stuck"
-"""The code of a server whose API process lives and whose engine does not run."""
+"""Error code of a server whose API process runs and whose engine does not."""
 MAX_ERROR_BYTES = 1 << 16
 LOAD_FAILURE_POLICY = "disaggregation_load_failure_policy"
 FACTS = (LOAD_FAILURE_POLICY, "served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
-"""What is kept of it, to be shown."""
+"""Fields of `/get_server_info` that are kept in `Worker.facts`."""
 PAIR = (WorkerRole.PREFILL, WorkerRole.DECODE)
 
 
 class HealthMonitor:
-    """The checks of one router. `on_change` is called whenever a worker came or went."""
+    """The health checks of one router. `on_change` is called whenever a worker becomes healthy or dead, or moves."""
 
     def __init__(
         self,
@@ -65,23 +65,23 @@ class HealthMonitor:
         self._checks: dict[Worker, asyncio.Task[None]] = {}
 
     async def start(self) -> None:
-        """Begin watching, and return when every worker was asked once; each counts as dead until a good answer.
+        """Start the checks; returns when every worker was checked once. Workers count as dead until a good answer.
 
-        So a router that says it is ready serves at once where its workers do.
+        A router that announces itself ready can therefore serve at once if its workers can.
         """
         await asyncio.gather(*(self.check(worker) for worker in self._registry.workers))
         for worker in self._registry.workers:
             self.watch(worker)
 
     async def close(self) -> None:
-        """End all tasks."""
+        """Cancel all tasks."""
         tasks = [task for group in self._tasks.values() for task in group] + list(self._checks.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def watch(self, worker: Worker) -> None:
-        """Check it until `unwatch`, beginning now."""
+        """Check the worker periodically until `unwatch`, starting now."""
         if worker in self._tasks:
             return
         self._tasks[worker] = [asyncio.create_task(self._monitor(worker))]
@@ -89,12 +89,12 @@ class HealthMonitor:
             self._tasks[worker].append(asyncio.create_task(self._ask_loads(worker)))
 
     def unwatch(self, worker: Worker) -> None:
-        """It is gone."""
+        """Stop checking a removed worker."""
         for task in self._tasks.pop(worker, []):
             task.cancel()
 
     async def check(self, worker: Worker) -> None:
-        """Ask the worker for its health now; callers at the same time share one check."""
+        """Check the worker now; concurrent callers share one check."""
         running = self._checks.get(worker)
         if running is None:
             running = asyncio.create_task(self._check(worker))
@@ -103,15 +103,15 @@ class HealthMonitor:
         await asyncio.shield(running)
 
     async def said_role(self, worker: Worker, told: str) -> None:
-        """The worker said what it takes: a `--disaggregation-mode`, or nothing."""
+        """Handle a role that a worker reported: a `--disaggregation-mode`, or `NO_ROLE`."""
         if worker.forgotten or told == worker.spec.role.mode:
             return
         role = WorkerRole.of_mode(told)
         if told == NO_ROLE:
-            self._mark_dead(worker, "it takes no requests: its role is being changed, or it ends")
+            self._mark_dead(worker, "it accepts no requests: its role is being changed, or it shuts down")
         elif role is None or role not in self._config.roles:
             here = " and ".join(self._config.roles)
-            self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and the workers here are {here}")
+            self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and this router needs {here}")
         else:
             moved = self._registry.move(worker, role)
             self._on_change()
@@ -119,7 +119,7 @@ class HealthMonitor:
                 await self.check(moved)
 
     def connection_broke(self, worker: Worker, reason: str) -> None:
-        """Without health checks this is all there is to know: it is left alone for a moment."""
+        """Mark the worker dead after a broken connection, if health checks are disabled."""
         if not self._health.enabled:
             self._mark_dead(worker, reason)
 
@@ -127,7 +127,7 @@ class HealthMonitor:
         while True:
             await self.check(worker)
             if worker.healthy and worker.late_checks:
-                continue  # its time-out was pause enough
+                continue  # the timeout of the last check was pause enough
             interval = self._health.interval_s if self._health.enabled else UNCHECKED_RETRY_S
             await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
 
@@ -152,7 +152,7 @@ class HealthMonitor:
             self._mark_dead(worker, describe(error))
             if not _is_refused(error):
                 worker.late_checks += 1
-                if worker.late_checks >= self._health.failure_threshold:  # one broken connection ends no streams
+                if worker.late_checks >= self._health.failure_threshold:  # a single broken connection ends no streams
                     worker.lose(f"it cannot be reached: {describe(error)}")
             return
         worker.late_checks = 0
@@ -169,8 +169,9 @@ class HealthMonitor:
             self._mark_healthy(worker)
 
     async def _ask_health(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> tuple[int, str | None]:
-        """The status of its health, and what it takes if it says so, or the code of its error; without health checks
-        200, if a dead one answers anything at all.
+        """Return (200, reported role or None), or (status, error code or None) of an unhealthy worker.
+
+        If health checks are disabled, a healthy worker is not checked, and any answer of a dead worker counts as 200.
         """
         if not self._health.enabled and worker.healthy:
             return 200, None
@@ -183,10 +184,10 @@ class HealthMonitor:
             return response.status, error_of(await read_at_most(response, MAX_ERROR_BYTES))[0]
 
     async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
-        """What the worker says of itself; asked anew each time it comes back: after a restart it may be another.
+        """Read the worker's `/get_server_info`, each time it becomes healthy, since a restart may change the answer.
 
-        Only the bootstrap port is needed, where nobody named it: without that the worker counts as dead. Returns the
-        mode of a half of a pair, if it is the other half now: of a server that does not say it with its health.
+        Only the bootstrap port is required, if it was not given: without it the worker counts as dead. Returns the mode
+        if a prefill worker is a decode server now, or vice versa, for servers that report no role with their health.
         """
         try:
             info = await self._ask_info(worker, timeout)
@@ -207,7 +208,7 @@ class HealthMonitor:
         return None
 
     async def _ask_info(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> dict[str, Any]:
-        """The worker's `/get_server_info`; `ValueError` where it has none."""
+        """Return the worker's `/get_server_info`; `ValueError` without a valid answer."""
         url = worker.spec.url + INFO_PATH
         async with self._session.get(
             url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
@@ -220,14 +221,14 @@ class HealthMonitor:
         return info
 
     async def _ask_loads(self, worker: Worker) -> None:
-        """Ask for the load as long as the worker lives; one that does not say is judged by our own count."""
+        """Query the load periodically. A worker without an answer is rated by the router's own request count."""
         while True:
             if worker.healthy:
                 worker.report = await self.ask_load(worker)
             await asyncio.sleep(self._health.load_interval_s)
 
     async def ask_load(self, worker: Worker) -> LoadReport | None:
-        """The worker's `/get_load` now: a list with an entry for each of its replicas."""
+        """Query the worker's `/get_load`, a list with an entry for each replica; None without a valid answer."""
         timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
         try:
             url = f"{worker.spec.url}/get_load"
@@ -243,7 +244,7 @@ class HealthMonitor:
         return own_headers(worker, self._config.access.key_for_workers)
 
     def _was_late(self, worker: Worker) -> None:
-        """It has not answered a check in time, nor sent anything else meanwhile."""
+        """Count a timed-out check of a worker that sent no other bytes during the check."""
         worker.late_checks += 1
         worker.good_checks = 0
         if worker.late_checks >= self._health.failure_threshold:
@@ -272,12 +273,12 @@ class HealthMonitor:
 
 
 def _is_refused(error: Exception) -> bool:
-    """Nobody listens there."""
+    """Whether the connection was refused, so that no process listens there."""
     return isinstance(error, aiohttp.ClientConnectorError) and isinstance(error.os_error, ConnectionRefusedError)
 
 
 def parse_load(body: Any, inflight: int, now: float) -> LoadReport | None:
-    """A `/get_load` answer; None where it is none. Entries are summed, what they lack is not known."""
+    """Parse a `/get_load` answer by summing its entries; None if it is invalid. Missing numbers are unknown."""
     entries = body if isinstance(body, list) else [body]
     if not entries or not all(isinstance(entry, dict) for entry in entries):
         return None

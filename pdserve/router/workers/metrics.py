@@ -1,7 +1,7 @@
-"""The router's Prometheus metrics, in a registry of its own. Written by the other files of the router.
+"""The router's Prometheus metrics, in a registry of their own. Written by the other files of the router.
 
-What is counted by worker goes with the worker, so that /metrics does not grow while they come and go; what is counted
-for the router as a whole only ever grows.
+Series of a worker are removed with the worker, so that /metrics does not grow as workers are added and removed. Series
+of the whole router are never removed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RouterMetrics:
             "pdserve_router_stream_retries", "Broken streams that were sent to another pair", registry=registry
         )
         self.disconnects = Counter(
-            "pdserve_router_client_disconnects", "Clients gone before their answer", registry=registry
+            "pdserve_router_client_disconnects", "Clients that disconnected early", registry=registry
         )
         self.worker_errors = Counter(
             "pdserve_router_worker_errors",
@@ -37,8 +37,8 @@ class RouterMetrics:
             ["role", "worker", "kind"],
             registry=registry,
         )
-        self.refused = Counter("pdserve_router_refused", "Requests that no worker got", ["reason"], registry=registry)
-        self.queued = Gauge("pdserve_router_queued", "Requests that wait for room at a worker", registry=registry)
+        self.refused = Counter("pdserve_router_refused", "Requests sent to no worker", ["reason"], registry=registry)
+        self.queued = Gauge("pdserve_router_queued", "Requests that wait for a slot at a worker", registry=registry)
         self.queue_seconds = Histogram(
             "pdserve_router_queue_seconds", "Time in the queue", buckets=SECONDS, registry=registry
         )
@@ -73,7 +73,7 @@ class RouterMetrics:
         )
         self.pair_up = Gauge(
             "pdserve_router_pair_up",
-            "0 while no token comes through a pair of workers that are well",
+            "0 while no token comes through a pair of healthy workers",
             ["prefill", "decode"],
             registry=registry,
         )
@@ -88,7 +88,7 @@ class RouterMetrics:
         )
 
     def show(self, workers: Iterable[Worker], num_waiting: int, now: float) -> None:
-        """Bring all gauges up to date; called before each scrape, so that requests cost nothing for them."""
+        """Update all gauges; called before each scrape, so that gauges add no work to requests."""
         self.queued.set(num_waiting)
         for worker in workers:
             labels = (worker.spec.role, worker.spec.url)
@@ -98,29 +98,29 @@ class RouterMetrics:
             self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
 
     def show_pairs(self, pairs: Pairs) -> None:
-        """Bring the pairs' gauges up to date; those of workers that are gone go with them."""
+        """Update the gauges of pairs; those of removed workers are dropped."""
         self.pair_up.clear()
         for pair, state in pairs:
             prefill = "" if pair.prefill is None else pair.prefill.spec.url
             self.pair_up.labels(prefill, pair.decode.spec.url).set(not state.down)
 
     def sent_to(self, worker: Worker) -> None:
-        """Count a request that goes to `worker`."""
+        """Count a request sent to `worker`, unless the worker was removed."""
         if not worker.forgotten:
             self.dispatched.labels(worker.spec.role, worker.spec.url).inc()
 
     def failed_at(self, worker: Worker, kind: str) -> None:
-        """Count a call that has failed; one that outlived its worker is nobody's."""
+        """Count a failed call, unless the worker was removed."""
         if not worker.forgotten:
             self.worker_errors.labels(worker.spec.role, worker.spec.url, kind).inc()
 
     def forget(self, worker: Worker) -> None:
-        """A worker that is gone leaves nothing."""
+        """Remove all series of a worker."""
         labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
         gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
         for metric in (*gauges, self.dispatched, self.worker_errors):
             metric.remove_by_labels(labels)
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Render the text exposition format."""
         return generate_latest(self._registry)

@@ -1,6 +1,6 @@
-"""One HTTP call from the router to a worker, with results as values. Called by `dispatch` and `app`.
+"""HTTP calls from the router to a worker, with outcomes as values. Called by `dispatch` and `app`.
 
-Answers pass through undecoded, so that what the client gets is byte for byte what the worker sent.
+Answers are not decoded, so that the client gets the worker's bytes unchanged.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ NOT_FORWARDED = HOP_BY_HOP | {
     *(STATE_HEADER.lower(), PROOF_HEADER.lower()),
     *("origin", "referer", "cookie", "sec-fetch-site", "sec-fetch-mode", "sec-fetch-dest", "sec-fetch-user"),
 }
-"""The body is re-encoded by the router, so what described the client's bytes does not hold any more; and what a browser
-says of its pages concerns the router only."""
+"""Headers that are not forwarded to workers. The router re-encodes the body, so headers that describe the client's body
+are wrong; a browser's headers about its page are for the router only."""
 
 FORWARDED_FOR = "X-Forwarded-For"
 
 KEEPALIVE_S = 2.0
-"""Shorter than the 5 s after which uvicorn closes an idle connection: a reused one must not be closing already."""
+"""Shorter than the 5 s after which uvicorn closes an idle connection, so that no closing connection is reused."""
 
 WORKER_FAILED = "worker_failed"
-"""The code of streams that a worker began and did not end."""
+"""Error code of streams that a worker began and did not end."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerResponse:
-    """An answer that was read to its end."""
+    """A complete answer."""
 
     worker: Worker
     status: int
@@ -64,36 +64,36 @@ class WorkerResponse:
 
 
 class ContinuedStream(Protocol):
-    """A client's stream that may go on at another pair; see `stream_retry`."""
+    """A client's stream that another pair can continue; see `stream_retry`."""
 
     @property
     def failure(self) -> EndedError | None:
-        """The worker said that the stream has failed and that another try may help."""
+        """The worker's retryable error; None without one."""
 
     @property
     def ending(self) -> bytes | None:
-        """What is left of a broken stream whose tokens are all here; None: more tokens were to come."""
+        """The rest of a broken stream whose tokens are complete; None: tokens are missing."""
 
     @property
     def error_event(self) -> bytes:
-        """What the worker said of its failure; empty where it said nothing."""
+        """The worker's retryable error event, and the stream's end; empty without such an event."""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The worker's next bytes; returns whole events for the client."""
+        """Take the worker's next bytes; returns complete events for the client."""
 
     def end(self) -> bytes:
-        """The worker's answer is at its end; returns the rest. Raises EndedError where something is missing."""
+        """Handle the end of the worker's answer; returns the rest. Raises EndedError if the last event is missing."""
 
     async def go_on(self, error: EndedError) -> WorkerStream | None:
-        """The answer that the stream goes on with after `error`; None where it cannot."""
+        """Continue the stream after `error`; returns the next answer, or None if the stream cannot be continued."""
 
 
 @dataclasses.dataclass(frozen=True)
 class WorkerStream:
-    """A good answer whose first bytes are here and whose rest is still to be read; its owner must close `response`.
+    """A good answer whose first bytes were received and whose rest is still to be read; the owner closes `response`.
 
-    `change`, if given, makes of each piece, and of whether it is the last, what the client gets. `stream`, if given,
-    takes the pieces, and goes on elsewhere where they end too early.
+    `change(piece, is_last)`, if given, converts each piece for the client. `stream`, if given, takes the pieces, and
+    continues at another pair if they end early.
     """
 
     worker: Worker
@@ -105,12 +105,12 @@ class WorkerStream:
 
     @property
     def is_truncated(self) -> bool:
-        """Whether the answer ended too early; asked before `response` is closed."""
+        """Whether the answer ended early; valid before `response` is closed."""
         return self.response.content.exception() is not None
 
     @property
     def was_ended(self) -> bool:
-        """Whether the router itself ended it, for its worker is dead or the router ends."""
+        """Whether the router ended the answer, because the worker is dead or the router shuts down."""
         return isinstance(self.response.content.exception(), EndedError)
 
     @property
@@ -121,18 +121,18 @@ class WorkerStream:
 
 @dataclasses.dataclass(frozen=True)
 class ConnectionFailed:
-    """No answer: the connection could not be made, or ended too early."""
+    """No complete answer: the connection failed, or ended early."""
 
     worker: Worker
     message: str
     lost: bool = False
-    """Health checks found the worker dead: they know that already, and its circuit breaker need not."""
+    """True: health checks found the worker dead, so that the failure does not count for its circuit breaker."""
     out_of_descriptors: bool = False
-    """The router has no free file descriptor: the worker may be healthy."""
+    """True: the router has no free file descriptor; the worker may be healthy."""
 
 
 class EndedError(aiohttp.ClientError):
-    """The router itself ends an answer before its end; `status` and `code` are for the client."""
+    """An answer that ended early; `status` and `code` are for the client."""
 
     def __init__(self, message: str, status: int, code: str) -> None:
         super().__init__(message)
@@ -142,10 +142,12 @@ class EndedError(aiohttp.ClientError):
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """The one session of a router: no limit on connections, no timeout but connecting, nothing decompressed; with
-    `--worker-control-proof` a proof in every request.
+    """Make the router's session: no limit of connections, only a connect timeout, no decompression.
 
-    `ConfigError` where a certificate cannot be read.
+    With `--worker-control-proof` every request carries a proof.
+
+    Raises:
+        ConfigError: a certificate cannot be read.
     """
     key = config.access.worker_proof_key
     return aiohttp.ClientSession(
@@ -159,7 +161,7 @@ def make_session(config: RouterConfig) -> aiohttp.ClientSession:
 
 
 def forwarded_headers(headers: CIMultiDictProxy[str], peer: str | None = None) -> CIMultiDict[str]:
-    """A client's headers as sent to workers. As a proxy does, the router appends the address it was asked from."""
+    """Return a client's headers for workers; the client's address `peer` is appended to `X-Forwarded-For`."""
     kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_FORWARDED)
     if peer is not None:
         kept[FORWARDED_FOR] = ", ".join([*kept.popall(FORWARDED_FOR, []), peer])
@@ -168,13 +170,13 @@ def forwarded_headers(headers: CIMultiDictProxy[str], peer: str | None = None) -
 
 
 def own_headers(worker: Worker, default_key: str | None) -> dict[str, str]:
-    """Headers of the router's own calls to a worker: its key, if there is one."""
+    """Return the `Authorization` header with the worker's key, or `default_key`; empty without a key."""
     key = worker.spec.api_key or default_key
     return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
-    """A worker's headers as sent to the client: all but those of the connection, and who may ask is our business."""
+    """Return a worker's headers for the client, without hop-by-hop and CORS headers; the router sets its own."""
     return CIMultiDict(
         (name, value)
         for name, value in headers.items()
@@ -185,7 +187,7 @@ def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
 async def read_whole(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
 ) -> WorkerResponse | ConnectionFailed:
-    """POST and read the answer to its end. Cancelling it closes the connection."""
+    """POST and read the complete answer. Cancellation closes the connection."""
     outcome = await open_live(session, worker, path, body, headers)
     if not isinstance(outcome, WorkerStream):
         return outcome
@@ -201,9 +203,9 @@ async def read_whole(
 async def open_live(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
 ) -> WorkerStream | WorkerResponse | ConnectionFailed:
-    """POST and wait for the first bytes of a good answer, or for all of a refusal (status 400 or more).
+    """POST and wait for the first bytes of a good answer, or for a complete error response (status 400 or more).
 
-    Cancelling it closes the connection.
+    Cancellation closes the connection.
     """
     try:
         response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
@@ -223,7 +225,7 @@ async def open_live(
 
 
 async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:
-    """The whole body; `aiohttp.ClientPayloadError` where it is absurdly long."""
+    """Read the complete body; `aiohttp.ClientPayloadError` if it has more than `max_bytes` bytes."""
     read = bytearray()
     async for chunk in response.content.iter_any():
         read += chunk
@@ -233,7 +235,7 @@ async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> byte
 
 
 def error_of(raw: bytes) -> tuple[str | None, str]:
-    """Code and message of an error in OpenAI's form; None and an empty text where it is none."""
+    """Return code and message of an error in OpenAI's form; (None, "") if the body has another form."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
@@ -247,7 +249,7 @@ def error_of(raw: bytes) -> tuple[str | None, str]:
 
 def is_out_of_descriptors(error: BaseException) -> bool:
     """Whether a connection failed because this process, or its host, has no free file descriptor."""
-    if isinstance(error, aiohttp.ClientConnectorDNSError):  # the resolver does not say why it could not ask
+    if isinstance(error, aiohttp.ClientConnectorDNSError):  # the resolver does not report the cause
         try:
             os.close(os.open(os.devnull, os.O_RDONLY))
         except OSError as found:
@@ -256,7 +258,7 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line; some of aiohttp's have no text of their own."""
+    """Return an exception as one line, with its type, since some of aiohttp's exceptions have no text."""
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
@@ -266,10 +268,10 @@ RETRYABLE_STATUSES = frozenset({502, 503})
 def resolve_outcome(
     prefill: WorkerResponse | ConnectionFailed | None, decode: WorkerStream | WorkerResponse | ConnectionFailed | None
 ) -> WorkerStream | WorkerResponse | ConnectionFailed | None:
-    """What a try has come to; None while it is open. `prefill` None means no answer yet, or no prefill at all.
+    """Return the outcome of an attempt; None while it is open. `prefill` None: no answer yet, or no prefill half.
 
-    Once decode has its first bytes the KV cache has arrived, so that prefill does not matter any more. Of two
-    failures the client's own fault (4xx) says more than a server's, and prefill's says more than decode's.
+    When decode sends its first bytes, the KV cache has arrived, so that prefill's result no longer matters. Of two
+    failures a client error (4xx) takes precedence, then prefill's.
     """
     if isinstance(decode, WorkerStream):
         return decode
@@ -284,27 +286,27 @@ def failed(half: WorkerStream | WorkerResponse | ConnectionFailed | Refused | No
 
 
 def ends_both(prefill: WorkerResponse | ConnectionFailed) -> bool:
-    """Whether prefill's failure ends decode's half, too, even where decode computes prompts whose KV does not come.
+    """Whether prefill's failure also ends decode's half, even if decode computes prompts whose KV does not arrive.
 
-    Decode does not hear of a request that prefill refused, and would wait for its KV.
+    Decode is not notified of a request that prefill refused, and would wait for its KV.
     """
     return isinstance(prefill, WorkerResponse) and (prefill.status < 500 or asked_to_retry_later(prefill))
 
 
 def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
-    """Whether another try may help."""
+    """Whether the request may be retried."""
     return isinstance(outcome, ConnectionFailed) or (
         isinstance(outcome, WorkerResponse) and outcome.status in RETRYABLE_STATUSES
     )
 
 
 def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
-    """Whether an outcome speaks against its worker: not where it is the client's fault, nor where it is only full."""
+    """Whether an outcome is the worker's failure; a client error, or a worker that is full, is none."""
     if isinstance(outcome, WorkerResponse):
         return outcome.status >= 500 and not asked_to_retry_later(outcome)
     return isinstance(outcome, ConnectionFailed) and not outcome.lost and not outcome.out_of_descriptors
 
 
 def asked_to_retry_later(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
-    """Whether a worker said when to come back (`Retry-After`): it has no room, and knows it."""
+    """Whether a worker answered with `Retry-After`, which it sends when it is full."""
     return isinstance(outcome, WorkerResponse) and "Retry-After" in outcome.headers

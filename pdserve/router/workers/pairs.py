@@ -1,10 +1,10 @@
-"""Which pairs of workers serve requests, as far as real requests and probes have shown. Owned by `admission`.
+"""State of pairs of workers, from the results of requests and probes. Owned by `admission`.
 
-    unknown ── a request or a probe succeeds ──> serving ── probes fail ──> not serving ── one succeeds ──> serving
-        └───────────────────────────────────────── probes fail ────────────────^
+    unknown ── a request or probe succeeds ──> serving ── probes fail ──> down ── one succeeds ──> serving
+        └───────────────────────────────────── probes fail ────────────────^
 
-Workers may be well and their pair may not: a wedged session, a network that lets the router through and not the peer.
-What is unknown counts as serving. `dispatch` tells of requests, `watchdog` of probes, `admission` asks.
+Both workers may be healthy while their pair fails: a stuck session, or a network that blocks only the peer. An unknown
+pair counts as serving. `dispatch` reports requests, `watchdog` reports probes, `admission` reads the state.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from typing import Any
 from pdserve.router.workers.workers import Pair, Registry, Worker
 
 FAILURES = 2
-"""Probes in a row that must fail before a pair counts as not serving."""
+"""Failed probes in a row after which a pair is down."""
 
 
 @dataclasses.dataclass(eq=False)
 class PairState:
-    """What is known of one pair. Times are the event loop's; None: never."""
+    """State of one pair. Times are the event loop's; None: never."""
 
     served_at: float | None = None
-    """When an answer of it began last, to a request or a probe."""
+    """Last time at which an answer to a request or a probe began."""
     probed_at: float | None = None
-    """When the newest probe began."""
+    """Start of the latest probe."""
     wanted: bool = False
-    """A request has failed: a probe shall show why."""
+    """True: a request failed, so that a probe is due."""
     num_failed: int = 0
-    """Probes that have failed since it served."""
+    """Failed probes since the pair last served."""
     down_since: float | None = None
-    """It counts as not serving since then."""
+    """Time at which the pair went down; None: it is not down."""
     error: str | None = None
 
     @property
     def down(self) -> bool:
-        """Whether it counts as not serving."""
+        """Whether the pair gets no requests."""
         return self.down_since is not None
 
 
 class Pairs:
-    """The states of all pairs that were used or probed."""
+    """States of all pairs that were used or probed."""
 
     def __init__(self, registry: Registry) -> None:
         self._states: dict[Pair, PairState] = {}
@@ -51,29 +51,29 @@ class Pairs:
 
     @property
     def any_down(self) -> bool:
-        """Whether there is a pair that serves nothing."""
+        """Whether at least one pair is down."""
         return self._num_down > 0
 
     def serves(self, pair: Pair) -> bool:
-        """False where it is known that it does not."""
+        """Whether the pair is not down."""
         state = self._states.get(pair)
         return state is None or not state.down
 
     def could_serve(self, prefills: Iterable[Worker], decodes: Iterable[Worker]) -> bool:
-        """Whether a pair of these is not known to serve nothing."""
+        """Whether at least one pair of these workers is not down."""
         if not self.any_down:
             return True
         others = list(decodes)
         return any(self.serves(Pair(prefill, decode)) for prefill in prefills for decode in others)
 
     def state(self, pair: Pair) -> PairState:
-        """Of one pair; made where nothing is known yet, and not kept where a worker is gone."""
+        """Return the state of a pair, created if unknown; the state of a removed worker's pair is not stored."""
         if pair.decode.forgotten or (pair.prefill is not None and pair.prefill.forgotten):
             return PairState()
         return self._states.setdefault(pair, PairState())
 
     def served(self, pair: Pair, now: float) -> bool:
-        """An answer has begun. True when the pair counted as not serving."""
+        """Report that an answer has begun. True if the pair was down."""
         state = self.state(pair)
         was_down = state.down
         self._num_down -= was_down
@@ -83,11 +83,11 @@ class Pairs:
         return was_down
 
     def suspect(self, pair: Pair) -> None:
-        """A request has failed there through the fault of a worker."""
+        """Report a request that failed through a worker's fault, so that a probe is due."""
         self.state(pair).wanted = True
 
     def failed(self, pair: Pair, begun: float, error: str, now: float) -> bool:
-        """A probe that began at `begun` has failed. True when the pair counts as not serving from now on."""
+        """Report a failed probe that began at `begun`. True if the pair went down by it."""
         state = self.state(pair)
         if state.served_at is not None and state.served_at >= begun:
             return False
@@ -104,7 +104,7 @@ class Pairs:
             self._num_down -= self._states.pop(pair).down
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """For `/observe`: every pair of which something is known."""
+        """Return the state of all known pairs, for `/observe`."""
         return [
             {
                 "prefill": None if pair.prefill is None else pair.prefill.spec.url,

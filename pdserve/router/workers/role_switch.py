@@ -1,11 +1,11 @@
-"""`POST /pd_role_switch`: have a worker change its role, and let it change pools. SGLang's small router has the same.
+"""`POST /pd_role_switch`: changes a worker's role and moves it to the other pool, as SGLang's mini load balancer does.
 
     {"worker_url": URL or id, "new_role": "prefill" | "decode", "drain_timeout_secs": 300}
 
-    drained here: no new requests ──> ours have ended there, or time is up ──> the worker is asked ──> it is moved
+    drain: no new requests ──> the router's requests there have ended, or timeout ──> POST to the worker ──> moved
 
-The answer is the worker's own, when it is done there. Servers that are told directly are moved by `health`. Called by
-`app`.
+The answer is the worker's, after its switch. If a server is switched directly, `health` detects the new role and moves
+the worker. Called by `app`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class RoleSwitch:
         self._now = now
 
     async def post(self, request: web.Request) -> web.Response:
-        """A prefill worker becomes a decode worker, or the other way round. Answers when it is done."""
+        """Switch a worker between prefill and decode. Answers after the switch."""
         try:
             body = parse_body(request[BODY], SwitchBody)
             role, drain_s = self._role(body), _drain_s(body)
@@ -92,7 +92,7 @@ class RoleSwitch:
         if answer.status == 200:
             await self._health.said_role(worker, role.mode)
         now = self._registry.find(worker.id)
-        if now is not None:  # another object, which `health` may have moved just now and not seen healthy yet
+        if now is not None:  # a new object after a move, which has not been checked yet
             await self._health.check(now)
         return answer
 

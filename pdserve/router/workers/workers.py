@@ -1,15 +1,15 @@
-"""The workers that the router knows, and what it knows of each. Each field has one writer:
+"""The registry of workers, and the state of each worker. Each field of `Worker` has one writer:
 
-    Registry    which workers there are, whether they are drained, leaving or forgotten
+    Registry    the set of workers; draining, leaving, forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker
     dispatch    tries, num_heard (through `Attempt`)
 
-`workers_api` adds and removes workers while the router runs:
+`workers.api` adds and removes workers while the router runs:
 
-    add ──> watched, dead ──> healthy ──> draining: no new requests ──> the last one has ended: forgotten
+    add ──> checked, dead ──> healthy ──> draining: no new requests ──> the last request has ended: forgotten
 
-A worker whose role has changed is another worker at the same URL, of which nothing is known yet: see `move`.
+A worker whose role has changed is a new `Worker` at the same URL, without state: see `move`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pdserve.router.workers.breaker import Breaker
 log = logging.getLogger(__name__)
 
 TOKENS_PER_REQUEST = 4096
-"""So many tokens that a worker says it holds weigh as much as one request."""
+"""Tokens in a load report that count as one request."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a worker said of its load, and how many requests of ours it had then.
+    """A worker's reported load, and this router's requests there at that time.
 
-    `requests` None: it does not say. Other routers' requests are in it as well as ours.
+    `requests` None: not reported. The report includes requests of other routers.
     """
 
     requests: int | None
@@ -43,18 +43,18 @@ class LoadReport:
 
 
 class LosesWorker(Protocol):
-    """A try under way at a worker."""
+    """A running attempt at a worker."""
 
     def lost(self, worker: Worker, reason: str) -> None:
-        """The worker does not answer any more: end the try."""
+        """End the attempt, because the worker does not answer any more."""
 
     def num_bytes(self, worker: Worker) -> int:
-        """What the worker has written of its answer so far."""
+        """Return the bytes of the answer that the worker has sent so far."""
 
 
 @dataclasses.dataclass(eq=False)
 class Worker:
-    """One worker's state; identity is the object."""
+    """State of one worker; compared by identity."""
 
     spec: WorkerSpec
     breaker: Breaker
@@ -63,9 +63,9 @@ class Worker:
     healthy: bool = False
     draining: bool = False
     leaving: bool = False
-    """Forgotten as soon as its last request has ended."""
+    """True: the worker is removed when its last request has ended."""
     forgotten: bool = False
-    """Not in the registry any more, though requests may still run there."""
+    """True: the worker was removed from the registry; requests may still run there."""
     inflight: int = 0
     late_checks: int = 0
     good_checks: int = 0
@@ -73,33 +73,33 @@ class Worker:
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     last_error: str | None = "not checked yet"
     ended: bool = False
-    """Nobody listened there at some time since it was well last: that process has ended."""
+    """True: a connection was refused since the worker was last healthy, so that its process has ended."""
     tries: set[LosesWorker] = dataclasses.field(default_factory=set)
-    """Tries that wait for it, or whose answer it still writes."""
+    """Running attempts at this worker."""
     num_heard: int = 0
-    """What it has written in tries that have ended, in bytes."""
+    """Bytes of answers in ended attempts; a prefill answer counts as one."""
 
     @property
     def bytes_heard(self) -> int:
-        """What it has written in all tries: a worker that still writes is alive, however late a health check is."""
+        """Bytes of answers in all attempts. A worker whose count grows is alive, even if a health check times out."""
         return self.num_heard + sum(one.num_bytes(self) for one in self.tries)
 
     def lose(self, reason: str) -> None:
-        """It is silent: end every try there. Where a process has ended its connections break by themselves."""
+        """End all attempts at a silent worker. After the end of a process its connections break by themselves."""
         for one in list(self.tries):
             one.lost(self, reason)
 
     @property
     def usable(self) -> bool:
-        """Whether it may get new requests, its breaker and its number of requests aside."""
+        """Whether the worker may get new requests, regardless of breaker and limits."""
         return self.healthy and not self.draining
 
     def load(self, now: float, max_age_s: float) -> float:
-        """How much it has to do, in requests.
+        """Return the worker's load in requests.
 
-        What it reported at most `max_age_s` ago, plus what was sent since and minus what has ended since; never less
-        than what we know to be there. Tokens count a little: of two workers with as many requests the one with
-        shorter ones has less to do.
+        The load is the report, if it is at most `max_age_s` seconds old, plus requests sent and minus requests ended
+        since; at least this router's running requests. Reported tokens are added as `tokens / TOKENS_PER_REQUEST`.
+        Without a recent report the load is this router's running requests.
         """
         report = self.report
         if report is None or now - report.at_s > max_age_s:
@@ -111,14 +111,14 @@ class Worker:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """The workers of one try. `prefill` is None where the other is a regular worker."""
+    """The workers of one attempt. `prefill` None: `decode` is a regular worker."""
 
     prefill: Worker | None
     decode: Worker
 
 
 class Registry:
-    """All workers, in the order in which they came."""
+    """All workers, in the order in which they were added."""
 
     def __init__(self, breaker: BreakerConfig) -> None:
         self._breaker = breaker
@@ -128,25 +128,28 @@ class Registry:
 
     @property
     def workers(self) -> list[Worker]:
-        """All of them, draining ones too."""
+        """All workers, including draining ones."""
         return list(self._workers.values())
 
     def usable(self, role: WorkerRole) -> list[Worker]:
-        """Workers of a role that are alive and not drained."""
+        """Return the workers of a role that are healthy and not draining."""
         return [worker for worker in self._workers.values() if worker.spec.role is role and worker.usable]
 
     def find(self, name: str) -> Worker | None:
-        """The worker with this id or URL."""
+        """Return the worker with this id or URL; None if unknown."""
         by_url = self._workers.get(name.rstrip("/"))
         return by_url or next((worker for worker in self._workers.values() if worker.id == name), None)
 
     def add(self, spec: WorkerSpec) -> Worker:
-        """A new worker, not known to be alive yet; its URL must be new."""
-        assert spec.url not in self._workers, "ask `find` first"
+        """Add a worker, which counts as dead until it is checked; its URL must be new."""
+        assert spec.url not in self._workers, "call `find` first"
         return self._put(Worker(spec=spec, breaker=Breaker(self._breaker), bootstrap_port=spec.bootstrap_port))
 
     def move(self, worker: Worker, role: WorkerRole) -> Worker | None:
-        """It does something else now, and is known anew, by the same id; drained if it was. None: it was leaving."""
+        """Replace a worker whose role has changed by a new one with the same id; it stays drained if it was.
+
+        Returns None if the worker was leaving, which only removes it.
+        """
         log.info("%s %s is a %s worker now", worker.spec.role, worker.spec.url, role)
         draining, leaving = worker.draining, worker.leaving
         self.forget(worker)
@@ -164,28 +167,28 @@ class Registry:
         return worker
 
     def drain(self, worker: Worker) -> None:
-        """No new requests from now on; those that run go on."""
+        """Send no new requests to the worker; running requests continue."""
         if not worker.draining:
             log.info("%s %s is draining: %d requests run", worker.spec.role, worker.spec.url, worker.inflight)
         worker.draining = True
 
     def resume(self, worker: Worker) -> None:
-        """New requests again."""
+        """Send new requests to the worker again."""
         worker.draining = worker.leaving = False
 
     def remove(self, worker: Worker) -> None:
-        """Drain it and then forget it, at once where nothing runs there."""
+        """Drain the worker, and remove it when its last request has ended; at once without running requests."""
         self.drain(worker)
         worker.leaving = True
         self.settle(worker)
 
     def settle(self, worker: Worker) -> None:
-        """A request has ended there: if it was the last one of a worker that is leaving, the worker is gone."""
+        """Remove a leaving worker without running requests. Called when a request has ended."""
         if worker.leaving and worker.inflight == 0:
             self.forget(worker)
 
     def forget(self, worker: Worker) -> None:
-        """Not known any more, whatever runs there; that goes on."""
+        """Remove the worker at once; running requests continue."""
         if self._workers.get(worker.spec.url) is not worker:
             return
         del self._workers[worker.spec.url]
