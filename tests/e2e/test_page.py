@@ -196,7 +196,7 @@ def test_a_router_with_a_key_asks_for_it(browser: webdriver.Chrome, pair: Pair) 
         until(field.is_displayed, WAIT_S, "it asks")
         assert cards(browser) == []
         field.send_keys("wrong\n")
-        until(lambda: "does not know" in text(browser, "#key-note"), WAIT_S, "it says no")
+        until(lambda: "refused this key" in text(browser, "#key-note"), WAIT_S, "it says no")
         field.send_keys("secret\n")
         until(lambda: len(cards(browser)) == 2 and not field.is_displayed(), WAIT_S, "it opens")
         answer = say(browser, "hello", 4)

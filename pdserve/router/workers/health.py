@@ -7,7 +7,7 @@ that refuses connections, or reports itself unhealthy, only gets no new requests
 connections.
 
 A server may change its role while it runs. Its good answers to health checks, and its refusals of requests, state the
-current role. The registry moves a worker with a new role. A worker without a role, during a role switch, counts as dead.
+current role. The registry moves a worker with a new role. During a role switch a worker has no role and counts as dead.
 """
 
 from __future__ import annotations

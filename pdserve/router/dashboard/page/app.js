@@ -1,4 +1,4 @@
-// Puts the page together: every picture goes to each component, and the header tells how things are.
+// Connects the parts of the page: passes every snapshot of /observe to each component, and updates the header.
 
 import { mark, put } from "./dom.js";
 import { feed } from "./feed.js";
@@ -46,7 +46,7 @@ feed.addEventListener("picture", ({ detail: picture }) => {
 
 feed.addEventListener("lost", ({ detail: why }) => {
   document.body.classList.add("stale");
-  const last = seenAt === null ? "" : ` What is shown is ${span((Date.now() - seenAt) / 1000)} old.`;
+  const last = seenAt === null ? "" : ` The data shown is ${span((Date.now() - seenAt) / 1000)} old.`;
   setStatus("down", "no connection");
   setBanner(`The router does not answer: ${why}.${last}`);
 });
@@ -54,6 +54,6 @@ feed.addEventListener("lost", ({ detail: why }) => {
 feed.addEventListener("locked", () => setStatus("warn", "key needed"));
 find("#lock").addEventListener("click", () => {
   feed.key = null;
-  location.reload(); // nothing that the key has shown stays
+  location.reload(); // removes all data that the key gave access to
 });
 feed.start();

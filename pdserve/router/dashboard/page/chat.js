@@ -4,10 +4,10 @@ import { el, put } from "./dom.js";
 import { feed } from "./feed.js";
 import { count, seconds, speed } from "./format.js";
 
-const HINT = "Ask the model something. The answer comes through the whole deployment: watch the pages fill and the KV move.";
+const HINT = "Send a message to the model. The request runs through the whole deployment: watch KV pages and KV transfers.";
 const SAMPLES = ["Why is the sky blue?", "Write a haiku about memory.", "List three uses of a paper clip."];
 
-/** The events of a stream, as objects, until [DONE]. Throws what the server says went wrong. */
+/** Yields the events of a stream as objects, until [DONE]. Throws the server's error message. */
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";
@@ -36,7 +36,7 @@ async function refusal(answer) {
   }
 }
 
-/** Time to the first token, tokens a second after it. */
+/** Measures TTFT, and tokens per second after the first token. */
 class Watch {
   constructor() {
     this.began = performance.now();
@@ -63,7 +63,7 @@ class Watch {
 class Chat extends HTMLElement {
   connectedCallback() {
     this.past = [];
-    /** The model to ask for; set with every picture. */
+    /** The model name in requests; set with every snapshot. */
     this.model = null;
     this.stopper = null;
     this.log = el("div", { class: "log", role: "log", "aria-label": "Conversation", tabindex: "0" });
@@ -144,7 +144,7 @@ class Chat extends HTMLElement {
         this.log.scrollTop = this.log.scrollHeight;
       }
       end = end === "length" ? "cut at max tokens" : end === "stop" ? null : end;
-      put(stats, watch.text(end ?? (watch.first === null ? "nothing was said" : null)));
+      put(stats, watch.text(end ?? (watch.first === null ? "empty answer" : null)));
     } catch (error) {
       const stopped = stopper.signal.aborted;
       node.classList.toggle("failed", !stopped);

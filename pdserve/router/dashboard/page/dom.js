@@ -1,5 +1,5 @@
-// Elements out of names, attributes and text. Whatever comes from the network goes through here as text or as an
-// attribute that holds text, never as markup: the page's Content-Security-Policy refuses markup made of strings.
+// Creates elements from names, attributes and text. Data from the network becomes text or attribute values, never markup:
+// the page's Content-Security-Policy refuses markup from strings.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -12,36 +12,37 @@ function fill(node, attributes, children) {
   return node;
 }
 
-/** An HTML element; `onclick` and the like are listeners. */
+/** Creates an HTML element; attributes such as `onclick` are listeners. */
 export function el(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
 
-/** An SVG element. */
+/** Creates an SVG element. */
 export function svg(tag, attributes = {}, ...children) {
   return fill(document.createElementNS(SVG, tag), attributes, children);
 }
 
-/** Sets the text of `node` where it is another one, so that selections and screen readers are left alone. */
+/** Sets the text of `node` if it differs, so that selections and screen readers are not disturbed. */
 export function put(node, text) {
   const wanted = String(text);
   if (node.textContent !== wanted) node.textContent = wanted;
 }
 
-/** Sets an attribute where it is another one; null removes it. */
+/** Sets an attribute if it differs; null removes the attribute. */
 export function mark(node, name, value) {
   if (value === null || value === undefined || value === false) node.removeAttribute(name);
   else if (node.getAttribute(name) !== String(value)) node.setAttribute(name, value);
 }
 
-/** The child of `parent` for `key`, made by `make` the first time; `keep` drops those of other keys and sorts. */
+/** Children of `parent` by key, which are reused between calls of `show`. */
 export class Keyed {
   constructor(parent) {
     this.parent = parent;
     this.nodes = new Map();
   }
 
-  /** Shows one node for each item, in their order. `update(node, item, index)` is called for each. */
+  /** Shows one node for each item, in order. `make(item)` creates missing nodes; `update(node, item, index)` is called
+   * for each. Nodes of other keys are removed. */
   show(items, keyOf, make, update) {
     const keys = new Set(items.map(keyOf));
     for (const [key, node] of this.nodes) {

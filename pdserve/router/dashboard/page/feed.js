@@ -1,5 +1,6 @@
-// Asks the router for /observe about once a second while somebody looks, and holds the API key of this tab.
-// Events: "picture" (detail: the answer), "lost" (detail: why), "locked" (a key is needed; detail: one was refused).
+// Fetches /observe from the router about once a second while the page is visible, and holds the API key of this tab.
+// Events: "picture" (detail: the answer), "lost" (detail: the reason), "locked" (a key is needed; detail: whether a key
+// was refused).
 
 const INTERVAL_MS = 1000;
 const PATIENCE_MS = 5000;
@@ -9,7 +10,7 @@ export class Feed extends EventTarget {
   #timer = null;
   #asking = false;
 
-  /** The key, or null. It is in sessionStorage: it ends with the tab. */
+  /** The key, or null. Stored in sessionStorage, which is deleted with the tab. */
   get key() {
     return sessionStorage.getItem(KEY);
   }
@@ -20,7 +21,7 @@ export class Feed extends EventTarget {
     this.ask();
   }
 
-  /** Headers of every question to the router. */
+  /** Returns the headers of a request to the router. */
   headers(more = {}) {
     return this.key === null ? more : { ...more, Authorization: `Bearer ${this.key}` };
   }
@@ -30,7 +31,7 @@ export class Feed extends EventTarget {
     this.ask();
   }
 
-  /** Now, and from then on in turn; not while nobody looks. */
+  /** Fetches now and then periodically; pauses while the page is hidden. */
   async ask() {
     clearTimeout(this.#timer);
     if (document.hidden || this.#asking) return;
@@ -40,7 +41,7 @@ export class Feed extends EventTarget {
     if (again) this.#timer = setTimeout(() => this.ask(), INTERVAL_MS);
   }
 
-  /** False where asking again is of no use before there is a key. */
+  /** Fetches once. False: a key is needed before the next fetch. */
   async #once() {
     const key = this.key;
     try {

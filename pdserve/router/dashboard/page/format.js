@@ -1,4 +1,4 @@
-// Numbers as people read them. Pure.
+// Formats numbers for display. Pure.
 
 const whole = new Intl.NumberFormat("en");
 
@@ -21,7 +21,7 @@ function scaled(value, units) {
 /** Bytes: "1.23 MB". */
 export const bytes = (value) => scaled(value, [[1, "B"], [1e3, "kB"], [1e6, "MB"], [1e9, "GB"], [1e12, "TB"]]);
 
-/** Bytes a second out of GB/s: "1.23 GB/s", "45.0 MB/s". */
+/** A rate in GB/s: "1.23 GB/s", "45.0 MB/s". */
 export function rate(gbPerS) {
   if (gbPerS < 5e-7) return "0 GB/s";
   return scaled(gbPerS, [[1e-6, "kB/s"], [1e-3, "MB/s"], [1, "GB/s"]]);
@@ -34,10 +34,10 @@ export function seconds(value) {
   return value < 1 ? `${digits(value * 1e3)} ms` : `${digits(value)} s`;
 }
 
-/** The same without zeros at the end, for an axis: "2.5 s". */
+/** Seconds without trailing zeros, for an axis: "2.5 s". */
 export const tick = (value) => seconds(value).replace(/^([0-9.]+)/, (text) => String(Number(text)));
 
-/** A length of time: "12 s", "3 min", "2 h 5 min", "4 d 1 h". */
+/** A duration in seconds: "12 s", "3 min", "2 h 5 min", "4 d 1 h". */
 export function span(value) {
   const s = Math.max(0, Math.floor(value));
   if (s < 60) return `${s} s`;
@@ -46,16 +46,16 @@ export function span(value) {
   return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
 }
 
-/** A share of one: "12%", "0.4%". */
+/** A share, 0 to 1, in percent: "12%", "0.4%". */
 export function percent(share) {
   const value = share * 100;
   return value > 0 && value < 1 ? `${value.toFixed(1)}%` : `${Math.round(value)}%`;
 }
 
-/** Tokens a second. */
+/** Tokens per second. */
 export const speed = (value) => (value === 0 ? "0" : value >= 100 ? count(Math.round(value)) : value.toFixed(1));
 
-/** The value below which a share of a sorted list lies; null of an empty one. */
+/** The quantile `share` of a sorted list; null for an empty list. */
 export function quantile(sorted, share) {
   return sorted.length ? sorted[Math.min(sorted.length - 1, Math.floor(sorted.length * share))] : null;
 }

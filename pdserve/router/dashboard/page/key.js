@@ -1,4 +1,4 @@
-// <pd-key>: asks for the router's API key where it has one.
+// <pd-key>: prompts for the API key if the router needs one.
 
 import { el, put } from "./dom.js";
 import { feed } from "./feed.js";
@@ -14,7 +14,7 @@ class Key extends HTMLElement {
         "form",
         { onsubmit: (event) => this.#submit(event) },
         el("h2", { id: "key-title" }, "This router needs a key"),
-        el("p", { class: "muted" }, "The one that it was started with as --api-key. It stays in this tab until you close it."),
+        el("p", { class: "muted" }, "Enter a key of the router's --admin-api-key, or of --api-key if it has no admin key. It is stored until you close this tab."),
         el("label", { for: "key" }, "API key"),
         this.input,
         this.note,
@@ -23,7 +23,7 @@ class Key extends HTMLElement {
     );
     this.append(this.dialog);
     feed.addEventListener("locked", ({ detail: refused }) => {
-      put(this.note, refused ? "The router does not know this key." : "");
+      put(this.note, refused ? "The router refused this key." : "");
       if (!this.dialog.open) this.dialog.showModal();
       this.input.select();
     });

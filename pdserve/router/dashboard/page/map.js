@@ -1,5 +1,5 @@
-// <pd-map>: prefill servers on the left, decode servers on the right, and what moves between them. On narrow screens
-// the lines between them become a list.
+// <pd-map>: prefill servers on the left, decode servers on the right, and the KV transfers between them. On narrow screens
+// a list replaces the lines.
 
 import { Keyed, el, mark, put, svg } from "./dom.js";
 import { bytes, count, rate } from "./format.js";
@@ -8,10 +8,10 @@ import { PAGES } from "./worker.js";
 const MANY_EDGES = 6;
 const MANY_SERVERS = 3;
 const NAMES = { prefill: "Prefill", decode: "Decode", regular: "Server" };
-const ONE = { prefill: "reads prompts", decode: "writes answers", regular: "does both" };
-const HINTS = { prefill: "read prompts", decode: "write answers", regular: "do both" };
+const ONE = { prefill: "computes prompts", decode: "generates answers", regular: "prefill and decode" };
+const HINTS = { prefill: "compute prompts", decode: "generate answers", regular: "prefill and decode" };
 
-/** Edges between the same two servers (their replicas have one each) as one. */
+/** Merges the edges between the same two servers, which have one edge for each pair of replicas. */
 function byServers(edges) {
   const found = new Map();
   for (const edge of edges) {
@@ -31,8 +31,8 @@ function byServers(edges) {
 
 function details(edge, names) {
   const lines = [`${names.get(edge.from_url)} → ${names.get(edge.to_url)}: ${rate(edge.gb_per_s)} over the last 5 s`];
-  if (edge.gb_per_s_writing !== null) lines.push(`${rate(edge.gb_per_s_writing)} while it wrote`);
-  lines.push(`${count(edge.in_flight)} in flight, ${count(edge.transfers)} done, ${bytes(edge.bytes)} in all`);
+  if (edge.gb_per_s_writing !== null) lines.push(`${rate(edge.gb_per_s_writing)} during transfers`);
+  lines.push(`${count(edge.in_flight)} in flight, ${count(edge.transfers)} done, ${bytes(edge.bytes)} in total`);
   if (edge.failures) lines.push(`${count(edge.failures)} failed`);
   if (edge.peer_state !== "ready") lines.push(`the peer is ${edge.peer_state}`);
   return lines.join("\n");
@@ -62,7 +62,7 @@ class Deployment extends HTMLElement {
     new ResizeObserver(() => this.#draw()).observe(this);
   }
 
-  /** Called with every picture. */
+  /** Called with every snapshot. */
   show({ router, workers, edges, pairs }) {
     const names = new Map();
     this.healthy = new Set(workers.filter((one) => one.is_healthy).map((one) => one.url));
@@ -127,7 +127,7 @@ class Deployment extends HTMLElement {
     return [edge.from_url, edge.to_url].every((url) => this.healthy.has(url));
   }
 
-  /** The lines go where the cards are now. */
+  /** Draws the lines between the current positions of the cards. */
   #draw() {
     const room = this.wires.getBoundingClientRect();
     if (getComputedStyle(this.lines).display === "none" || room.width === 0) return;

@@ -1,4 +1,4 @@
-// <pd-tiles>: the deployment in six numbers, and how they went over the last two minutes.
+// <pd-tiles>: six numbers of the deployment, with their history over the last two minutes.
 
 import { el, mark, put, svg } from "./dom.js";
 import { bytes, count, percent, quantile, rate, seconds, speed } from "./format.js";
@@ -11,11 +11,11 @@ const HEIGHT = 28;
 const sum = (list, of) => list.reduce((total, item) => total + of(item), 0);
 const replicas = (workers) => workers.flatMap((one) => one.observed.replicas).filter((one) => one.state !== null);
 
-/** The numbers: name, explanation, then of a picture [value, text, note]. */
+/** The numbers: name, explanation, and a function of a snapshot that returns [value, text, note]. */
 const TILES = [
   ["In flight", "Requests at workers now, as the router counts them", (p) => {
     const own = sum(p.writers, (one) => one.load);
-    return [own, count(own), p.router.queued ? `${count(p.router.queued)} wait in the router` : "none wait in the router"];
+    return [own, count(own), p.router.queued ? `${count(p.router.queued)} queued in the router` : "none queued in the router"];
   }],
   ["Tokens per second", "Output of all workers over the last 10 s", (p) => {
     const now = sum(p.writers, (one) => one.observed.rates?.generation_tokens_per_s ?? 0);
@@ -25,20 +25,20 @@ const TILES = [
   ["KV transfer", "Bytes from prefill to decode over the last 5 s", (p) => {
     const now = sum(p.edges, (one) => one.gb_per_s);
     const moved = `${bytes(sum(p.edges, (one) => one.bytes))} in ${count(sum(p.edges, (one) => one.transfers))} transfers`;
-    return [now, rate(now), p.router.pd ? moved : "one server does both"];
+    return [now, rate(now), p.router.pd ? moved : "no disaggregation"];
   }],
   ["TTFT, median", "Time to the first token of the requests listed below", (p) => {
     const all = p.requests.map(ttftOf).filter((value) => value !== null).sort((a, b) => a - b);
     const half = quantile(all, 0.5);
     return [half ?? 0, half === null ? "–" : seconds(half), half === null ? "no requests yet" : `p95 ${seconds(quantile(all, 0.95))}`];
   }],
-  ["Prefix cache", "Share of prompt tokens that were cached already", (p) => {
+  ["Prefix cache", "Share of prompt tokens found in the prefix cache", (p) => {
     const known = p.readers.filter((one) => one.observed.rates !== null);
     const hits = known.length ? sum(known, (one) => one.observed.rates.cache_hit_rate) / known.length : 0;
     const kept = sum(replicas(p.readers), (one) => one.state.pages.evictable + one.state.pages.locked);
     return [hits, percent(hits), `${count(kept)} pages kept`];
   }],
-  ["KV memory in use", "Pages that requests hold, of all servers together", (p) => {
+  ["KV memory in use", "Share of KV pages of all servers that requests hold", (p) => {
     const all = replicas(p.workers);
     const total = sum(all, (one) => one.state.pages.total);
     const held = sum(all, (one) => one.state.pages.locked + one.state.pages.leased);
@@ -46,7 +46,7 @@ const TILES = [
   }],
 ];
 
-/** What the client waited for, less the router: decode's, or of a server that does both. */
+/** TTFT in seconds without the router's part: that of decode, or of a regular server. */
 export function ttftOf(request) {
   const half = request.halves.decode ?? request.halves.regular ?? request.halves.prefill;
   return half.ttft_s;
@@ -62,7 +62,7 @@ class Tiles extends HTMLElement {
     });
   }
 
-  /** Called with every picture. */
+  /** Called with every snapshot. */
   show(picture) {
     const { workers } = picture;
     const view = {

@@ -1,27 +1,27 @@
-// <pd-ttft>: the newest requests, and what made up each one's time to the first token.
+// <pd-ttft>: the latest requests, and the parts of each request's TTFT.
 
 import { Keyed, el, mark, put } from "./dom.js";
 import { bytes, count, quantile, seconds, span, tick } from "./format.js";
 
 const PARTS = {
   intake: "Parsing, chat template, tokenizing",
-  bootstrap: "The two servers find each other; decode finds room for the prompt",
+  bootstrap: "Bootstrap between the two servers; decode allocates pages for the prompt",
   queue: "Waiting for the first step",
   prefill: "Computing the prompt",
-  transfer: "The rest of the way of the KV cache to decode",
-  delivery: "From the scheduler to the API process, and what no other part has",
+  transfer: "Rest of the KV transfer to decode after prefill",
+  delivery: "From the scheduler to the API process, and the rest",
 };
 const ROWS = 16;
 const FEW = 3;
 
-/** The next round number: one digit times a power of ten. */
+/** The next larger round number: one digit times a power of ten. */
 function roundUp(value) {
   const power = 10 ** Math.floor(Math.log10(value));
   return [1, 2, 3, 4, 5, 6, 8, 10].map((step) => step * power).find((step) => step >= value * 0.999);
 }
 
-/** What the whole width stands for: all of them, but no more than a few times the median: one that took long must not
- * make all others unreadable, and is cut. */
+/** Seconds of the full width: the maximum, but at most `FEW` times the median, so that one slow request does not make the
+ * bars of the other requests unreadable. Longer bars are cut. */
 function scaleOf(values) {
   const sorted = values.toSorted((a, b) => a - b);
   return sorted.length ? roundUp(Math.min(sorted.at(-1), FEW * quantile(sorted, 0.5))) : 1;
@@ -36,7 +36,7 @@ class Ttft extends HTMLElement {
   connectedCallback() {
     const key = ([name, what]) => el("li", { title: what }, el("i", { class: `part-${name}` }), name);
     this.legend = el("ul", { class: "legend", "aria-label": "Parts" }, ...Object.entries(PARTS).map(key));
-    this.none = el("p", { class: "muted none" }, "No requests yet: ask something in the chat.");
+    this.none = el("p", { class: "muted none" }, "No requests yet: send a message in the chat.");
     this.ticks = el("div", { class: "ticks", "aria-hidden": true }, ...[0, 1, 2, 3, 4].map(() => el("span")));
     this.list = el("ol", { class: "rows" });
     const heads = ["when", "", "TTFT", "tokens in → out", "KV moved"].map((text) => el("span", {}, text));
@@ -46,7 +46,7 @@ class Ttft extends HTMLElement {
     this.rows = new Keyed(this.list);
   }
 
-  /** Called with every picture. */
+  /** Called with every snapshot. */
   show({ router, requests }) {
     const shown = requests.slice(0, ROWS);
     this.none.hidden = shown.length > 0;

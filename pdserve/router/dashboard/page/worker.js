@@ -1,40 +1,40 @@
-// <pd-worker>: one server as a card: its state, its queues in the order of a request's life, its KV pages.
+// <pd-worker>: the card of one server: its state, its queues in the order in which requests pass them, its KV pages.
 
 import { Keyed, el, mark, put } from "./dom.js";
 import { count, percent, seconds, speed } from "./format.js";
 
 const QUEUES = {
-  num_grammar_queue_reqs: ["grammar", "Wait until their grammar is open"],
-  num_prefill_bootstrap_queue_reqs: ["bootstrap", "Wait until decode has said where its pages are"],
-  num_decode_prealloc_queue_reqs: ["prealloc", "Wait for pages for their prompt"],
-  num_decode_transfer_queue_reqs: ["transfer", "Their KV is computed, or on its way"],
-  num_queue_reqs: ["waiting", "Wait for a place in a step"],
-  num_running_reqs: ["running", "In the steps of the model"],
-  num_prefill_inflight_queue_reqs: ["sending", "Computed; their last bytes are under way"],
-  num_retracted_reqs: ["retracted", "Gave their pages to others and come back"],
+  num_grammar_queue_reqs: ["grammar", "Wait for the compilation of their grammar"],
+  num_prefill_bootstrap_queue_reqs: ["bootstrap", "Wait for decode's page list"],
+  num_decode_prealloc_queue_reqs: ["prealloc", "Wait for KV pages for their prompt"],
+  num_decode_transfer_queue_reqs: ["transfer", "Wait for prefill or for the KV transfer"],
+  num_queue_reqs: ["waiting", "Wait to be scheduled"],
+  num_running_reqs: ["running", "In the model's batch"],
+  num_prefill_inflight_queue_reqs: ["sending", "Prefill done; KV transfer in flight"],
+  num_retracted_reqs: ["retracted", "Retracted (preempted); wait to resume"],
 };
 const RARE = ["num_grammar_queue_reqs", "num_retracted_reqs"];
-/** States of KV pages: their name on the page, and what it means. */
+/** States of KV pages: displayed name and explanation. */
 export const PAGES = {
-  leased: ["private", "Pages of one request alone"],
-  locked: ["shared", "Cached pages that requests use"],
-  evictable: ["cached", "Kept for prompts that begin alike; given up when needed"],
-  free: ["free", "Empty"],
+  leased: ["private", "Pages of a single request"],
+  locked: ["shared", "Pages of the prefix cache that requests use"],
+  evictable: ["cached", "Unused pages of the prefix cache; evicted when needed"],
+  free: ["free", "Free pages"],
 };
 const OLD_S = 2.5;
 const BREAKERS = { open: "breaker open", half_open: "breaker half open" };
 
-/** The one word for a worker, and what is behind it: [state, text, why]. */
+/** The state of a worker: [state, text, reason]. */
 function stateOf(worker, { dead, all }) {
   const { observed } = worker;
   const ill = observed.replicas.find((one) => one.trouble !== null || one.silent || !one.alive);
   if (!worker.is_healthy) return ["down", "down", worker.last_error];
-  if (worker.breaker === "open") return ["down", BREAKERS.open, "It keeps failing requests and gets none for a while"];
+  if (worker.breaker === "open") return ["down", BREAKERS.open, "Its circuit breaker is open after repeated failures; it gets no requests"];
   if (dead.length && dead.length === all) return ["down", "not ready", `No token comes through with ${dead.join(", ") || "it"}`];
-  if (ill) return ["warn", "in trouble", ill.trouble ?? `replica ${ill.dp_rank} is silent`];
+  if (ill) return ["warn", "unhealthy replica", ill.trouble ?? `replica ${ill.dp_rank} is silent`];
   if (dead.length) return ["warn", "pair not ready", `No token comes through with ${dead.join(", ")}`];
   if (worker.draining) return ["warn", "draining", "It gets no new requests"];
-  if (worker.breaker === "half_open") return ["warn", BREAKERS.half_open, "A few requests try whether it works again"];
+  if (worker.breaker === "half_open") return ["warn", BREAKERS.half_open, "A few requests test whether it works again"];
   if (observed.server?.status === "not_ready") return ["warn", "not ready", observed.server.trouble];
   if (observed.error !== null) return ["warn", "no details", observed.error];
   return ["ok", "healthy", null];
@@ -66,7 +66,7 @@ class Worker extends HTMLElement {
     this.pageNodes = new Keyed(this.legend);
   }
 
-  /** Called with every picture. `pairs`: how many there are `all` in all, and the partners of those that serve nothing. */
+  /** Called with every snapshot. `pairs`: `all`, the number of its pairs, and `dead`, the partners in pairs that are down. */
   show(worker, label, pairs) {
     const [state, text, why] = stateOf(worker, pairs);
     mark(this, "data-state", state);
@@ -117,7 +117,7 @@ class Worker extends HTMLElement {
     if (rates !== null && worker.worker_type !== "prefill") facts.push(`${speed(rates.generation_tokens_per_s)} tok/s`);
     if (rates !== null && worker.worker_type !== "decode") facts.push(`${percent(rates.cache_hit_rate)} cache hits`);
     const old = (worker.observed.age_s ?? 0) + (worker.observed.server?.state_age_s ?? 0);
-    if (old >= OLD_S) facts.push(`numbers are ${seconds(old)} old`);
+    if (old >= OLD_S) facts.push(`data is ${seconds(old)} old`);
     const held = replicas.reduce((all, { state }) => all + state.pages_held.remote + state.pages_held.send, 0);
     if (held) facts.push(`${count(held)} pages held for peers`);
     const turn = Math.max(0, ...worker.observed.replicas.map((one) => one.turn_s ?? 0));
