@@ -39,7 +39,7 @@ TIMEOUT_S = 10.0
 """Timeout of a challenge."""
 MAX_ANSWER_BYTES = 4096
 REASONS = {
-    404: "the path does not exist there: it is no pdserve server, or an old version",
+    404: "it has no such path: it is no pdserve server, or an old version",
     409: "it has no control token; set PDSERVE_CONTROL_TOKEN there",
 }
 

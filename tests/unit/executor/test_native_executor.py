@@ -239,7 +239,7 @@ def test_a_library_of_another_version_is_to_be_built_anew(
     monkeypatch.setenv(native.PATH_VARIABLE, str(library))
     native.library.cache_clear()
     try:
-        with pytest.raises(native.Unavailable, match=f"{message}.*build it anew"):
+        with pytest.raises(native.Unavailable, match=f"{message}.*rebuild it"):
             native.library()
     finally:
         native.library.cache_clear()
