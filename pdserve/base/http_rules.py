@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
+
 from pdserve.errors import RequestError
 
 MAX_MESSAGE_CHARS = 2000
@@ -28,6 +30,26 @@ def openai_type(status: int) -> str:
     if status >= 500:
         return "server_error"
     return _TYPES.get(status, "invalid_request_error")
+
+
+class ErrorBody(msgspec.Struct):
+    """An error in OpenAI's form."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    """OpenAI's error object plus SGLang's keys; SGLang's `code` is the HTTP status."""
+
+    error: ErrorBody
+    object: str
+    message: str
+    type: str
+    param: str | None
+    code: int
 
 
 def error_object(message: str, status: int, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:

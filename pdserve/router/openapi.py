@@ -14,6 +14,7 @@ import msgspec
 from aiohttp import web
 
 import pdserve
+from pdserve.base.http_rules import ErrorAnswer
 from pdserve.router.http.errors import json_response
 from pdserve.router.workers.api import AddBody, ChangeBody
 from pdserve.router.workers.fanout import WorkerFanout
@@ -53,26 +54,6 @@ ERRORS_OF_WORKERS = {
     "503": "no worker is available, or all are full; `Retry-After`: seconds to wait",
     "504": "no answer before the router's deadline",
 }
-
-
-class ErrorBody(msgspec.Struct):
-    """An error in OpenAI's form."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorAnswer(msgspec.Struct):
-    """OpenAI's error object plus SGLang's keys; SGLang's `code` is the HTTP status."""
-
-    error: ErrorBody
-    object: str
-    message: str
-    type: str
-    param: str | None
-    code: int
 
 
 class OpenApi:

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 import pdserve
+from pdserve.base.http_rules import ErrorAnswer
 from pdserve.server.request.schemas import NativeSampling
 
 REF = "#/components/schemas/{name}"
@@ -35,21 +36,6 @@ ERRORS = {
 
 LATER = frozenset({"/pd_role_switch"})
 """Routes that may answer 202 before the operation is complete."""
-
-
-class ErrorBody(msgspec.Struct):
-    """Message, type and code of an error; `param` names the field that caused it."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | int | None = None
-
-
-class ErrorAnswer(msgspec.Struct):
-    """OpenAI's error object."""
-
-    error: ErrorBody
 
 
 @dataclasses.dataclass(frozen=True)

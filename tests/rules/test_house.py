@@ -48,6 +48,15 @@ def test_a_file_is_short_and_says_what_it_owns(path: Path) -> None:
     assert not text.strip() or ast.get_docstring(ast.parse(text)), "no docstring: what it owns, who calls it"
 
 
+def test_public_class_names_are_unique() -> None:
+    homes: dict[str, list[str]] = {}
+    for path in PACKAGE:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                homes.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
+
+
 def test_nothing_in_the_package_unpickles() -> None:
     offenders = {str(path.relative_to(ROOT)): bad for path in PACKAGE if (bad := imports_of(path) & UNSAFE_MODULES)}
     assert offenders == {}, "messages are msgspec structs; see protocol/codec.py"
