@@ -11,6 +11,7 @@ import pytest
 
 from pdserve.sim.network import Faults
 from pdserve.sim.world import monolith_tokens
+from tests.share import rest_slow
 from tests.world.shadow import ShadowWorld
 from tests.world.workload import workload
 
@@ -37,7 +38,7 @@ def play(seed: int, faults: Faults) -> ShadowWorld:
     return world
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", rest_slow(FAULTS, keep=2))
 def test_a_shadow_comes_to_the_same(name: str) -> None:
     turns = aborts = kills = 0
     for seed in range(14):
@@ -47,6 +48,7 @@ def test_a_shadow_comes_to_the_same(name: str) -> None:
     assert (aborts > 0, kills > 0) == (FAULTS[name].abort > 0, FAULTS[name].kill > 0)
 
 
+@pytest.mark.slow
 def test_nothing_hangs_on_the_order_of_a_set() -> None:
     """Ranks are processes with hash seeds of their own: the same world has the same log with any."""
     digests = set()

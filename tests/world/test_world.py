@@ -7,10 +7,11 @@ import threading
 import pytest
 
 from pdserve.sim.network import Faults
+from tests.share import rest_slow
 from tests.world.workload import play
 
 SEEDS_PER_CASE = 20
-CASES = [*range(5), *(pytest.param(case, marks=pytest.mark.slow) for case in range(5, 10))]
+CASES = rest_slow(range(10), keep=2)
 
 
 @pytest.mark.parametrize("case", CASES)

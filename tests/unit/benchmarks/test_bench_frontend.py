@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks import bench_frontend
 
 
+@pytest.mark.slow
 def test_every_endpoint_streams_to_its_end(tmp_path: Path) -> None:
     argv = ["--streams", "3", "--tokens", "8", "--rate", "2000", "--rounds", "1"]
     assert bench_frontend.main([*argv, "--write", "--results", str(tmp_path)]) == 0

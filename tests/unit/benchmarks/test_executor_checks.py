@@ -140,6 +140,7 @@ def test_a_profile_says_how_long_the_device_was_idle() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
 def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,12 +13,13 @@ import torch
 
 from benchmarks import kernel_cases
 from benchmarks.strip_reader import StripReader
+from tests.share import rest_slow
 from tests.unit.model.native_kit import needs_kernels
 
 pytestmark = [needs_kernels, pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")]
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
+@pytest.mark.parametrize("num_threads", rest_slow([3, 1, 2]))
 @pytest.mark.parametrize("by_heads", [True, False])
 def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: int, by_heads: bool) -> None:
     words: list[torch.Tensor] = []
@@ -35,6 +36,7 @@ def test_all_words_are_read_once(monkeypatch: pytest.MonkeyPatch, num_threads: i
     assert case.call() == np.bitwise_xor.reduce(words[-1].numpy().view(np.uint64), axis=None)
 
 
+@pytest.mark.slow
 def test_too_few_threads_are_an_error() -> None:
     code = (
         "from benchmarks import kernel_cases\n"

@@ -19,6 +19,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Serve
 from pdserve.executor.factory import build_executor
 from pdserve.model.attention import batch_invariant as fixed_blocks
 from tests.driver import Driver
+from tests.share import rest_slow
 from tests.tiny import FAMILIES, VOCAB_SIZE, make_tiny
 from tests.unit.executor.same_bits import LENGTH, NUM_NEW, PROMPT, SEEDED, TOP, Answer, answer, kv_of
 
@@ -123,7 +124,7 @@ def test_pages_computed_elsewhere_and_a_cached_prefix(checkpoint: Path, expected
         assert Answer(tuple(sampled), kv_of(decode.built, row, start)).same_bits(expected)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("threads", rest_slow([2, 3]))
 def test_any_number_of_threads(checkpoint: Path, expected: Answer, threads: int) -> None:
     assert answer(make(checkpoint, threads=threads), others=8, chunk=40).same_bits(expected)
 
@@ -189,7 +190,7 @@ def _differences(path: Path, deterministic: bool, dtype: str) -> tuple[bool, ...
     return (*(not variant.same_bits(plain) for variant in variants), not again.same_bits(recomputed))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "bfloat16"]))
 def test_without_the_mode_the_same_work_gives_other_bits(tmp_path: Path, dtype: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMOL_SHAPE))
     assert not any(_differences(tmp_path, True, dtype))

@@ -18,6 +18,7 @@ from pdserve.model.families.decoder import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.executor.expert_ranks import LENGTHS, NUM_TOKENS, Outcome, build, in_bfloat16, moved, outcome
 from tests.unit.executor.gang import Gang
@@ -37,7 +38,7 @@ CASES: dict[str, tuple[ParallelShape, ParallelConfig, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rest_slow(CASES, keep=3))
 def test_experts_on_ranks_of_their_own_compute_what_the_whole_model_does(name: str, gang: Gang, tmp_path: Path) -> None:
     shape, experts, overrides = CASES[name]
     _check(gang, shape, experts, make_tiny("qwen3_moe", tmp_path, seed=5, **overrides))
@@ -61,7 +62,7 @@ def test_experts_without_tokens_cost_nothing_and_change_nothing(gang: Gang, tmp_
         assert all(rank.counts[0][:2]) and not any(rank.counts[0][2:])
 
 
-@pytest.mark.parametrize("kernels", ["torch", "auto"])
+@pytest.mark.parametrize("kernels", rest_slow(["auto", "torch"]))
 @pytest.mark.parametrize("name", ["ep2", "ep4, six experts: two of them twice"])
 def test_deterministic_mode_holds_with_experts_on_ranks(name: str, kernels: str, gang: Gang, tmp_path: Path) -> None:
     """In bfloat16, where another order of adding up would show; each rank compares batches, and all ranks agree."""

@@ -24,6 +24,7 @@ from pdserve.executor.warm_up import spans_of
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE
 
@@ -150,7 +151,7 @@ def test_tokens_by_replays_are_those_of_launched_kernels(checkpoint: Path) -> No
     assert not null_page.any(), "padding was written to the null page"
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", rest_slow(["float32", "float16"]))
 def test_what_is_sampled_from_a_replay_is_what_is_sampled_otherwise(
     checkpoint: Path, dtype: Literal["float32", "float16"]
 ) -> None:
@@ -192,6 +193,7 @@ def test_steps_launched_ahead_use_the_tokens_of_replays(checkpoint: Path) -> Non
     assert torch.equal(one.executor.pools[0].layer(0)[-1], torch.zeros_like(one.executor.pools[0].layer(0)[-1]))
 
 
+@pytest.mark.slow
 def test_warming_up_has_every_form_of_step_and_leaves_no_trace(checkpoint: Path) -> None:
     forms = spans_of(2000, 4, 512)
     short, long = (0, 1), (1999, 2000)

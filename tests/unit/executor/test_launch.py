@@ -17,6 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.torch_sdpa import TorchStep
 from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled
 from tests.driver import GREEDY, Driver, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 
 PROMPT = random_prompt(37, VOCAB_SIZE)
@@ -42,7 +43,7 @@ def executor_threads() -> list[threading.Thread]:
 
 
 @pytest.mark.parametrize("layer_marks", [False, True])
-@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("depth", rest_slow([2, 1, 3]))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_results_do_not_depend_on_how_far_ahead_steps_are_launched(
     checkpoint: Path, overlap: bool, depth: int, layer_marks: bool

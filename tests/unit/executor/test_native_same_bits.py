@@ -17,6 +17,7 @@ import torch
 
 from pdserve.base import native
 from tests.driver import Driver, build, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.executor.same_bits import LENGTH, NUM_NEW, PROMPT, SEEDED, Answer, answer, kv_of
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
@@ -81,7 +82,7 @@ def test_whole_or_in_chunks(driver: Driver, expected: Answer, chunk: int) -> Non
     assert answer(driver, chunk=chunk).same_bits(expected)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("threads", rest_slow([3, 1, 2, 5]))
 @pytest.mark.parametrize("page_size", [1, 48, 64])
 def test_any_page_size_and_number_of_threads(
     kind: tuple[Path, Quantization], expected: Answer, page_size: int, threads: int

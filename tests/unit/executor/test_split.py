@@ -18,6 +18,7 @@ from pdserve.model.families.decoder import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, in_turns, leave, marked, outcome
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[ParallelShape, Family, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", rest_slow(CASES, keep=3))
 def test_a_split_model_computes_what_the_whole_one_does(name: str, gang: Gang, tmp_path: Path) -> None:
     shape, family, overrides = CASES[name]
     path = make_tiny(family, tmp_path, seed=5, **overrides)

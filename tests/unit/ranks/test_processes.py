@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.share import rest_slow
 from tests.tiny import Family
 from tests.unit.ranks.rank_process import generate, server_config
 
@@ -46,7 +47,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize(("tp_size", "pp_size", "overlap"), [(2, 1, False), (2, 1, True), (1, 2, False), (1, 2, True)])
+@pytest.mark.parametrize(
+    ("tp_size", "pp_size", "overlap"), rest_slow([(2, 1, True), (1, 2, False), (2, 1, False), (1, 2, True)], keep=2)
+)
 def test_its_tokens_are_those_of_one_process(
     tp_size: int, pp_size: int, overlap: bool, tmp_path: Path, tiny_checkpoint: Callable[[Family], Path]
 ) -> None:

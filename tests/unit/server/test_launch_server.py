@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from pdserve.base.process import READY_PREFIX
+from tests.share import rest_slow
 from tests.tiny import make_tiny
 
 LIMIT_S = 60.0
@@ -83,7 +84,7 @@ def test_a_taken_port_is_refused_without_waiting_for_the_scheduler(sockets: Path
     assert not list(sockets.iterdir())
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", rest_slow([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_while_it_starts_ends_it_quietly(sockets: Path, model: str, signum: signal.Signals) -> None:
     process = start(sockets, model, "--port", "0", "--log-level", "error")
     try:
@@ -100,7 +101,7 @@ def test_a_signal_while_it_starts_ends_it_quietly(sockets: Path, model: str, sig
     assert not list(sockets.iterdir())
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", rest_slow([signal.SIGTERM, signal.SIGINT]))
 @pytest.mark.parametrize(("module", "goes_on"), [("launch_server", "launch"), ("launch_offline", "host")])
 def test_a_signal_whose_exception_is_lost_ends_it_as_quietly(
     sockets: Path, model: str, module: str, goes_on: str, signum: signal.Signals
