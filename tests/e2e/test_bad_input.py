@@ -36,6 +36,7 @@ def still_serves(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+@pytest.mark.slow
 def test_no_request_breaks_the_router(pair: Pair, count: int) -> None:
     seen = play_all(pair, count, all_paths=count > 10)
     assert seen[200] and seen[400], seen

@@ -66,6 +66,7 @@ def test_ranks_and_api_process_have_cores_of_their_own(tiny_checkpoint: Callable
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 @pytest.mark.parametrize("spare", [0, 1])
+@pytest.mark.slow
 def test_helpers_stay_apart_where_threads_take_every_core(
     tiny_checkpoint: Callable[[Family], Path], spare: int
 ) -> None:

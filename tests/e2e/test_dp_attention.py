@@ -92,6 +92,7 @@ def test_replicas_whose_ranks_are_spread_over_two_nodes(tiny_checkpoint: Callabl
             assert answer["output_ids"] == tokens
 
 
+@pytest.mark.slow
 def test_a_lost_rank_of_one_replica_ends_the_server_for_the_clients_of_the_other(
     tiny_checkpoint: Callable[[Family], Path],
 ) -> None:

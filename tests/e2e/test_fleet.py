@@ -125,6 +125,7 @@ def run(size: int, model: Path, num_prefill: int, num_decode: int, policy: str) 
             assert {state["url"] for state in listed}.isdisjoint({old.url for _, old, _ in swaps})
 
 
+@pytest.mark.slow
 def test_64_streams_a_third_hang_up_one_decode_server_comes_and_one_goes(
     tiny_checkpoint: Callable[[Family], Path],
 ) -> None:

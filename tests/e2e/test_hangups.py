@@ -12,6 +12,7 @@ from tests.e2e.harness import assert_idle, running_pair
 NUM_CLIENTS = 30
 
 
+@pytest.mark.slow
 def test_clients_that_hang_up_disturb_nobody(smollm2_directory: Path) -> None:
     rng = random.Random(7)
     bodies, delays, patience = [], [], []

@@ -20,6 +20,7 @@ import requests
 
 from tests.e2e.clients import Outcome, chat_all
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
+from tests.share import rest_slow
 from tests.tiny import Family
 
 LIMIT_S = 15.0
@@ -161,7 +162,7 @@ def test_sigterm_under_load(mode: str, farm: Farm) -> None:
     assert_idle(*farm.servers.values(), deadline_s=60)
 
 
-@pytest.mark.parametrize(("victim_mode", "survivor_mode"), [("decode", "prefill"), ("prefill", "decode")])
+@pytest.mark.parametrize(("victim_mode", "survivor_mode"), rest_slow([("decode", "prefill"), ("prefill", "decode")]))
 def test_kill_under_load(victim_mode: str, survivor_mode: str, farm: Farm) -> None:
     victim, survivor = farm.servers[victim_mode], farm.servers[survivor_mode]
     assert short_answer(farm.router.url)

@@ -98,6 +98,7 @@ def farm(net: Network, tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Fa
         yield made
 
 
+@pytest.mark.slow
 def test_tokens_are_right_behind_delay_and_loss(farm: Farm, tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
     prompts = make_prompts(vocab_size=320)

@@ -25,6 +25,7 @@ from tests.e2e.harness import (
 )
 from tests.e2e.test_parity import ask, make_prompts, reference
 from tests.reference import load_reference, reference_greedy
+from tests.share import rest_slow
 from tests.tiny import Family
 
 SPLITS = [
@@ -147,13 +148,14 @@ def test_split_models(
     [pytest.param(*split, marks=[] if number == 3 else pytest.mark.slow) for number, split in enumerate(SPLITS)],
     ids="".join,
 )
+@pytest.mark.slow
 def test_split_models_over_nixl(
     prefill: tuple[str, ...], decode: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path]
 ) -> None:
     check_split(tiny_checkpoint("llama"), prefill, decode, "--disaggregation-transfer-backend", "nixl")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize("number", rest_slow([signal.SIGKILL, signal.SIGSTOP]), ids=["killed", "stopped"])
 def test_a_lost_rank_ends_the_server_with_a_clear_error(
     number: signal.Signals, tiny_checkpoint: Callable[[Family], Path]
 ) -> None:
@@ -197,10 +199,12 @@ def test_a_split_that_cannot_be_is_refused_at_start(
     assert_refused(str(tiny_checkpoint("llama")), (*COMMON, *flags), field)
 
 
+@pytest.mark.slow
 def test_experts_on_ranks_of_their_own_on_one_side(tiny_checkpoint: Callable[[Family], Path]) -> None:
     check_split(tiny_checkpoint("qwen3_moe"), ("--tp-size", "2", "--ep-size", "2"), ("--tp-size", "1"))
 
 
+@pytest.mark.slow
 def test_experts_that_move_while_requests_run(tiny_checkpoint: Callable[[Family], Path]) -> None:
     """On decode, every third step, with copies, while the next step is launched before the last one is done."""
     model = tiny_checkpoint("qwen3_moe")

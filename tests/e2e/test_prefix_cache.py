@@ -61,6 +61,7 @@ def check_usage(served: Server | Pair, prompt: list[int]) -> None:
     assert answer.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": (len(prompt) - 1) // PAGE * PAGE}
 
 
+@pytest.mark.slow
 def test_a_shared_prefix_is_computed_once_by_the_monolith(tiny_checkpoint: Callable[[Family], Path]) -> None:
     model = tiny_checkpoint("llama")
     prompts = prompts_with_shared_prefix(VOCAB_SIZE)

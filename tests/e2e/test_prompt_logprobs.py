@@ -68,6 +68,7 @@ def _close(one: list[Any], other: list[Any], tolerance: float = 1e-5) -> None:
     assert values[0] == pytest.approx(values[1], abs=tolerance)
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_continuations_through_the_router(deployment: Deployment) -> None:
     """The very request that lm-eval's `local-completions` sends, cold and cached; alone and as a list."""
     for index, prompt in enumerate(deployment.prompts):

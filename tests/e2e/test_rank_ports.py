@@ -198,7 +198,7 @@ def forged(peers: tuple[PeerRank, ...], receiver: int) -> list[bytes]:
 
 
 def num_warnings(lines: Iterable[str]) -> int:
-    return sum("refused what was said to be from another rank" in line for line in list(lines))
+    return sum("refused a frame that claims to be from another rank" in line for line in list(lines))
 
 
 def test_forged_frames(target: Target) -> None:
