@@ -6,6 +6,8 @@ import asyncio
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.e2e.clients import chat_all
 from tests.e2e.harness import assert_idle, running_pair
 
