@@ -106,8 +106,11 @@ class Access:
         request[BODY] = b""
         if request.method in CHANGING:
             try:
-                async with asyncio.timeout(BODY_TIMEOUT_S):
-                    request[BODY] = await self._read(request, hold)
+                if request.content.is_eof():  # the whole body is buffered: no deadline is needed
+                    request[BODY] = self._take(request, hold)
+                else:
+                    async with asyncio.timeout(BODY_TIMEOUT_S):
+                        request[BODY] = await self._read(request, hold)
             except TimeoutError:
                 return error_response(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", "body_timeout")
             except RequestError as error:
@@ -117,21 +120,28 @@ class Access:
                 return error_response(400, TOO_MANY_VALUES, "invalid_request")
         return await self._handled(request, handler)
 
+    def _take(self, request: web.Request, hold: BodyHold) -> bytes:
+        """Return a body that has arrived completely."""
+        data = request.content.read_nowait()
+        self._check_size(len(data))
+        hold.add(len(data))
+        return data
+
     async def _read(self, request: web.Request, hold: BodyHold) -> bytes:
-        too_large = RequestError(
-            f"the body is larger than {self._max_body_bytes} bytes", status=413, code="request_too_large"
-        )
-        if (request.content_length or 0) > self._max_body_bytes:
-            raise too_large
+        self._check_size(request.content_length or 0)
         parts: list[bytes] = []
         size = 0
         async for part in request.content.iter_any():
             size += len(part)
-            if size > self._max_body_bytes:
-                raise too_large
+            self._check_size(size)
             hold.add(len(part))
             parts.append(part)
         return b"".join(parts)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            message = f"the body is larger than {self._max_body_bytes} bytes"
+            raise RequestError(message, status=413, code="request_too_large")
 
     async def _handled(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
