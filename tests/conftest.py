@@ -35,9 +35,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow-seed", default="", help="which ones: a text, in CI the commit")
 
 
-def is_in_share(nodeid: str, share: float, seed: str) -> bool:
-    """Whether a slow test is among those that are run; every seed selects another share."""
-    return zlib.crc32(f"{seed} {nodeid}".encode()) < share * 2**32
+def is_in_share(item: pytest.Item, share: float, seed: str) -> bool:
+    """Whether a slow test is among those that are run; every seed selects another share.
+
+    Tests with a time limit above ten minutes are not: they take that long, or need the internet.
+    """
+    chosen = zlib.crc32(f"{seed} {item.nodeid}".encode()) < share * 2**32
+    limit = item.get_closest_marker("timeout")
+    return chosen and (limit is None or limit.args[0] <= 600)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -50,9 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=rank)
     share, seed = (config.getoption(name) for name in SHARE_OPTIONS)
     if share is not None:
-        left_out = [
-            item for item in items if item.get_closest_marker("slow") and not is_in_share(item.nodeid, share, seed)
-        ]
+        left_out = [item for item in items if item.get_closest_marker("slow") and not is_in_share(item, share, seed)]
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]

@@ -28,34 +28,39 @@ def ports_closed_afterwards() -> Iterator[None]:
 
     If the kernel refuses the filter, the ports stay open and a warning is logged.
     """
-    before = {(fd, inode) for fd, inode, _ in _listeners()}
+    before = {inode for inode, _ in _listeners()}
     yield
-    for fd, inode, listener in _listeners():
-        if (fd, inode) not in before:
+    for inode, listener in _listeners():
+        if inode not in before:
             _close(listener)
 
 
 def close_port(port: int) -> None:
     """Close a TCP port of this process; no effect without such a listener. Logs a warning if the kernel refuses."""
-    for _, _, listener in _listeners():
+    for _, listener in _listeners():
         if listener.getsockname()[1] == port:
             _close(listener)
 
 
-def _listeners() -> Iterator[tuple[int, int, socket.socket]]:
-    """Yield descriptor, inode and a duplicate of each listening TCP socket; the duplicate is closed after use."""
+def _listeners() -> Iterator[tuple[int, socket.socket]]:
+    """Yield inode and a duplicate of each listening TCP socket; the duplicate is closed after use."""
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
             if not stat.S_ISSOCK(status.st_mode):
                 continue
-            duplicate = socket.socket(fileno=os.dup(int(name)))
+            copy = os.dup(int(name))
         except OSError:  # closed meanwhile
+            continue
+        try:
+            duplicate = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)
             continue
         with duplicate:
             is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
             if is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield int(name), status.st_ino, duplicate
+                yield status.st_ino, duplicate
 
 
 def _close(listener: socket.socket) -> None:

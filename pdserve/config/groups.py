@@ -28,7 +28,7 @@ ReasoningParser = Literal[
     "auto", "deepseek-r1", "deepseek-v3", "glm45", "gpt-oss", "hunyuan", "interns1", "kimi", "kimi_k2", "mimo",
     "minimax", "mistral", "nemotron_3", "qwen3", "qwen3-thinking", "step3", "step3p5",
 ]  # fmt: skip
-"""Parser names of SGLang; the formats are implemented in `server/parsers`."""
+"""Parser names of SGLang; the formats are implemented in `server/text/parsers`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

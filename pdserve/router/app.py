@@ -51,7 +51,7 @@ ASKED = (
 )
 ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
-FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/flush_cache", "/abort_request")
+FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
 TICK_S = 1.0
 EXPLAINED_BYTES = 1 << 20

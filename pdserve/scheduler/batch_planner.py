@@ -30,7 +30,7 @@ BURST_STEPS = 2
 class PrefillBudget:
     """Prompt tokens that the next step may take.
 
-    The prefill budget is `BURST_STEPS` full steps until a running request waits for its second token.
+    The prefill budget is `BURST_STEPS` full steps until a running request waits for its second or a later token.
     """
 
     def __init__(self, core: SchedulerContext) -> None:

@@ -1,9 +1,10 @@
 """Interface between pdserve and transfer engines. A transport copies bytes; it knows no pages, rooms or requests.
 
-`build_transfer` opens one per scheduler process with `open_transport`; `CopyWorkers` writes through it. Threads:
+`engine/build_transfer.py` opens one per rank with `open_transport`; `CopyWorkers` writes through it. Threads:
 
-    scheduler thread   open_transport, register, address, disconnect, close
+    scheduler thread   open_transport, register, address, close
     copy workers       connect, write, write_and_notify (several at once, also to the same peer)
+    kv-disconnect      disconnect (copy workers and, at the end, the scheduler thread call it as well)
     kv-receivers       open_receiver, fence (several at once)
     any                take_notifications (one at a time)
 """
@@ -142,7 +143,7 @@ class Transport(Protocol):
     def disconnect(self, address: str) -> None:
         """Forget a peer; unknown ones are ignored. Writes under way to it end by themselves, successfully or not.
 
-        Any thread; never blocks for long.
+        Any thread; may block for up to a second.
         """
         ...
 

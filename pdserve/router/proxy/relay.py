@@ -125,7 +125,7 @@ async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
         async with asyncio.timeout_at(deadline):
             return await live.response.content.readany()
     except TimeoutError:
-        text = "the request took longer than the router's --request-timeout"
+        text = "the request took longer than the router's --request-timeout-secs"
         raise EndedError(text, 502, WORKER_FAILED) from None
     except EndedError:
         raise

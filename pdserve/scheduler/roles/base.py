@@ -1,6 +1,6 @@
 """The interface between the scheduler loop and a role, and what all roles share.
 
-A role owns its queues; it never calls the executor's `run`.
+A role owns the queues before and after computation; it never launches a step itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
 class SchedulerRole(Protocol):
-    """Plans batches and commits their results. The scheduler thread calls, in each step: `poll`, `plan`, `commit`."""
+    """Plans batches and commits their results. Called in each step, in order: `poll`, `plan`, `launched`, `commit`."""
 
     @property
     def live(self) -> dict[str, Req]:

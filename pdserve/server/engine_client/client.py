@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 
 import msgspec
 
@@ -46,7 +46,7 @@ from pdserve.server.engine_client.waiting import WaitingRequests
 from pdserve.server.generation import Generation
 from pdserve.server.http.request_context import current_call
 from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output, refusal
-from pdserve.server.text.stop_regex import SLOW_LOOKS, PatternThread
+from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -242,16 +242,18 @@ class EngineClient:
 
     async def _detokenizers(self, samplings: Sequence[CoreSamplingParams], client: str) -> list[Detokenizer]:
         """Create a detokenizer for each sequence. A thread compiles the stop patterns."""
+        compiled: dict[str, Pattern] = {}
         if self._match_stops and (patterns := {text for sampling in samplings for text in sampling.stop_regex}):
-            await self._pattern_thread.compile(patterns, client)
-        return [self._detokenizer(sampling) for sampling in samplings]
+            compiled = await self._pattern_thread.compile(patterns, client)
+        return [self._detokenizer(sampling, compiled) for sampling in samplings]
 
-    def _detokenizer(self, sampling: CoreSamplingParams) -> Detokenizer:
+    def _detokenizer(self, sampling: CoreSamplingParams, compiled: Mapping[str, Pattern]) -> Detokenizer:
         if not self._match_stops:
             sampling = msgspec.structs.replace(sampling, stop=(), stop_regex=())
         if self._tokenizer is None:
-            return Detokenizer(NoText(), sampling)
-        return Detokenizer(self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens), sampling)
+            return Detokenizer(NoText(), sampling, compiled)
+        decoder = self._tokenizer.text_decoder(skip_special=sampling.skip_special_tokens)
+        return Detokenizer(decoder, sampling, compiled)
 
     def _close(self, generation: Generation) -> None:
         for rid in self._live.of(generation):

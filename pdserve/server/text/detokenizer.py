@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 from pdserve.base.stream_state import RESUME_FIELD
@@ -20,7 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.text.stop_regex import SLOW_LOOKS, RegexMatcher
+from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, RegexMatcher
 
 REPLAYED_AT_ONCE = 256
 """Tokens of a resumed stream that are detokenized before the event loop serves other tasks: a few milliseconds."""
@@ -140,10 +141,16 @@ class StopMatcher:
 class Detokenizer:
     """Detokenizes one sequence. Call `push` for each token in order, then `finish` unless `stopped` is set."""
 
-    def __init__(self, decoder: TextDecoder, sampling: CoreSamplingParams) -> None:
+    def __init__(
+        self,
+        decoder: TextDecoder,
+        sampling: CoreSamplingParams,
+        compiled: Mapping[str, Pattern] = MappingProxyType({}),
+    ) -> None:
+        """`compiled`: stop patterns that are compiled already."""
         self._decoder = decoder
         self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
-        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim)
+        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim, compiled=compiled)
         self._min_tokens = sampling.min_new_tokens
         self._num_tokens = 0
 

@@ -13,14 +13,17 @@ import collections
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
+from typing import TypeAlias
 
 import regex
 
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size, expanded_size
 
+Pattern: TypeAlias = "regex.Pattern[str]"
 MAX_STOP_PATTERNS = 8
 MAX_STOP_CHARS = 1024
 CONTEXT_CHARS = 4096
@@ -97,15 +100,16 @@ class _Compiled:
     def __init__(self) -> None:
         self._suspect_until: dict[str, float] = {}
         """By suspect pattern: when the suspicion ends, in monotonic seconds."""
-        self._kept: collections.OrderedDict[str, tuple[regex.Pattern[str], int]] = collections.OrderedDict()
+        self._kept: collections.OrderedDict[str, tuple[Pattern, int]] = collections.OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
-    def has(self, pattern: str) -> bool:
-        """Whether the pattern is cached. Any thread."""
-        return pattern in self._kept
+    def kept(self, pattern: str) -> Pattern | None:
+        """Return `pattern` if it is in the cache. Any thread."""
+        found = self._kept.get(pattern)
+        return None if found is None else found[0]
 
-    def get(self, pattern: str) -> regex.Pattern[str]:
+    def get(self, pattern: str) -> Pattern:
         """Return the compiled pattern. Any thread: the lock is not held while a pattern is compiled."""
         kept = self._kept.get(pattern) or (regex.compile(pattern, cache_pattern=False), expanded_size(pattern))
         with self._lock:
@@ -142,26 +146,28 @@ class PatternThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
-        self._compiling: dict[str, tuple[str, asyncio.Future[regex.Pattern[str]]]] = {}
+        self._compiling: dict[str, tuple[str, asyncio.Future[Pattern]]] = {}
         """By pattern: the client that requested it first, and the pending result."""
 
-    async def compile(self, patterns: Iterable[str], client: str) -> None:
-        """Compile `patterns`; afterwards `RegexMatcher` takes them from the cache. An empty `client` is the Python API.
+    async def compile(self, patterns: Collection[str], client: str) -> dict[str, Pattern]:
+        """Return `patterns` compiled, for `RegexMatcher`. An empty `client` is the Python API.
 
         Raises:
             RequestError: 503, `MAX_COMPILING` patterns wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
         """
-        wanted = {pattern for pattern in patterns if not _COMPILED.has(pattern)}
+        found = {pattern: kept for pattern in patterns if (kept := _COMPILED.kept(pattern)) is not None}
+        wanted = set(patterns) - found.keys()
         if new := wanted - self._compiling.keys():
             self._check_bounds(len(new), client)
         for pattern in new:
             future = asyncio.get_running_loop().run_in_executor(self._thread, _COMPILED.get, pattern)
             self._compiling[pattern] = client, future
             future.add_done_callback(functools.partial(self._compiled, pattern))
-        for future in [self._compiling[pattern][1] for pattern in wanted]:
-            await asyncio.shield(future)  # other requests may wait for the same future
+        for pattern, future in [(pattern, self._compiling[pattern][1]) for pattern in wanted]:
+            found[pattern] = await asyncio.shield(future)  # other requests may wait for the same future
+        return found
 
-    def _compiled(self, pattern: str, _: asyncio.Future[regex.Pattern[str]]) -> None:
+    def _compiled(self, pattern: str, _: asyncio.Future[Pattern]) -> None:
         del self._compiling[pattern]
 
     def _check_bounds(self, num_new: int, client: str) -> None:
@@ -205,7 +211,7 @@ class SlowLooks:
         return max(FLOOR_S, min(LOOK_S, self._left_s))
 
     def search(
-        self, pattern: regex.Pattern[str], text: str, start: int, *, partial: bool, most_s: float = LOOK_S
+        self, pattern: Pattern, text: str, start: int, *, partial: bool, most_s: float = LOOK_S
     ) -> tuple[regex.Match[str] | None, float]:
         """Find the first match at or behind `start`; return it and the seconds that count as slow.
 
@@ -254,14 +260,21 @@ SLOW_LOOKS = SlowLooks()
 class RegexMatcher:
     """Finds the first match of any of `patterns`; of several, the one that begins first.
 
-    `patterns` must have passed `GrammarCheck.take_patterns`. The constructor compiles those that `PatternThread` has
-    not compiled. Text that may be the beginning of a match is held back. `matched` is the pattern that stopped the
-    text; None so far.
+    `patterns` must have passed `GrammarCheck.take_patterns`. The constructor compiles those that are not in `compiled`,
+    which `PatternThread.compile` returns. Text that may be the beginning of a match is held back. `matched` is the
+    pattern that stopped the text; None so far.
     """
 
-    def __init__(self, patterns: Sequence[str], *, keep_match: bool, looks: SlowLooks = SLOW_LOOKS) -> None:
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        *,
+        keep_match: bool,
+        compiled: Mapping[str, Pattern] = MappingProxyType({}),
+        looks: SlowLooks = SLOW_LOOKS,
+    ) -> None:
         self._looks = looks
-        self._patterns = [_COMPILED.get(pattern) for pattern in patterns]
+        self._patterns = [compiled.get(pattern) or _COMPILED.get(pattern) for pattern in patterns]
         self._keep_match = keep_match
         self._text = ""
         self._num_shown = 0
@@ -291,7 +304,7 @@ class RegexMatcher:
         """Return the text that was held back; the sequence has ended."""
         return "" if self.matched is not None else self._show(len(self._text))
 
-    def _search(self, pattern: regex.Pattern[str], *, partial: bool) -> regex.Match[str] | None:
+    def _search(self, pattern: Pattern, *, partial: bool) -> regex.Match[str] | None:
         is_suspect = _COMPILED.is_suspect(pattern.pattern)
         most_s = FLOOR_S if is_suspect else LOOK_S
         try:

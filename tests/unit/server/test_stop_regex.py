@@ -230,8 +230,9 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
         return size(pattern)
 
     monkeypatch.setattr(stop_regex, "expanded_size", watched)  # called where a pattern is compiled
+    monkeypatch.setattr(stop_regex, "MAX_KEPT", 1)  # the cache has one pattern at a time
     async with bench(tokenizer) as b:
-        body = {"text": "hi", "sampling_params": {"stop_regex": ["zz{200}", "yy"]}}
+        body = {"text": "hi", "sampling_params": {"stop_regex": ["zz{200}", "yy", "xx"]}}
         assert (await b.http.post("/generate", json=body)).status_code == 200
     assert threads and threading.get_ident() not in threads
 
@@ -265,7 +266,8 @@ async def test_patterns_that_wait_to_be_compiled_are_bounded(monkeypatch: pytest
     await asyncio.sleep(0)
     go_on.set()
     found = await asyncio.gather(*waiting, return_exceptions=True)
-    assert isinstance(found[0], asyncio.CancelledError) and set(found[1:]) == {None}
+    assert isinstance(found[0], asyncio.CancelledError)
+    assert all(isinstance(one, dict) and set(one) >= {"a1"} for one in found[1:-1])
     assert sorted(compiled) == sorted({"a1", "a2", "b1", *(f"own{i}" for i in range(50))}), "each once"
     go_on.clear()
     await asyncio.wait_for(thread.compile(["a1", "b1"], "c"), 30.0)  # nothing is compiled
