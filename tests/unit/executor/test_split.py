@@ -104,7 +104,7 @@ def test_other_weights_have_another_fingerprint_and_ranks_must_agree(tmp_path: P
     ours, theirs = ({"w": {0: 1.0, 9: value}} for value in (2.0, 3.0))
     assert fingerprint_of([ours]) != fingerprint_of([theirs])
     assert fingerprint_of([{"w": {0: 1.0}}, {"w": {9: 2.0}}]) == fingerprint_of([ours])
-    with pytest.raises(ModelError, match="other values of w"):
+    with pytest.raises(ModelError, match="different values of w"):
         fingerprint_of([ours, theirs])
 
 

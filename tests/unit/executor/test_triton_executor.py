@@ -46,7 +46,7 @@ def test_what_cannot_be_had_is_refused_by_the_flag_s_name(tiny_checkpoint: Calla
     spec, cpu = read_spec(tiny_checkpoint("qwen3")), torch.device("cpu")
     for kernels, reason in (
         (dataclasses.replace(TRITON, attention_backend="flashinfer"), "flashinfer is for CUDA"),
-        (dataclasses.replace(TRITON, enable_deterministic_inference=True), "attention of its own"),
+        (dataclasses.replace(TRITON, enable_deterministic_inference=True), "its own attention backend"),
     ):
         with pytest.raises(ConfigError, match=reason) as caught:
             choose_attention(kernels, spec, torch.float32, cpu)

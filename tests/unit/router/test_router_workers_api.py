@@ -122,7 +122,7 @@ def test_a_draining_worker_ends_what_it_runs_and_gets_nothing_new(run_world: Run
             await call(world, "POST", url + "/workers", {"url": other.url, "worker_type": "decode"})
             await world.until(lambda: world.healthy_urls(url), lambda urls: other.url in urls)
             _, removed = await call(world, "DELETE", f"{url}/workers/{busy.url}")
-            assert "1 still run" in removed["message"]
+            assert "1 requests still run" in removed["message"]
             assert await names(world, url, 3) == ["other"] * 3
             _, state = await call(world, "GET", f"{url}/workers/{removed['worker_id']}")
             assert (state["draining"], state["load"]) == (True, 1)
