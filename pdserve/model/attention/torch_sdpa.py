@@ -31,7 +31,7 @@ _TOGETHER = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """B = `num_rows` gathered rows: T new tokens and `num_pages` pages each, of which `length` tokens are used.
+    """B = `num_rows` gathered rows. Each row has T new tokens and `num_pages` pages; attention uses `length` tokens.
 
     `tokens` `[B * T]` are flat indices; a row with fewer tokens repeats its last. `kept` `[N]` are the positions in
     `tokens` that are no repeats; None when all are kept. `into` `[N]` are their flat indices.

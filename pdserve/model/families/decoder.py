@@ -246,5 +246,5 @@ def _feed_forward(
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:
-    """Return the outputs of a projection to heads, of which the rank holds heads `held`."""
+    """Return the outputs of a projection to heads. The rank holds heads `held`."""
     return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim))
