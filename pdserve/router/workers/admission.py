@@ -6,8 +6,8 @@
 
 Choosing a pair and taking its slots is one step without an await. A pair is entered as a whole or not at all, so that a
 breaker's probe of one half is not spent when the other half is unavailable. The queue is first come, first served; only
-retries of admitted requests go to its head. Called by `dispatch`; `health` and `workers.api` call `wake` when slots may
-be free.
+retries of admitted requests go to its head. Called by `dispatch`. Code that may free slots calls `wake`: health checks,
+the worker API, pair probes, the role switch and the application's tick.
 """
 
 from __future__ import annotations
