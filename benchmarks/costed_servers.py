@@ -73,10 +73,10 @@ class WatchedExecutor(CostModelExecutor):
 
     watch: Watch
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`."""
         began = time.thread_time_ns()
-        handle = super().launch(plan, layer_marks=layer_marks)
+        handle = super().launch(plan, layer_events=layer_events)
         self.watch.timed("device", began)
         return handle
 

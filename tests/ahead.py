@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import queue
 from collections import deque
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from typing import Literal
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
+from pdserve.memory.layer_events import LayerEvents
 from pdserve.protocol.failure import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
@@ -77,7 +79,7 @@ def build_ahead(
 
 
 def generate_ahead(
-    built: LoadedEngine, wanted: list[Request], *, depth: int, layer_marks: bool = False
+    built: LoadedEngine, wanted: list[Request], *, depth: int, layer_events: bool = False
 ) -> list[StepResult]:
     """The result of every step, with up to `depth` of them unresolved at once."""
     driver, executor = Driver(built), built.executor
@@ -100,12 +102,24 @@ def generate_ahead(
                 rows[i] = driver.open(request.prompt, limit, request.sampling, top_logprobs=request.top_logprobs)
             if 0 <= step - request.arrives < len(ranges[i]):
                 plan.append(BatchRow(str(i), rows[i], *ranges[i][step - request.arrives]))
-        flying.append((step, executor.launch(BatchPlan(step, tuple(plan)), layer_marks=layer_marks)))
+        flying.append((step, executor.launch(BatchPlan(step, tuple(plan)), layer_events=layer_events)))
         if len(flying) == depth:
             resolve()
     while flying:
         resolve()
     return results
+
+
+def written_within(events: LayerEvents, num_layers: int, timeout_s: float) -> bool:
+    """Wait up to `timeout_s` seconds until the first `num_layers` layers are written; False when they are not by
+    then, or never will be.
+    """
+    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    events.when_written(num_layers, answers.put)
+    try:
+        return answers.get(timeout=timeout_s)
+    except queue.Empty:
+        return False
 
 
 def token_ids(results: list[StepResult]) -> list[list[int | None]]:

@@ -15,10 +15,11 @@ import torch
 
 from benchmarks.gpu.executor_checks import LOGPROB_TOLERANCE, Device, prompts
 from pdserve.executor.factory import LoadedEngine
-from pdserve.executor.interface import BatchPlan, BatchRow, LayerEvents, StepHandle
+from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
+from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.sampling import CoreSamplingParams
-from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled, token_ids
+from tests.ahead import Request, build_ahead, generate_ahead, requests, sampled, token_ids, written_within
 from tests.driver import Driver
 
 DEPTHS = (1, 2)
@@ -59,25 +60,25 @@ def check_ahead(checkpoint: Path, device: Device) -> None:
 def check_launch_never_waits(checkpoint: Path, device: Device) -> None:
     """No operation of a launch waits for the device, whatever is sampled; torch raises where one does.
 
-    With marks of layers, and without, where decode steps are replays. What torch does not count is how rows that follow
+    With layer events, and without, where decode steps are replays. What torch does not count is how rows that follow
     a grammar wait for their last token: by a thread, on an event behind the step before.
     """
     with built_on(checkpoint, device) as built:
         generate_ahead(built, _requests(), depth=2)
-    for layer_marks in (True, False):
+    for layer_events in (True, False):
         with built_on(checkpoint, device) as built:
             launch = built.executor.launch
 
-            def watched(plan: BatchPlan, *, layer_marks: bool = False, launch: Launch = launch) -> StepHandle:
+            def watched(plan: BatchPlan, *, layer_events: bool = False, launch: Launch = launch) -> StepHandle:
                 with _waiting_is_an_error(device):
-                    return launch(plan, layer_marks=layer_marks)
+                    return launch(plan, layer_events=layer_events)
 
             built.executor.launch = watched  # type: ignore[method-assign]
-            generate_ahead(built, _requests(), depth=2, layer_marks=layer_marks)
+            generate_ahead(built, _requests(), depth=2, layer_events=layer_events)
 
 
-def check_layer_marks(checkpoint: Path, device: Device) -> None:
-    """Another thread finds the KV of each layer in a pool of NaN as soon as it is marked."""
+def check_layer_events(checkpoint: Path, device: Device) -> None:
+    """Another thread finds the KV of each layer in a pool of NaN as soon as its event comes."""
     prompt = prompts()[-1]
     with built_on(checkpoint, device) as built:
         row = Driver(built).open(prompt, len(prompt) + 1)
@@ -85,20 +86,20 @@ def check_layer_marks(checkpoint: Path, device: Device) -> None:
         num_layers = built.executor.layout.groups[0].num_layers
         found: list[bool] = []
 
-        def work(marks: LayerEvents) -> None:
+        def work(events: LayerEvents) -> None:
             for layer in range(num_layers):
-                marked = marks.wait(layer + 1, LIMIT_S)
-                found.append(marked and not bool(built.executor.pools[0].pages[whole, layer].isnan().any()))
+                written = written_within(events, layer + 1, LIMIT_S)
+                found.append(written and not bool(built.executor.pools[0].pages[whole, layer].isnan().any()))
 
         if device == "cuda":
             torch.cuda.synchronize()  # the driver's NaN
-        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(prompt), True),)), layer_marks=True)
-        assert handle.marks is not None
-        worker = threading.Thread(target=work, args=(handle.marks,))
+        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(prompt), True),)), layer_events=True)
+        assert handle.layer_events is not None
+        worker = threading.Thread(target=work, args=(handle.layer_events,))
         worker.start()
         built.executor.resolve(handle)
         worker.join(LIMIT_S)
-        assert found == [True] * num_layers, f"layers whose KV was there when they were marked: {found}"
+        assert found == [True] * num_layers, f"layers whose KV was there when their event came: {found}"
 
 
 def check_offload(checkpoint: Path, device: Device, page_size: int) -> None:

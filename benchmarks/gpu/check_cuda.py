@@ -124,7 +124,7 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
         (f"{family}: bf16 results are finite in a pool of NaN", partial(checks.check_finite_bf16, checkpoint, device)),
         (f"{family}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, device)),
         (f"{family}: a launch never waits", partial(ahead_checks.check_launch_never_waits, checkpoint, device)),
-        (f"{family}: layer marks", partial(ahead_checks.check_layer_marks, checkpoint, device)),
+        (f"{family}: layer events", partial(ahead_checks.check_layer_events, checkpoint, device)),
         *(
             (
                 f"{family}: pages to the host and back, page size {size}",

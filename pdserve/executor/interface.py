@@ -12,6 +12,7 @@ from typing import Protocol
 
 import msgspec
 
+from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -68,29 +69,15 @@ class StepResult:
     """Rows of the plan whose grammar cannot be followed any more; their tokens are undefined."""
 
 
-class LayerEvents(Protocol):
-    """Signals when the KV of the first layers of a launched step is written. `Executor.launch` makes it with
-    `layer_marks`.
-
-    Copy workers wait on it, never the scheduler thread or attention.
-    """
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """Block until layers `[0, num_layers)` of the step are in the pool; False after `timeout_s` seconds. Any
-        thread.
-        """
-        ...
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepHandle:
     """A launched step, to be passed to `Executor.resolve` once.
 
-    `marks`: its layer events; None where `launch` made none. `finish` waits for the step; only the executor calls it.
+    `layer_events` is None where `launch` made none. `finish` waits for the step; only the executor calls it.
     """
 
     plan: BatchPlan
-    marks: LayerEvents | None
+    layer_events: LayerEvents | None
     finish: Callable[[], StepResult]
 
 
@@ -136,10 +123,10 @@ class Executor(Protocol):
         """
         ...
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """Begin to compute the plan: writes KV pages, samples, and appends sampled tokens to their rows.
 
-        The next plan may use these tokens before `resolve`. With `layer_marks` the handle has layer events.
+        The next plan may use these tokens before `resolve`. With `layer_events` the handle has them.
         """
         ...
 

@@ -130,7 +130,7 @@ class LocalExecutor:
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = _runner(device, overlap)
+        self._runner = _runner(device, overlap, layout.groups[0].layers_of(self.place))
         self._at_once: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._at_once = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._params)
@@ -262,14 +262,14 @@ class LocalExecutor:
         self._params.clear(row)
         self._grammars.close(row)
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`."""
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         compute: Compute | None = None
-        if self._at_once is not None and not layer_marks and not self._unwritten:
+        if self._at_once is not None and not layer_events and not self._unwritten:
             compute = self._at_once.computation(plan)
-        marks, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_marks)
-        handle = StepHandle(plan, marks, collect)
+        events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
+        handle = StepHandle(plan, events, collect)
         self._launched.append(handle)
         return handle
 
@@ -382,8 +382,8 @@ class LocalExecutor:
         return collect
 
 
-def _runner(device: torch.device, overlap: bool) -> StepRunner:
+def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
     """Choose the runner of steps on `device`."""
     if device.type == "cuda":
-        return StreamRunner(device)
-    return ThreadedRunner() if overlap else SyncRunner()
+        return StreamRunner(device, own_layers)
+    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)

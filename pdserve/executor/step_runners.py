@@ -1,7 +1,7 @@
 """Runners of steps: on the calling thread, on a thread of their own, or in the stream of a CUDA device.
 
 Made by `LocalExecutor`, called by the scheduler thread. Every runner computes steps in the order of their launch, and
-raises the exception of a step where the step is resolved.
+raises the exception of a step where the step is resolved. `own_layers` are this rank's layers, for layer events.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import torch
 
-from pdserve.executor.interface import LayerEvents, StepResult
-from pdserve.executor.layer_events import CountedLayerEvents, CudaLayerEvents
+from pdserve.executor.interface import StepResult
+from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
 
 OnLayer = Callable[[int], None]
 Collect = Callable[[], StepResult]
@@ -29,8 +29,8 @@ Compute = Callable[[OnLayer | None], Collect]
 class StepRunner(Protocol):
     """Computes steps in order."""
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
-        """Begin a step; returns its layer events (None without `layer_marks`) and the function that waits for its
+    def begin(self, compute: Compute, layer_events: bool) -> tuple[LayerEvents | None, Collect]:
+        """Begin a step; returns its layer events (None without `layer_events`) and the function that waits for its
         result.
         """
         ...
@@ -47,26 +47,28 @@ class StepRunner(Protocol):
 class SyncRunner:
     """CPU without overlap: computes a step in `begin`, or with layer events when its result is awaited.
 
-    So copy workers hold the layer events before the first layer is computed. A later `begin` also computes the step.
+    So the scheduler submits copies of the first layers before they are computed. A later `begin` also computes the
+    step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_layers: range) -> None:
+        self._own_layers = own_layers
         self._deferred: deque[Callable[[], None]] = deque()
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+    def begin(self, compute: Compute, layer_events: bool) -> tuple[LayerEvents | None, Collect]:
         """See `StepRunner.begin`."""
         self._catch_up()
-        if not layer_marks:
+        if not layer_events:
             return None, _computed(compute)
-        marks = CountedLayerEvents()
+        events = CountedLayerEvents(self._own_layers)
         outcome: Future[Collect] = Future()
-        self._deferred.append(lambda: _settle(outcome, compute, marks))
+        self._deferred.append(lambda: _settle(outcome, compute, events))
 
         def collect() -> StepResult:
             self._catch_up()
             return outcome.result()()
 
-        return marks, collect
+        return events, collect
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
         """See `StepRunner.behind`."""
@@ -88,20 +90,21 @@ class ThreadedRunner:
     The thread has as many torch threads as the thread that made the runner.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, own_layers: range) -> None:
+        self._own_layers = own_layers
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._open = True
         self._num_torch_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._work, name="executor", daemon=True)
         self._thread.start()
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+    def begin(self, compute: Compute, layer_events: bool) -> tuple[LayerEvents | None, Collect]:
         """See `StepRunner.begin`."""
         assert self._open, "launched on a closed executor"
-        marks = CountedLayerEvents() if layer_marks else None
+        events = CountedLayerEvents(self._own_layers) if layer_events else None
         outcome: Future[Collect] = Future()
-        self._tasks.put(lambda: _settle(outcome, compute, marks))
-        return marks, lambda: outcome.result()()
+        self._tasks.put(lambda: _settle(outcome, compute, events))
+        return events, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
         """See `StepRunner.behind`. Waits until no step is being computed."""
@@ -127,20 +130,23 @@ class ThreadedRunner:
 class StreamRunner:
     """CUDA: puts a step into a stream of its own, while the host goes on.
 
-    The stream is not the default one: copies in the default stream would wait for every launched step.
+    The stream is not the default one: copies in the default stream would wait for every launched step. A thread,
+    "layer-events", waits for the layers of steps with layer events; `close` ends it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, own_layers: range) -> None:
         self._device = device
+        self._own_layers = own_layers
+        self._reporter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="layer-events")
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def begin(self, compute: Compute, layer_marks: bool) -> tuple[LayerEvents | None, Collect]:
+    def begin(self, compute: Compute, layer_events: bool) -> tuple[LayerEvents | None, Collect]:
         """See `StepRunner.begin`."""
-        marks = CudaLayerEvents() if layer_marks else None
+        events = CudaLayerEvents(self._own_layers, self._reporter) if layer_events else None
         outcome: Future[Collect] = Future()
         with self.behind():
-            _settle(outcome, compute, marks)
-        return marks, lambda: outcome.result()()
+            _settle(outcome, compute, events)
+        return events, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
         """See `StepRunner.behind`. The work is also ordered behind the current stream."""
@@ -150,6 +156,7 @@ class StreamRunner:
     def close(self) -> None:
         """See `StepRunner.close`."""
         self._stream.synchronize()
+        self._reporter.shutdown()
 
 
 def _computed(compute: Compute) -> Collect:
@@ -165,12 +172,12 @@ def _computed(compute: Compute) -> Collect:
     return fail
 
 
-def _settle(outcome: Future[Collect], compute: Compute, marks: CountedLayerEvents | CudaLayerEvents | None) -> None:
+def _settle(outcome: Future[Collect], compute: Compute, events: CountedLayerEvents | CudaLayerEvents | None) -> None:
     """Compute, and store the result or exception for the resolve of the step."""
     try:
-        outcome.set_result(compute(None if marks is None else marks.on_layer))
+        outcome.set_result(compute(None if events is None else events.on_layer))
     except BaseException as error:
         outcome.set_exception(error)
     finally:
-        if marks is not None:
-            marks.end()
+        if events is not None:
+            events.end()

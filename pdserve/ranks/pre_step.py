@@ -105,12 +105,12 @@ class PreStepExecutor:
         """See `Executor.buffers`."""
         return self._inner.buffers
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`. Raises RankError like `resolve`."""
 
         def launch() -> StepHandle:
             self._prepare(plan.step)
-            return self._inner.launch(plan, layer_marks=layer_marks)
+            return self._inner.launch(plan, layer_events=layer_events)
 
         return guarded(launch, self._blame)
 

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pdserve.base.parallel import RankCoord
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, LayerEvents, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
@@ -27,20 +27,6 @@ class _AllRanksPages:
 
     own: HostPages
     num_bytes: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _OwnMarks:
-    """Implements `LayerEvents` in layer numbers of the whole model, for a rank that has the layers `own`."""
-
-    marks: LayerEvents
-    own: range
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents.wait`. Layers of later stages are ignored. For layers of earlier stages it waits for our
-        first layer, since no earlier step runs here once that is written.
-        """
-        return self.marks.wait(min(max(num_layers - self.own.start, 1), len(self.own)), timeout_s)
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,7 +68,6 @@ class RankExecutor:
         self._at_once = at_once
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
-        self._own_layers = layout.groups[0].layers_of(place)
         places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
         self._page_bytes = sum(group.page_bytes for each in places for group in layout.of_rank(each).groups)
         self._num_seen = [0] * table.num_rows
@@ -111,19 +96,18 @@ class RankExecutor:
         self._num_seen[row] = 0
         self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor.launch`. The marks count layers of the whole model, and open for this rank's layers.
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
+        """See `Executor.launch`.
 
         Raises:
             RankError: a rank is lost, or its scheduler has made another plan.
         """
         self._log.launched(plan.step, self._fingerprint(plan))
-        own = guarded(lambda: self._local.launch(plan, layer_marks=layer_marks), self._rank_group.root_cause)
-        marks = None if own.marks is None else _OwnMarks(own.marks, self._own_layers)
-        step = _Step(StepHandle(plan, marks, own.finish), own)
+        own = guarded(lambda: self._local.launch(plan, layer_events=layer_events), self._rank_group.root_cause)
+        step = _Step(StepHandle(plan, own.layer_events, own.finish), own)
         ahead = any(other.result is None for other in self._under_way)
         self._under_way.append(step)
-        if self._at_once and marks is None and not ahead:
+        if self._at_once and own.layer_events is None and not ahead:
             self._compute(step)
         return step.handle
 

@@ -100,7 +100,7 @@ class Scheduler:
         self._num_gated = num_gated
         self._idle_rounds = idle_rounds
         self._depth = max(int(overlap), core.limits.num_stages - 1)
-        self._layer_marks = core.limits.layer_groups > 0
+        self._layer_events = core.limits.layer_groups > 0
         self._step = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
@@ -190,7 +190,7 @@ class Scheduler:
 
     def _launch(self, plan: BatchPlan) -> StepHandle:
         self._step, self._audited = plan.step, False
-        handle = self.core.executor.launch(plan, layer_marks=self._layer_marks and bool(plan.rows))
+        handle = self.core.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
         self.core.launched(plan.step)
         if plan.rows:
             self.role.launched(handle)

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from pdserve.base.clock import ManualClock
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.memory.layer_events import CountedLayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -108,11 +109,11 @@ class CostModelExecutor:
         """See `Executor`."""
         self._rows.remove(row)
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-        """See `Executor`. The step begins when the device is free. Layer marks open when the step is resolved."""
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
+        """See `Executor`. The step begins when the device is free. Layers are written when the step is resolved."""
         ends_at = self._work(self._costs.plan_s(plan))
         step = _Step(self._clock, ends_at, plan, self._num_tokens)
-        return StepHandle(plan, step if layer_marks else None, step.result)
+        return StepHandle(plan, step.layer_events if layer_events else None, step.result)
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor`. Advances the clock to the end of the step, unless that is past."""
@@ -144,19 +145,17 @@ class CostModelExecutor:
 
 
 class _Step:
-    """A launched step. Implements `LayerEvents`."""
+    """A launched step; `layer_events` report all layers at once."""
 
     def __init__(self, clock: ManualClock, ends_at: float, plan: BatchPlan, num_tokens: int) -> None:
         self._clock, self._ends_at, self._plan, self._num_tokens = clock, ends_at, plan, num_tokens
+        self.layer_events = CountedLayerEvents(range(1))
 
     def result(self) -> StepResult:
         """Advance the clock to the step's end, and make up tokens."""
         _wait_until(self._clock, self._ends_at)
+        self.layer_events.on_layer(0)
         return StepResult(self._plan.step, tuple(map(self._token, self._plan.rows)))
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
-        return self._clock.now() >= self._ends_at
 
     def _token(self, row: BatchRow) -> SampledToken | None:
         if not row.sample:

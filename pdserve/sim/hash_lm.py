@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -87,8 +88,10 @@ class HashExecutor:
         self._wishes: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities: number of prompt tokens, and the request's `Logprobs`."""
         self.late = False
-        self.last_step = 0
+        self._last_step = 0
         """The newest computed step."""
+        self._layer_events: dict[int, CountedLayerEvents] = {}
+        """Of steps that are not computed."""
 
     @property
     def layout(self) -> KVLayout:
@@ -99,6 +102,19 @@ class HashExecutor:
     def buffers(self) -> tuple[tuple[int, int], ...]:
         """See `Executor`."""
         return ((int(self.pool.ctypes.data), self.pool.nbytes),)
+
+    def events_of(self, step: int) -> LayerEvents:
+        """Return the layer events of `step`: of all layers at once, because rows are computed token by token."""
+        if step <= self._last_step:
+            return ALL_WRITTEN
+        return self._layer_events.setdefault(step, CountedLayerEvents(range(1)))
+
+    def computed(self, step: int) -> None:
+        """Record that `step` is computed."""
+        self._last_step = step
+        events = self._layer_events.pop(step, None)
+        if events is not None:
+            events.on_layer(0)
 
     def poison(self, pages: list[int]) -> None:
         """Overwrite freed pages, so that a read after free changes the tokens."""
@@ -123,7 +139,7 @@ class HashExecutor:
         del self._tokens[row]
         self._wishes.pop(row, None)
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`.
 
         A `late` executor computes in `resolve`, from a copy of the page table made at launch.
@@ -131,7 +147,7 @@ class HashExecutor:
         step = _Step(self, plan, {row.row: self._table.pages[row.row].copy() for row in plan.rows})
         if not self.late:
             step.result()
-        return StepHandle(plan, step if layer_marks else None, step.result)
+        return StepHandle(plan, self.events_of(plan.step) if layer_events else None, step.result)
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor`."""
@@ -202,7 +218,7 @@ def _told(hashes: dict[int, int], logprob_params: Logprobs) -> PromptLogprobs:
 
 
 class _Step:
-    """A launched step. Implements `LayerEvents` for all layers at once, because rows are computed token by token."""
+    """A launched step."""
 
     def __init__(self, executor: HashExecutor, plan: BatchPlan, tables: dict[int, npt.NDArray[np.int32]]) -> None:
         self._executor, self._plan, self._tables = executor, plan, tables
@@ -212,14 +228,10 @@ class _Step:
         """Compute the step once."""
         if self._result is None:
             found = [self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows]
-            self._executor.last_step = self._plan.step
+            self._executor.computed(self._plan.step)
             prompts = {index: part for index, (_, part) in enumerate(found) if part is not None}
             self._result = StepResult(self._plan.step, tuple(token for token, _ in found), prompts)
         return self._result
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
-        return self._result is not None
 
 
 @dataclasses.dataclass(frozen=True)

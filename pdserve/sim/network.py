@@ -16,7 +16,7 @@ from pdserve.memory.allocator import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.faults import CutLinks, Faults, Recorder, damaged
-from pdserve.transfer.copy_workers import CANCELLED, GATE_TIMEOUT_S, NEVER_WRITTEN, PEER_GONE
+from pdserve.transfer.copy_workers import CANCELLED, NEVER_WRITTEN, PEER_GONE
 from pdserve.transfer.events import (
     Address,
     CopyDone,
@@ -158,7 +158,8 @@ class SimSocket:
 class SimCopyEngine:
     """`CopyEngine` of the process `endpoint`. Bytes move copy by copy at random moments, read at that moment.
 
-    A job with a closed gate, or over a cut link, is retried after random delays. Notifications arrive some time after
+    A job starts some time after its layers are written. Over a cut link it is retried after random delays.
+    Notifications arrive some time after
     their bytes. With `fences` a fence ends a sender's writes. Without it only the death of the sender's process does,
     as with transfer backend shm.
     """
@@ -179,6 +180,8 @@ class SimCopyEngine:
         self._endpoint = endpoint
         self._process_lives = alive
         self._fences = fences
+        self._waiting: set[tuple[MemoryKey, int]] = set()
+        """Jobs whose layers are not written, by key and index."""
         self._receivers: set[str] = set()
         """Addresses that peers can write to."""
         self._notes: dict[MemoryKey, set[int]] = defaultdict(set)
@@ -197,11 +200,20 @@ class SimCopyEngine:
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
-        expires_at = self._net.clock.now() + GATE_TIMEOUT_S
-        self._net.later(lambda: self._start(job, expires_at))
+        self._waiting.add((job.key, job.index))
+        job.layer_events.when_written(
+            job.num_layers, lambda written: self._release(job, None if written else NEVER_WRITTEN)
+        )
 
     def cancel(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
+        self._release(job, CANCELLED)
+
+    def _release(self, job: CopyJob, failure: Failure | None) -> None:
+        """Start or fail a job that waits for its layers, later; does nothing for other jobs."""
+        if (job.key, job.index) in self._waiting:
+            self._waiting.remove((job.key, job.index))
+            self._net.later(lambda: self._start(job, failure))
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
@@ -252,21 +264,16 @@ class SimCopyEngine:
         if count:
             self._report(Notified(key, count - len(self._notes[key])))
 
-    def _start(self, job: CopyJob, expires_at: float) -> None:
+    def _start(self, job: CopyJob, failure: Failure | None) -> None:
         if not self._process_lives(self._endpoint):
             return  # the process is dead, and its copy threads with it
         if job.cancelled or not self._alive(job.transport_address):
             failure = CANCELLED if job.cancelled else PEER_GONE
+        if failure is not None:
             self._report(CopyDone.of(job, failure, settled=True, write_s=0.0))
             return
         if self._endpoint in self._net.stopped:
-            self._soon(lambda: self._start(job, expires_at))
-            return
-        if job.ready is not None and not job.ready(0.0):
-            if self._net.clock.now() < expires_at:
-                self._soon(lambda: self._start(job, expires_at))
-            else:
-                self._report(CopyDone.of(job, NEVER_WRITTEN, settled=True, write_s=0.0))
+            self._soon(lambda: self._start(job, failure))
             return
         if self._net.happens("copies failed", self._net.faults.copy_failed):
             for piece, copy in self._copies(job):

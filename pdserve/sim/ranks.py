@@ -8,7 +8,6 @@ Facts that one rank alone knows (how its copies ended) are agreed on by a MIN ov
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -255,10 +254,10 @@ class _ComputedElsewhere:
     def close_row(self, row: int) -> None:
         """See `Executor`."""
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`."""
-        marks = _LeadersMarks(self._executor, plan.step) if layer_marks else None
-        return StepHandle(plan, marks, lambda: StepResult(plan.step, ()))
+        events = self._executor.events_of(plan.step) if layer_events else None
+        return StepHandle(plan, events, lambda: StepResult(plan.step, ()))
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor`."""
@@ -273,18 +272,6 @@ class _ComputedElsewhere:
 
     def zero(self, pages: Sequence[int]) -> None:
         """See `Executor`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _LeadersMarks:
-    """Implements `LayerEvents` of a follower."""
-
-    executor: HashExecutor
-    step: int
-
-    def wait(self, num_layers: int, timeout_s: float) -> bool:
-        """See `LayerEvents`. Never blocks, because nothing else could run meanwhile."""
-        return self.executor.last_step >= self.step
 
 
 class _SilentSocket:

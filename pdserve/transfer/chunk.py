@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
-from pdserve.transfer.events import Gates, LayersReady, Piece
+from pdserve.transfer.events import Piece
 from pdserve.transfer.plan import PageCopy, feeds, plan_feed
 from pdserve.transfer.wire import Hello
 
@@ -20,11 +20,15 @@ Way = tuple[int, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Copies from local rank `rank` to the peer's rank at `transport_address`."""
+    """Copies from local rank `rank` to the peer's rank at `transport_address`.
+
+    They read layers below `num_layers` of the model.
+    """
 
     rank: int
     transport_address: str
     pieces: tuple[Piece, ...]
+    num_layers: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -52,16 +56,12 @@ class ChunkPlanner:
                 for feed in feeds(group, self.shape, peer.shape)}  # fmt: skip
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
-    def layer_ranges(self, gates: Gates) -> list[tuple[range, LayersReady | None]]:
-        """Return the first group's layer ranges in ascending order, each with its gate; without gates one range and
-        None.
-        """
+    def layer_ranges(self, ranges: Sequence[range]) -> Sequence[range]:
+        """Return `ranges`, which must together cover the first group's layers once, in order; empty: one range."""
         num_layers = self.layout.groups[0].num_layers
-        if not gates:
-            return [(range(num_layers), None)]
-        ranges: list[tuple[range, LayersReady | None]] = sorted(gates, key=lambda gate: gate[0].start)
-        covered = [layer for layers, _ in ranges for layer in layers]
-        assert all(layers for layers, _ in ranges) and covered == list(range(num_layers)), gates
+        if not ranges:
+            return [range(num_layers)]
+        assert all(ranges) and [layer for layers in ranges for layer in layers] == list(range(num_layers)), ranges
         return ranges
 
     def pages(
@@ -88,7 +88,7 @@ class ChunkPlanner:
                     ends = (feed.source_rank, feed.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
-            ChunkPart(rank, peer.ranks[target_rank].transport_address, tuple(found))
+            ChunkPart(rank, peer.ranks[target_rank].transport_address, tuple(found), layers.stop)
             for (rank, target_rank), found in pieces.items()
         ]
 

@@ -3,13 +3,12 @@
 Each rank of a peer has its own threads, as many as the transport wants, from its first job until the peer is gone. So a
 hanging peer delays no other peer, and each thread alone tracks whether it is connected.
 
-A job with a closed gate is queued separately and delays no other job. A thread runs ready jobs first, and waits for its
-oldest gate, in short intervals, only when no other job is ready.
+A job is queued on its thread once its layers are written (`memory/layer_events`), so it delays no other job until then.
+A thread only waits for its queue.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import logging
@@ -17,8 +16,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import cast
 
 from pdserve.errors import TransferError
@@ -26,7 +26,6 @@ from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import (
     CopyDone,
     CopyJob,
-    LayersReady,
     PeerConnected,
     PeerFenced,
     ReceiverOpened,
@@ -38,115 +37,63 @@ from pdserve.transfer.wire import MemoryKey
 
 log = logging.getLogger(__name__)
 
-GATE_TIMEOUT_S = 300.0
-"""Seconds after which a gate that is still closed belongs to a step that will never be computed."""
-
 CANCELLED = Failure(code="cancelled", message="the transfer was cancelled before this piece was sent")
 PEER_GONE = Failure(code="peer_gone", message="the peer is gone, and this piece was not sent")
 NEVER_WRITTEN = Failure(code="layers_not_written", message="the layers to be sent were never computed", status=500)
-
-
-@dataclasses.dataclass(slots=True)
-class _Gate:
-    """Jobs behind one gate. All requests of a step share its gates, so a gate is polled once for all of them."""
-
-    ready: LayersReady
-    expires_at: float
-    jobs: list[CopyJob] = dataclasses.field(default_factory=list)
-
-
-class GatedJobs:
-    """Jobs whose gates were closed at the last poll, the oldest gate first."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._gates: dict[int, _Gate] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._gates)
-
-    def add(self, job: CopyJob, ready: LayersReady) -> None:
-        """Keep `job` until `ready` returns True, the job is cancelled, or `GATE_TIMEOUT_S` have passed."""
-        gate = self._gates.get(id(ready))
-        if gate is None:
-            gate = self._gates[id(ready)] = _Gate(ready, self._now() + GATE_TIMEOUT_S)
-        gate.jobs.append(job)
-
-    def take(self) -> Iterator[tuple[CopyJob, Failure | None]]:
-        """Yield jobs that need not wait any longer: to be sent (None), or to be reported with that failure. Does not
-        block.
-        """
-        for mark, gate in list(self._gates.items()):
-            cancelled = [job for job in gate.jobs if job.cancelled]
-            if cancelled:
-                gate.jobs = [job for job in gate.jobs if not job.cancelled]
-                yield from ((job, CANCELLED) for job in cancelled)
-            if not gate.jobs:
-                del self._gates[mark]
-            elif self._ask(gate, 0.0):
-                del self._gates[mark]
-                yield from ((job, None) for job in gate.jobs)
-            elif self._now() >= gate.expires_at:
-                del self._gates[mark]
-                yield from ((job, NEVER_WRITTEN) for job in gate.jobs)
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the oldest gate; True when it is open. A gate that never opens may return False at once."""
-        return bool(self._gates) and self._ask(next(iter(self._gates.values())), timeout_s)
-
-    def clear(self) -> list[CopyJob]:
-        """Remove and return all jobs."""
-        dropped = [job for gate in self._gates.values() for job in gate.jobs]
-        self._gates.clear()
-        return dropped
-
-    def _ask(self, gate: _Gate, timeout_s: float) -> bool:
-        try:
-            return gate.ready(timeout_s)
-        except Exception:
-            log.exception("a gate failed; its %d jobs will not be sent", len(gate.jobs))
-            gate.expires_at = self._now()
-            return False
-
-
 CLOSE_TIMEOUT_S = 30.0
 NUM_RECEIVER_THREADS = 4
-GATE_SLICE_S = 0.004
-"""Seconds that a thread waits for a gate before it checks its queue again."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _End:
-    """The last order of a thread. Jobs that wait for a gate end with `failure`."""
-
-    failure: Failure
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Reach:
+class _Connect:
     """Connect before the first copy."""
 
 
-Orders = queue.SimpleQueue[CopyJob | _Reach | _End]
+Orders = queue.SimpleQueue[tuple[CopyJob, Failure | None] | _Connect | None]
+"""A job to be run, or reported with that failure; or a connection to be made. None ends the thread."""
 
 
 class _Worker:
-    """One thread's orders and progress: the scheduler thread writes `num_given`, the worker writes `num_ended`."""
+    """One thread's orders and progress: the scheduler thread writes `num_submitted`, the worker writes `num_ended`."""
 
     def __init__(self, peer: str) -> None:
         self.peer = peer
         self.orders: Orders = queue.SimpleQueue()
-        self.num_given = 0
+        self.num_submitted = 0
         self.num_ended = 0
         self.connected = False
+        self._lock = threading.Lock()
+        self._waiting: dict[int, CopyJob] = {}
+        """Jobs whose layers are not written, by `id`."""
 
-    def give(self, job: CopyJob) -> None:
-        self.num_given += 1
-        self.orders.put(job)
+    def submit(self, job: CopyJob) -> None:
+        """Queue `job` once its layers are written; it is queued with a failure if they never are. Scheduler thread."""
+        self.num_submitted += 1
+        with self._lock:
+            self._waiting[id(job)] = job
+        job.layer_events.when_written(job.num_layers, partial(self._on_written, job))
+
+    def release(self, job: CopyJob, failure: Failure | None) -> None:
+        """Queue a job that waits for its layers; does nothing for other jobs. Any thread."""
+        with self._lock:
+            if self._waiting.pop(id(job), None) is not None:
+                self.orders.put((job, failure))
+
+    def end(self, failure: Failure) -> None:
+        """End the thread after the queued orders, and jobs that wait for their layers with `failure`. Call once."""
+        with self._lock:
+            for job in self._waiting.values():
+                self.orders.put((job, failure))
+            self._waiting.clear()
+            self.orders.put(None)
 
     @property
     def num_left(self) -> int:
-        return self.num_given - self.num_ended
+        """Jobs that have not ended."""
+        return self.num_submitted - self.num_ended
+
+    def _on_written(self, job: CopyJob, written: bool) -> None:
+        self.release(job, None if written else NEVER_WRITTEN)
 
 
 class _PeerQueues:
@@ -243,25 +190,27 @@ class CopyWorkers:
             return False
         if any(worker.connected for worker in workers):
             return True
-        workers[0].orders.put(_Reach())
+        workers[0].orders.put(_Connect())
         return False
 
     def submit(self, job: CopyJob) -> None:
         """See `CopyEngine`."""
         workers = self._workers(job.transport_address)
         if isinstance(workers, Failure):
-            self._post(CopyDone.of(job, workers, settled=True, write_s=0.0))
+            self._post(_unsent(job, workers))
         else:
-            min(workers, key=_num_left).give(job)
+            min(workers, key=_num_left).submit(job)
 
     def cancel(self, job: CopyJob) -> None:
-        """See `CopyEngine`: the threads look at `job.cancelled` themselves."""
+        """See `CopyEngine`. A thread looks at `job.cancelled` of a queued job itself."""
+        for worker in self._workers_of.get(job.transport_address, ()):
+            worker.release(job, CANCELLED)
 
     def forget(self, transport_address: str) -> None:
         """See `CopyEngine`."""
         self._disconnecting.submit(self._transport.disconnect, transport_address)  # ends running writes; may take long
         for worker in self._workers_of.pop(transport_address, ()):
-            worker.orders.put(_End(PEER_GONE))
+            worker.end(PEER_GONE)
 
     def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
         """See `CopyEngine`."""
@@ -277,12 +226,12 @@ class CopyWorkers:
         self._receivers.submit(peer, lambda: self._post(self._fence(peer)))
 
     def close(self) -> None:
-        """End the threads. Running writes are cut off; queued jobs, and those with a closed gate, are not started."""
+        """End the threads. Running writes are cut off; queued and waiting jobs are not started."""
         self._closing.set()
         for address in self._workers_of:
             self._transport.disconnect(address)
         for worker in itertools.chain.from_iterable(self._workers_of.values()):
-            worker.orders.put(_End(CANCELLED))
+            worker.end(CANCELLED)
         self._disconnecting.shutdown(wait=False)
         if self._notifications is not None:
             self._notifications.close()
@@ -331,35 +280,22 @@ class CopyWorkers:
         return worker
 
     def _work(self, worker: _Worker) -> None:
-        orders = worker.orders
-        gated = GatedJobs()
-        while True:
-            match _next_order(orders, gated):
-                case CopyJob(ready=None) as job:
-                    self._end(worker, self._run(job, worker))
-                case CopyJob(ready=ready) as job:
-                    assert ready is not None
-                    gated.add(job, ready)
-                    if not orders.empty():
-                        continue  # take all queued orders before the gates are polled
-                case _Reach():
-                    self._post(PeerConnected(worker.peer, self._reach(worker)))
-                case _End(failure=failure):
-                    self._report_unsent(worker, gated.clear(), failure)
-                    self._transport.disconnect(worker.peer)  # once more: a connect may have been running
-                    return
-            for job, unsent in gated.take():
-                if unsent is None:
-                    self._end(worker, self._run(job, worker))
-                else:
-                    self._report_unsent(worker, [job], unsent)
+        while (order := worker.orders.get()) is not None:
+            match order:
+                case _Connect():
+                    self._post(PeerConnected(worker.peer, self._try_connect(worker)))
+                case job, failure:
+                    done = self._run(job, worker) if failure is None else _unsent(job, failure)
+                    worker.num_ended += 1
+                    self._post(done)
+        self._transport.disconnect(worker.peer)  # once more: a connect may have been running
 
     def _connect(self, worker: _Worker) -> None:
         if not worker.connected:
             self._transport.connect(worker.peer)
             worker.connected = True
 
-    def _reach(self, worker: _Worker) -> Failure | None:
+    def _try_connect(self, worker: _Worker) -> Failure | None:
         """Connect; return the failure, or None."""
         try:
             self._connect(worker)
@@ -371,17 +307,9 @@ class CopyWorkers:
             return _internal(error)
         return None
 
-    def _report_unsent(self, worker: _Worker, jobs: Sequence[CopyJob], failure: Failure) -> None:
-        for job in jobs:
-            self._end(worker, CopyDone.of(job, failure, settled=True, write_s=0.0))
-
-    def _end(self, worker: _Worker, done: CopyDone) -> None:
-        worker.num_ended += 1
-        self._post(done)
-
     def _run(self, job: CopyJob, worker: _Worker) -> CopyDone:
         if job.cancelled or self._closing.is_set():
-            return CopyDone.of(job, CANCELLED, settled=True, write_s=0.0)
+            return _unsent(job, CANCELLED)
         copies = [
             Copy(source + copy.source, destination + copy.destination, copy.num_bytes)
             for source, destination, pieces in job.pieces
@@ -414,21 +342,6 @@ def _num_left(worker: _Worker) -> int:
     return worker.num_left
 
 
-def _next_order(orders: Orders, gated: GatedJobs) -> CopyJob | _Reach | _End | None:
-    """Return the next order; None after a short wait, or when a gate opened. Blocks without limit only without gated
-    jobs.
-    """
-    if not gated:
-        return orders.get()
-    try:
-        return orders.get_nowait()
-    except queue.Empty:
-        pass
-    looks_again_at = time.monotonic() + GATE_SLICE_S
-    if gated.wait(GATE_SLICE_S):
-        return None
-    left_s = looks_again_at - time.monotonic()
-    if left_s > 0:  # a gate that will never open returns at once
-        with contextlib.suppress(queue.Empty):
-            return orders.get(timeout=left_s)
-    return None
+def _unsent(job: CopyJob, failure: Failure) -> CopyDone:
+    """Return the event for a job that was not started."""
+    return CopyDone.of(job, failure, settled=True, write_s=0.0)

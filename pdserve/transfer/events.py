@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
 
+from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import MemoryKey
@@ -16,33 +16,6 @@ Address = tuple[str, int]
 """Host and port of a bootstrap server."""
 
 
-class LayersReady(Protocol):
-    """A gate: reports whether some layers of a step are written.
-
-    Called by copy workers, never by the scheduler thread. Once True, always True.
-    """
-
-    def __call__(self, timeout_s: float, /) -> bool:
-        """Wait up to `timeout_s` seconds; return True when the layers are written."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerGate:
-    """Gate of the first `num_layers` layers of the model in a step. `wait` is `LayerEvents.wait`, for the layers of
-    this rank.
-    """
-
-    num_layers: int
-    wait: Callable[[int, float], bool]
-
-    def __call__(self, timeout_s: float, /) -> bool:
-        """See `LayersReady`."""
-        return self.wait(self.num_layers, timeout_s)
-
-
-Gates = Sequence[tuple[range, LayersReady]]
-"""Layer ranges that together cover all layers once, each with its gate. Empty: all layers are written."""
 Piece = tuple[int, int, tuple[PageCopy, ...]]
 """Source base address, destination base address, and copies between the two pools."""
 
@@ -101,7 +74,7 @@ class HandshakesFailed(msgspec.Struct, frozen=True, tag=True):
 class CopyJob:
     """One batch of copies from one local rank to one rank of a peer.
 
-    The job does not start before its gate `ready` is open; None: no gate.
+    The job does not start before layers `[0, num_layers)` of the model are written, as `layer_events` report.
 
     The scheduler thread sets `cancelled`; a worker that has not started the job then skips it.
     """
@@ -113,7 +86,8 @@ class CopyJob:
     pieces: tuple[Piece, ...]
     """One per layout group, or one for the aux slot."""
     num_bytes: int
-    ready: LayersReady | None = None
+    layer_events: LayerEvents = ALL_WRITTEN
+    num_layers: int = 0
     cancelled: bool = False
     rank: int = 0
     """Local rank that copies. Each rank is a process of its own."""
@@ -122,7 +96,7 @@ class CopyJob:
 class CopyDone(msgspec.Struct, frozen=True, tag=True):
     """Job `index` of `key` has ended; `failure` is None on success. `settled`: no byte of the job moves any more.
 
-    `write_s` is the time in the transport, in seconds, without the wait for the gate.
+    `write_s` is the time in the transport, in seconds, without the wait for the layers.
     """
 
     key: MemoryKey

@@ -6,12 +6,13 @@ Scheduler thread only. `poll()` only reads a field.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
-from pdserve.transfer.events import Gates
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom, SendRoom
 from pdserve.transfer.sender import SendSide
@@ -61,20 +62,22 @@ class KVSender:
         """Amount of sent data and durations; valid after SUCCESS."""
         return self._room.stats
 
-    def send(self, lease: Lease, num_pages: int, gates: Gates = ()) -> None:
+    def send(
+        self, lease: Lease, num_pages: int, layers: Sequence[range] = (), layer_events: LayerEvents = ALL_WRITTEN
+    ) -> None:
         """Send the first `num_pages` pages of the request, without pages sent before or cached by the receiver.
 
         Args:
             lease: all pages of the prompt, in token order. Has the hold `send` until the last copy has ended.
             num_pages: counted from the beginning of the prompt.
-            gates: layer ranges that together cover `[0, num_layers)` once. Each range is copied once its gate is open.
-                Empty: all layers are written, and are sent at once.
+            layers: ranges that together cover all layers once, in order; each is one copy job. Empty: one range.
+            layer_events: of the step that writes the pages. Each range is copied once it is written.
         """
         if self._room.fake or self.poll() is KVPoll.FAILED:
             return
         first = max(self._num_sent, self.num_cached_tokens // self._page_tokens)
         if num_pages > first:
-            self._side.send(self._room, lease, range(first, num_pages), gates)
+            self._side.send(self._room, lease, range(first, num_pages), layers, layer_events)
             self._num_sent = num_pages
 
     def tell(self, part: PromptLogprobs) -> None:
@@ -94,7 +97,7 @@ class KVSender:
         """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record as the last piece.
 
         One call lands sooner than a `send` followed by a `finish`. `finish` fills in `record.attempt`. Layer copies may
-        still wait for their gates; the transfer succeeds when these copies have landed as well.
+        still wait for their layers; the transfer succeeds when these copies have landed as well.
         """
         if self._room.fake:
             self._room.move(KVPoll.SUCCESS)

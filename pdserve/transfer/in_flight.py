@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 import msgspec
 
 from pdserve.base.clock import Clock
+from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.chunk import ChunkPart, Way
-from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, LayersReady, PeerConnected
+from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, PeerConnected
 from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, Told, TransferStats
@@ -107,7 +108,7 @@ class OutgoingKeys:
         return self._entries.get(key)
 
     def submit(
-        self, key: MemoryKey, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None
+        self, key: MemoryKey, peer: Peer, leases: Sequence[Lease], part: ChunkPart, layer_events: LayerEvents
     ) -> None:
         """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         out = self._entries.get(key)
@@ -118,8 +119,9 @@ class OutgoingKeys:
                 lease.hold("send")
                 out.leases.append(lease)
         job = CopyJob(
-            key, out.num_jobs, peer.instance, part.transport_address, part.pieces, part.num_bytes, ready, rank=part.rank
-        )
+            key, out.num_jobs, peer.instance, part.transport_address, part.pieces, part.num_bytes,
+            layer_events, part.num_layers, rank=part.rank,
+        )  # fmt: skip
         out.pending[job.index] = job
         out.num_jobs += 1
         self._engine.submit(job)

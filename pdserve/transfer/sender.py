@@ -1,7 +1,7 @@
 """Sending side of `KVManager`: binds receivers' pages to rooms, and turns chunks into copy jobs.
 
-A chunk is pages times layers of one request. Each of its layer ranges becomes one job per rank pair. The job waits in a
-copy worker until these layers are written. Pages that the receiver already has are in no job.
+A chunk is pages times layers of one request. Each of its layer ranges becomes one job per rank pair. The job waits
+until these layers are written. Pages that the receiver already has are in no job.
 
 Life of a key: Meta binds it -> chunks are submitted -> all have landed: Done.
                                   \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
@@ -18,11 +18,12 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
+from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.chunk import ChunkPart, ChunkPlanner
-from pdserve.transfer.events import CopyDone, CopyEngine, Gates, LayersReady, PeerConnected
+from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected
 from pdserve.transfer.in_flight import Connecting, OutgoingKeys
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import SendRoom, check_prompt_fits_pages, check_receiver_pages
@@ -206,8 +207,10 @@ class SendSide:
                 self.on_meta(peer, early.meta)
         return record
 
-    def send(self, room: SendRoom, lease: Lease, pages: range, gates: Gates) -> None:
-        """Send `pages` (at least one, numbers within the request) of `lease`, each layer range once its gate is open.
+    def send(
+        self, room: SendRoom, lease: Lease, pages: range, layer_ranges: Sequence[range], layer_events: LayerEvents
+    ) -> None:
+        """Send `pages` (at least one, numbers within the request) of `lease`, each layer range once it is written.
 
         The key must be bound, and its receiver must not have any of these pages.
         """
@@ -215,9 +218,9 @@ class SendSide:
         chunk = self._chunk(room, lease, pages)
         if chunk is None:
             return
-        for layers, ready in self._chunks.layer_ranges(gates):
+        for layers in self._chunks.layer_ranges(layer_ranges):
             for part in self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers):
-                self._submit(room, chunk.peer, (lease,), part, ready)
+                self._submit(room, chunk.peer, (lease,), part, layer_events)
         out = self.outgoing.get(chunk.key)
         if out is not None:
             out.num_pages += len(chunk.source)
@@ -233,7 +236,7 @@ class SendSide:
         if chunk is None or room.target is None:
             return
         parts = []
-        for layers, _ in self._chunks.layer_ranges(()) if pages else ():
+        for layers in self._chunks.layer_ranges(()) if pages else ():
             parts += self._chunks.pages(chunk.hello, chunk.source, chunk.target, layers)
         for part in self._chunks.with_aux(parts, chunk.hello, slot.pages[0], room.target.aux_slot):
             self._submit(room, chunk.peer, (slot,) if lease is None else (lease, slot), part)
@@ -438,14 +441,19 @@ class SendSide:
         return _Chunk(key, peer, peer.hello, source, target)
 
     def _submit(
-        self, room: SendRoom, peer: Peer, leases: Sequence[Lease], part: ChunkPart, ready: LayersReady | None = None
+        self,
+        room: SendRoom,
+        peer: Peer,
+        leases: Sequence[Lease],
+        part: ChunkPart,
+        layer_events: LayerEvents = ALL_WRITTEN,
     ) -> None:
         """Queue the copies of `part`, which read from pages of `leases`: held until the key's last job has ended."""
         assert room.target is not None
         if room.state is KVPoll.FAILED:
             return
         room.move(KVPoll.TRANSFERRING)
-        self.outgoing.submit(room.target.key, peer, leases, part, ready)
+        self.outgoing.submit(room.target.key, peer, leases, part, layer_events)
 
 
 def _failure(code: str, message: str, status: int = 502) -> Failure:

@@ -56,7 +56,7 @@ def test_a_launch_never_waits_for_the_device(checkpoint: Path) -> None:
 
 
 def test_the_kv_of_a_layer_is_there_when_it_is_marked(checkpoint: Path) -> None:
-    ahead_checks.check_layer_marks(checkpoint, "cuda")
+    ahead_checks.check_layer_events(checkpoint, "cuda")
 
 
 @pytest.mark.parametrize("page_size", checks.PAGE_SIZES)

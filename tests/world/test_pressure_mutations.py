@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import RadixNode, RadixTree
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req
 from pdserve.sim.hash_lm import HashExecutor
-from pdserve.transfer.events import Gates
 from pdserve.transfer.handles import KVReceiver, KVSender
 from tests.world.pressure import FAULTS, press
 
@@ -79,8 +79,14 @@ def keep_the_pages_of_the_retracted(patch: Patch) -> None:
 def send_layers_that_are_not_written(patch: Patch) -> None:
     send = KVSender.send
 
-    def hasty(self: KVSender, lease: Lease, num_pages: int, gates: Gates = ()) -> None:
-        send(self, lease, num_pages, [(layers, lambda timeout_s: True) for layers, _ in gates])
+    def hasty(
+        self: KVSender,
+        lease: Lease,
+        num_pages: int,
+        layers: Sequence[range] = (),
+        layer_events: LayerEvents = ALL_WRITTEN,
+    ) -> None:
+        send(self, lease, num_pages, layers, ALL_WRITTEN)
 
     patch.setattr(KVSender, "send", hasty)
 

@@ -54,7 +54,7 @@ class SchedulerRole(Protocol):
         ...
 
     def launched(self, handle: StepHandle) -> None:
-        """Called once the plan is launched; `handle.marks` is set where the scheduler requests layer events."""
+        """Called once the plan is launched; `handle.layer_events` is set where the scheduler requests layer events."""
         ...
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:

@@ -24,7 +24,6 @@ from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import LOST, STOPPED, BaseRole
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import LayerGate
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import TransferStats, prompt_digest
@@ -79,17 +78,15 @@ class PrefillRole(BaseRole):
 
     def launched(self, handle: StepHandle) -> None:
         """With layer events, send the pages that this step completes, one layer group at a time."""
-        marks = handle.marks
-        if marks is None:
+        if handle.layer_events is None:
             return
         num_layers, num_groups = self._core.memory.layout.groups[0].num_layers, self._core.limits.layer_groups
         ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
-        gates = [(group, LayerGate(group.stop, marks.wait)) for group in layers]
         for row in handle.plan.rows:
             req = self.live[row.rid]
             assert req.sender is not None and req.lease is not None
-            req.sender.send(req.lease, self._num_whole_pages(req, row.end), gates)
+            req.sender.send(req.lease, self._num_whole_pages(req, row.end), layers, handle.layer_events)
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Send the pages that became whole; after the last chunk also the rest of the pages and the first token."""

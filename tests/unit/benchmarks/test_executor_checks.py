@@ -39,7 +39,7 @@ def test_all_checks_pass_on_cpu(checkpoint: Path) -> None:
     checks.check_hand_over(checkpoint, "cpu", 16)
     ahead_checks.check_ahead(checkpoint, "cpu")
     ahead_checks.check_launch_never_waits(checkpoint, "cpu")
-    ahead_checks.check_layer_marks(checkpoint, "cpu")
+    ahead_checks.check_layer_events(checkpoint, "cpu")
     ahead_checks.check_offload(checkpoint, "cpu", 16)
 
 

@@ -140,16 +140,16 @@ def test_what_is_asked_for_besides_goes_the_long_way(
 def test_it_comes_behind_a_step_that_waits_to_be_computed(
     tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with layer marks is computed when it is waited for, or by the next one."""
+    """A step with layer events is computed when it is waited for, or by the next one."""
     prompt = random_prompt(20, VOCAB_SIZE)
     wanted = driver_of(tiny_checkpoint("llama")).generate([prompt], 3)[0]
     driver = driver_of(tiny_checkpoint("llama"))
     counts, executor = count_of(driver, monkeypatch), driver.built.executor
     row = driver.open(prompt, 40)
-    first = executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 20, True),)), layer_marks=True)
+    first = executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 20, True),)), layer_events=True)
     second = executor.launch(BatchPlan(1, (BatchRow("a", row, 20, 21, True),)))
     results = [executor.resolve(first), executor.resolve(second)]
-    third = executor.launch(BatchPlan(2, (BatchRow("a", row, 21, 22, True),)), layer_marks=True)
+    third = executor.launch(BatchPlan(2, (BatchRow("a", row, 21, 22, True),)), layer_events=True)
     assert counts == [1], "nobody is told of layers within one call"
     results.append(executor.resolve(third))
     assert [token.token_id for result in results for token in result.tokens if token is not None] == wanted

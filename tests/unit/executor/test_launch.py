@@ -42,17 +42,17 @@ def executor_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "executor"]
 
 
-@pytest.mark.parametrize("layer_marks", [False, True])
+@pytest.mark.parametrize("layer_events", [False, True])
 @pytest.mark.parametrize("depth", rest_slow([2, 1, 3]))
 @pytest.mark.parametrize("overlap", [False, True])
 def test_results_do_not_depend_on_how_far_ahead_steps_are_launched(
-    checkpoint: Path, overlap: bool, depth: int, layer_marks: bool
+    checkpoint: Path, overlap: bool, depth: int, layer_events: bool
 ) -> None:
     """Log-probabilities too, to the last bit; penalties see the tokens of steps that nobody has resolved yet."""
     with opened(checkpoint, overlap=False) as built:
         expected = generate_ahead(built, requests(), depth=1)
     with opened(checkpoint, overlap=overlap) as built:
-        assert generate_ahead(built, requests(), depth=depth, layer_marks=layer_marks) == expected
+        assert generate_ahead(built, requests(), depth=depth, layer_events=layer_events) == expected
     assert any(token.top for token in sampled(expected))
     assert len({token.token_id for token in sampled(expected)}) > 10
 
@@ -90,7 +90,7 @@ def test_a_step_is_computed_from_what_the_scheduler_s_tables_said_at_its_launch(
     with opened(checkpoint, overlap=overlap) as built:
         driver = Driver(built)
         row = driver.open(PROMPT, 60)
-        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)), layer_marks=True)
+        handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)), layer_events=True)
         built.table.pages[row] = 0
         built.executor.close_row(row)
         gate.set()
@@ -127,10 +127,10 @@ def test_the_thread_computes_with_as_many_torch_threads_and_without_gradients(
     assert set(seen) == {("executor", torch.get_num_threads(), True)}
 
 
-@pytest.mark.parametrize("layer_marks", [False, True])
+@pytest.mark.parametrize("layer_events", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_the_forward_raises_comes_out_of_resolve(
-    checkpoint: Path, overlap: bool, layer_marks: bool, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, overlap: bool, layer_events: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step behind it, launched before anybody knew, is still computed."""
     attend, failing = TorchStep.attend, [True]
@@ -146,7 +146,7 @@ def test_what_the_forward_raises_comes_out_of_resolve(
         driver = Driver(built, seed=1)
         bad, good = driver.open(PROMPT[:9], 20), driver.open(PROMPT, 60)
         monkeypatch.setattr(TorchStep, "attend", broken)
-        first = built.executor.launch(BatchPlan(0, (BatchRow("bad", bad, 0, 9, True),)), layer_marks=layer_marks)
+        first = built.executor.launch(BatchPlan(0, (BatchRow("bad", bad, 0, 9, True),)), layer_events=layer_events)
         second = built.executor.launch(BatchPlan(1, (BatchRow("good", good, 0, len(PROMPT), True),)))
         with pytest.raises(RuntimeError, match="kernel failed"):
             built.executor.resolve(first)

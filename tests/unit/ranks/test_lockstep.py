@@ -55,7 +55,7 @@ class Collective:
         self._barrier = barrier
         self.tokens: list[int] = []
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         assert plan.step == len(self.tokens) + 1
         self.tokens.append(len(plan.rows))
         return StepHandle(plan, None, lambda: StepResult(plan.step, ()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 
@@ -12,8 +11,7 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RankError
-from pdserve.executor.interface import BatchPlan, BatchRow, Executor, StepHandle, StepResult
-from pdserve.executor.layer_events import CountedLayerEvents
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, StepResult
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import LeaderLog
@@ -167,7 +165,7 @@ def test_with_stages_a_step_is_resolved_when_the_last_one_has_computed_it() -> N
 
 def test_a_follower_that_cannot_compute_ends_the_replica_and_says_why() -> None:
     class Broken(HashExecutor):
-        def launch(self, plan: BatchPlan, *, layer_marks: bool = False):  # type: ignore[no-untyped-def]
+        def launch(self, plan: BatchPlan, *, layer_events: bool = False):  # type: ignore[no-untyped-def]
             raise MemoryError("no room")
 
     def make(rank: int) -> tuple[Executor, PageTable]:
@@ -224,32 +222,3 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
     assert isinstance(thread.error, RankError)
     assert isinstance(thread.own, HashExecutor)
     np.testing.assert_array_equal(thread.own.pool, make_rank()[0].pool, "something was computed")
-
-
-def test_marks_count_layers_of_the_whole_model() -> None:
-    """A rank waits for those of its own stage; for layers of earlier stages only, its first one."""
-    own_marks: list[CountedLayerEvents] = []
-
-    class Marking(HashExecutor):
-        def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
-            handle = super().launch(plan)
-            own_marks.append(CountedLayerEvents())
-            return dataclasses.replace(handle, marks=own_marks[-1])
-
-    def make(rank: int) -> tuple[Executor, PageTable]:
-        table = PageTable(NUM_ROWS, MAX_PAGES)
-        return Marking(hash_layout(PAGE_TOKENS, 8), NUM_PAGES, table), table
-
-    place = ParallelShape(pp_size=2).place(1)
-    own, table = make(1)
-    entries: list[Entry] = []
-    log = LeaderLog(ManualClock(), entries.append)
-    executor = RankExecutor(own, table, own.layout, place, Unaided(), log)
-    marks = executor.launch(BatchPlan(1, ()), layer_marks=True).marks
-    assert marks is not None
-    opened = lambda: [n for n in (2, 4, 5, 6, 8) if marks.wait(n, 0.0)]  # noqa: E731
-    assert opened() == []
-    own_marks[0].on_layer(0)
-    assert opened() == [2, 4, 5]
-    own_marks[0].on_layer(3)
-    assert opened() == [2, 4, 5, 6, 8]

@@ -29,9 +29,9 @@ class CountingExecutor(HashExecutor):
         self.script: list[int] = []
         self.plans: list[BatchPlan] = []
 
-    def launch(self, plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         self.plans.append(plan)
-        return super().launch(plan, layer_marks=layer_marks)
+        return super().launch(plan, layer_events=layer_events)
 
     def resolve(self, handle: StepHandle) -> StepResult:
         result = super().resolve(handle)

@@ -181,9 +181,9 @@ def test_the_first_token_leaves_decode_before_the_next_forward(monkeypatch: pyte
     seen: list[int] = []
     launch = decode.executor.launch
 
-    def watched(plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def watched(plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         seen.append(len(decode.halves["r0"].tokens))
-        return launch(plan, layer_marks=layer_marks)
+        return launch(plan, layer_events=layer_events)
 
     monkeypatch.setattr(decode.executor, "launch", watched)
     for node in (world.prefill, decode):

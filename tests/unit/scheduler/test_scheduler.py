@@ -221,9 +221,9 @@ def test_chunks_stay_within_the_budget() -> None:
     sizes: list[int] = []
     launch = mono.executor.launch
 
-    def watching(plan: BatchPlan, *, layer_marks: bool = False) -> StepHandle:
+    def watching(plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         sizes.append(sum(row.num_tokens for row in plan.rows if row.end <= len(PROMPT)))
-        return launch(plan, layer_marks=layer_marks)
+        return launch(plan, layer_events=layer_events)
 
     mono.executor.launch = watching  # type: ignore[method-assign]
     for rid in "abcd":

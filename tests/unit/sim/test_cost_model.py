@@ -8,6 +8,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.sim.cost_model import FIRST_TOKEN, CostModel, CostModelExecutor
 from pdserve.sim.hash_lm import hash_layout
+from tests.ahead import written_within
 
 COSTS = CostModel(step_s=1.0, prefill_token_s=0.1, decode_row_s=0.01, kv_token_s=0.001, copy_byte_s=0.5)
 PROMPT = BatchRow("a", 0, 0, 10, sample=True)
@@ -33,10 +34,11 @@ def test_a_step_costs_the_sum_of_its_parts(rows: tuple[BatchRow, ...], seconds: 
 def test_a_step_launched_ahead_begins_when_the_device_is_free() -> None:
     clock = ManualClock()
     executor = make(clock)
-    first, second = (executor.launch(BatchPlan(step, (DECODE,)), layer_marks=True) for step in (1, 2))
-    assert clock.now() == 0.0 and first.marks is not None and not first.marks.wait(1, 9.0)
+    first, second = (executor.launch(BatchPlan(step, (DECODE,)), layer_events=True) for step in (1, 2))
+    assert clock.now() == 0.0 and first.layer_events is not None
+    assert not written_within(first.layer_events, 1, 0.0)
     executor.resolve(first)
-    assert clock.now() == pytest.approx(1.031) and first.marks.wait(1, 0.0)
+    assert clock.now() == pytest.approx(1.031) and written_within(first.layer_events, 1, 0.0)
     clock.advance(0.5)  # the scheduler works while the device does
     executor.resolve(second)
     assert clock.now() == pytest.approx(2.062)

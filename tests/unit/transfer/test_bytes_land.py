@@ -10,10 +10,11 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import KVGroup, pages_for
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import CopyDone, CopyJob, LayersReady
+from pdserve.transfer.events import CopyDone, CopyJob
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
@@ -30,7 +31,7 @@ class Expected:
 
     pages: range
     layers: range
-    ready: LayersReady | None
+    layer_events: LayerEvents
 
 
 class Memory:
@@ -104,16 +105,16 @@ def test_exactly_the_missing_pages_land_layer_by_layer(data: st.DataObject) -> N
     for chunk in _cuts(data.draw, num_pages, "chunks"):
         layers = data.draw(st.booleans(), label="layer by layer")
         ranges = _cuts(data.draw, group.num_layers, "layer groups") if layers else [range(group.num_layers)]
-        gates = [(part, lambda timeout_s, part=part: bool(part)) for part in ranges] if layers else []
-        sender.send(mine, chunk.stop, data.draw(st.permutations(gates)))
+        events = CountedLayerEvents(range(group.num_layers)) if layers else ALL_WRITTEN
+        sender.send(mine, chunk.stop, ranges if layers else (), events)
         missing = range(max(chunk.start, num_cached), chunk.stop)
         if missing:
-            readies = [ready for _, ready in gates] or [None]
-            expected += [Expected(missing, part, ready) for part, ready in zip(ranges, readies, strict=True)]
+            expected += [Expected(missing, part, events) for part in ranges]
     sender.finish(my_slot, AuxRecord(7, 0, 42), TransferStats())
 
     jobs = prefill.side.engine.jobs
-    assert [job.ready for job in jobs] == [*(entry.ready for entry in expected), None]
+    assert [job.layer_events for job in jobs] == [*(entry.layer_events for entry in expected), ALL_WRITTEN]
+    assert [job.num_layers for job in jobs] == [*(entry.layers.stop for entry in expected), 0]
     before = prefill.pool.copy()
     shape = (NUM_POOL_PAGES, group.num_layers, group.layer_bytes)
     source, wanted = before.reshape(shape), decode.pool.reshape(shape).copy()

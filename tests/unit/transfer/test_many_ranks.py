@@ -15,7 +15,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVGroup
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.events import CopyDone, CopyJob, LayerGate, PeerGone, PrefillFound
+from pdserve.transfer.events import CopyDone, CopyJob, PeerGone, PrefillFound
 from pdserve.transfer.state import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
@@ -119,9 +119,7 @@ def test_every_rank_of_decode_gets_its_bytes(
     receiver.publish(*theirs, cached * PAGE_TOKENS)
     net.pump()
     cut, chunk = rng.randint(1, NUM_LAYERS - 1), rng.randint(1, num_pages)
-    opened = LayerGate(cut, lambda num_layers, timeout_s: True)
-    gates = [(range(cut), opened), (range(cut, NUM_LAYERS), opened)]
-    sender.send(mine[0], chunk, gates if rng.random() < 0.5 else ())
+    sender.send(mine[0], chunk, [range(cut), range(cut, NUM_LAYERS)] if rng.random() < 0.5 else ())
     sender.send(mine[0], num_pages)
     sender.finish(mine[1], AuxRecord(7, 0, 42), TransferStats())
     prefill.run_all(rng)

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from pdserve.base.parallel import ParallelShape
+from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents
 from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
@@ -34,14 +35,9 @@ from tests.unit.transfer.kit import ADDRESS, CLIENT_LEFT, TOKEN, Net, Pair, Side
 PAGE_TOKENS, NUM_LAYERS = 4, 3
 
 
-def closed(timeout_s: float) -> bool:
-    """A gate."""
-    return False
-
-
-def shut(timeout_s: float) -> bool:
-    """Another one."""
-    return False
+def computing() -> CountedLayerEvents:
+    """Layer events of a step that has written none yet."""
+    return CountedLayerEvents(range(NUM_LAYERS))
 
 
 # ---------------------------------------------------------------------- what decode has already
@@ -142,7 +138,7 @@ def test_a_fake_transfer_may_have_cached_tokens() -> None:
     receiver.publish(lease, aux, cached_tokens=8)
     assert receiver.poll() is KVPoll.SUCCESS
     sender = side.kv.open_sender(7, FAKE_BOOTSTRAP_HOST, "d", num_tokens=12)
-    sender.send(lease, 3, [(range(NUM_LAYERS), closed)])
+    sender.send(lease, 3, [range(NUM_LAYERS)], computing())
     assert sender.num_cached_tokens == 0 and not side.engine.jobs
 
 
@@ -205,13 +201,14 @@ def test_shortfall(num_tokens: int, cached_tokens: int, num_pages: int, fits: bo
 # ---------------------------------------------------------------------- layer by layer
 
 
-def test_each_layer_range_is_a_job_with_its_gate_and_pages_count_once() -> None:
+def test_each_layer_range_is_a_job_that_waits_for_its_layers_and_pages_count_once() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode, cached_tokens=PAGE_TOKENS)
     group = prefill.kv.args.layout.groups[0]
-    pair.sender.send(pair.mine[0], 3, [(range(2, 3), shut), (range(2), closed)])
+    events = computing()
+    pair.sender.send(pair.mine[0], 3, [range(2), range(2, 3)], events)
     lower, upper = prefill.engine.jobs
-    assert (lower.ready, upper.ready) == (closed, shut)
+    assert (lower.num_layers, upper.num_layers) == (2, 3) and lower.layer_events is upper.layer_events is events
     pages = list(zip(pair.mine[0].pages[1:], pair.theirs[0].pages[1:], strict=True))
     for job, first, num_layers in ((lower, 0, 2), (upper, 2, 1)):
         ((_, _, copies),) = job.pieces
@@ -224,7 +221,7 @@ def test_each_layer_range_is_a_job_with_its_gate_and_pages_count_once() -> None:
             for ours, theirs in pages
         ]
     pair.sender.finish(pair.mine[1], AuxRecord(7, 0, 42), TransferStats())
-    assert prefill.engine.jobs[-1].ready is None
+    assert prefill.engine.jobs[-1].layer_events is ALL_WRITTEN
     prefill.end_jobs()
     net.pump()
     stats = pair.receiver.stats
@@ -238,15 +235,15 @@ def test_each_layer_range_is_a_job_with_its_gate_and_pages_count_once() -> None:
 def test_one_range_of_all_layers_still_merges_neighbouring_pages() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3, [(range(NUM_LAYERS), closed)])
+    pair.sender.send(pair.mine[0], 3, [range(NUM_LAYERS)], computing())
     (job,) = prefill.engine.jobs
-    assert job.ready is closed and len(job.pieces[0][2]) == 1
+    assert job.num_layers == NUM_LAYERS and len(job.pieces[0][2]) == 1
 
 
 def test_done_waits_for_layers_that_the_aux_slot_overtook() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3, [(range(2), closed), (range(2, 3), shut)])
+    pair.sender.send(pair.mine[0], 3, [range(2), range(2, 3)], computing())
     pair.sender.finish(pair.mine[1], AuxRecord(7, 0, 42), TransferStats())
     layers, aux = prefill.engine.jobs[:2], prefill.engine.jobs[2]
     for job in (aux, layers[1]):
@@ -262,10 +259,10 @@ def test_done_waits_for_layers_that_the_aux_slot_overtook() -> None:
     assert_quiet_and_free(prefill, decode)
 
 
-def test_source_pages_are_held_until_the_last_gated_job_has_ended() -> None:
+def test_source_pages_are_held_until_the_last_job_of_a_layer_range_has_ended() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3, [(range(2), closed), (range(2, 3), shut)])
+    pair.sender.send(pair.mine[0], 3, [range(2), range(2, 3)], computing())
     pair.receiver.abort(CLIENT_LEFT)
     net.pump()
     pair.drop_requests()
@@ -282,7 +279,7 @@ def test_source_pages_are_held_until_the_last_gated_job_has_ended() -> None:
 def test_layers_that_are_never_written_fail_both_halves() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    pair.sender.send(pair.mine[0], 3, [(range(NUM_LAYERS), closed)])
+    pair.sender.send(pair.mine[0], 3, [range(NUM_LAYERS)], computing())
     prefill.end_jobs(NEVER_WRITTEN)
     net.pump()
     failures: list[Failure | None] = [pair.sender.failure, pair.receiver.failure]
@@ -300,13 +297,14 @@ def test_layers_that_are_never_written_fail_both_halves() -> None:
         pytest.param([range(4)], id="a layer too many"),
         pytest.param([range(0), range(3)], id="an empty range"),
         pytest.param([range(0, 3, 2), range(1, 2)], id="with gaps"),
+        pytest.param([range(2, 3), range(2)], id="in another order"),
     ],
 )
-def test_gates_must_cover_each_layer_once(ranges: list[range]) -> None:
+def test_layer_ranges_must_cover_each_layer_once_in_order(ranges: list[range]) -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
     with pytest.raises(AssertionError):
-        pair.sender.send(pair.mine[0], 3, [(layers, closed) for layers in ranges])
+        pair.sender.send(pair.mine[0], 3, ranges, computing())
     assert not prefill.engine.jobs
 
 

@@ -1,8 +1,6 @@
-"""The simulated copy engine and gates: it looks again later, gives up in the end, and plays the same from a seed."""
+"""The simulated copy engine and layer events: jobs start after their layers, and play the same from a seed."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import numpy as np
 import pytest
@@ -10,10 +8,10 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.memory.allocator import PageAllocator
+from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimNet
-from pdserve.transfer.copy_workers import GATE_TIMEOUT_S
-from pdserve.transfer.events import CopyDone, CopyJob, LayersReady
+from pdserve.transfer.events import CopyDone, CopyJob
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.wire import MemoryKey
 
@@ -41,10 +39,11 @@ class Rig:
             allocator.take(1)
             self.net.pools[memory.ctypes.data] = Pool(PAGE_BYTES, allocator)
 
-    def submit(self, ready: LayersReady | None) -> CopyJob:
+    def submit(self, events: LayerEvents) -> CopyJob:
         """Copy the page."""
         piece = (self.source.ctypes.data, self.target.ctypes.data, (PageCopy(0, 0, PAGE_BYTES),))
-        job = CopyJob(MemoryKey(1, 1, "decode-0"), 0, "decode-0", "decode:0/prefill-0#1", (piece,), PAGE_BYTES, ready)
+        key, address = MemoryKey(1, 1, "decode-0"), "decode:0/prefill-0#1"
+        job = CopyJob(key, 0, "decode-0", address, (piece,), PAGE_BYTES, events, num_layers=1)
         self.engine.submit(job)
         return job
 
@@ -56,44 +55,37 @@ class Rig:
         return [event for event in self.mailbox.drain() if isinstance(event, CopyDone)]
 
 
-@dataclasses.dataclass
-class Gate:
-    """Opened by the test; counts who asks, and must never be waited on."""
-
-    is_open: bool = False
-    num_asked: int = 0
-
-    def __call__(self, timeout_s: float) -> bool:
-        assert timeout_s == 0.0, "nothing may block in a simulated world"
-        self.num_asked += 1
-        return self.is_open
+def step() -> CountedLayerEvents:
+    """Layer events of a step of one layer."""
+    return CountedLayerEvents(range(1))
 
 
-def test_a_job_is_copied_after_its_gate_has_opened() -> None:
-    rig, gate = Rig(), Gate()
-    rig.submit(gate)
+def test_a_job_is_copied_after_its_layers_are_written() -> None:
+    rig, events = Rig(), step()
+    rig.submit(events)
     assert not rig.pass_time(50) and not rig.target.any()
-    assert gate.num_asked > 10 and rig.net.busy
-    gate.is_open = True
+    events.on_layer(0)
     (report,) = rig.pass_time(10)
     assert report.failure is None and (rig.target == 7).all()
     assert not rig.net.busy
 
 
-def test_a_cancelled_job_ends_without_its_gate() -> None:
-    rig = Rig()
-    job = rig.submit(Gate())
+def test_a_cancelled_job_ends_without_its_layers() -> None:
+    rig, events = Rig(), step()
+    job = rig.submit(events)
     rig.pass_time(10)
     job.cancelled = True
+    rig.engine.cancel(job)
     (report,) = rig.pass_time(10)
     assert report.failure is not None and report.failure.code == "cancelled" and report.settled
-    assert not rig.target.any() and not rig.net.busy
+    events.on_layer(0)
+    assert not rig.pass_time(10) and not rig.target.any() and not rig.net.busy
 
 
-def test_a_gate_that_never_opens_fails_the_job() -> None:
-    rig = Rig()
-    rig.submit(Gate())
-    assert not rig.pass_time(GATE_TIMEOUT_S - 1)
+def test_layers_that_are_never_written_fail_the_job() -> None:
+    rig, events = Rig(), step()
+    rig.submit(events)
+    events.end()
     (report,) = rig.pass_time(10)
     assert report.failure is not None and report.failure.code == "layers_not_written" and report.settled
     assert not rig.net.busy
@@ -101,10 +93,11 @@ def test_a_gate_that_never_opens_fails_the_job() -> None:
 
 @pytest.mark.parametrize("victim", ["prefill:0", "decode:0"])
 def test_a_dead_server_leaves_no_job_behind(victim: str) -> None:
-    rig = Rig()
-    rig.submit(Gate())
+    rig, events = Rig(), step()
+    rig.submit(events)
     rig.pass_time(5)
     del rig.net.mailboxes[victim]
+    events.on_layer(0)
     reports = rig.pass_time(10)
     assert [report.failure is not None and report.failure.code for report in reports] == (
         ["peer_gone"] if victim == "decode:0" else []
@@ -112,24 +105,25 @@ def test_a_dead_server_leaves_no_job_behind(victim: str) -> None:
     assert not rig.net.busy
 
 
-def test_a_world_without_delays_does_not_stand_still_at_a_closed_gate() -> None:
-    rig, gate = Rig(Faults(repeated=0.0, max_delay_s=0.0)), Gate()
-    rig.submit(gate)
+def test_a_world_without_delays_copies_at_once() -> None:
+    rig, events = Rig(Faults(repeated=0.0, max_delay_s=0.0)), step()
+    rig.submit(events)
     assert not rig.pass_time(3)
-    gate.is_open = True
+    events.on_layer(0)
     assert len(rig.pass_time(1)) == 1
 
 
-def test_the_same_seed_asks_at_the_same_times() -> None:
+def test_the_same_seed_copies_at_the_same_time() -> None:
     def play(seed: int) -> list[float]:
+        """When each of ten jobs was reported."""
         rig, times = Rig(seed=seed), list[float]()
-
-        def gate(timeout_s: float) -> bool:
+        for _ in range(10):
+            rig.submit(ALL_WRITTEN)
+            while not rig.mailbox.drain():
+                assert rig.clock.now() < 60.0
+                rig.clock.advance(0.001)
+                rig.net.deliver()
             times.append(rig.clock.now())
-            return len(times) == 20
-
-        rig.submit(gate)
-        assert len(rig.pass_time(60)) == 1
         return times
 
     assert play(1) == play(1) != play(2)
