@@ -31,7 +31,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import report
 from benchmarks.gpu.kernel_checks import AttentionShape
-from pdserve.executor.attention_choice import make_attention, make_kernels
+from pdserve.executor.backend_choice import make_attention, make_kernels
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.config.groups import AttentionBackend
-from pdserve.executor.attention_choice import Choice, make_attention, make_kernels
+from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.executor.batch_builder import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.layout import GroupKind, KVGroup, pages_for

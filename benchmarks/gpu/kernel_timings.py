@@ -19,7 +19,7 @@ from benchmarks import report
 from benchmarks.gpu.kernel_checks import AttentionShape, heads_of, step_of
 from benchmarks.gpu.timings import Limits
 from pdserve.config.groups import AttentionBackend
-from pdserve.executor.attention_choice import Choice, make_attention, make_kernels
+from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.model.gpu.sampling import least_of_nucleus
 
 _FLUSH_BYTES = 256 << 20

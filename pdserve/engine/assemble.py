@@ -12,14 +12,14 @@ from pdserve.base.clock import Clock
 from pdserve.config import ServerConfig
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
-from pdserve.executor.kv_hasher import KVHasher
+from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import pages_for
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
+from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.heartbeat import Heartbeat
-from pdserve.scheduler.idle_batches import IdleBatches
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole

@@ -22,11 +22,9 @@ from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerBeat, Shutdown
 from pdserve.ranks.consensus import Consensus
-from pdserve.ranks.pre_step import SharedRounds
-from pdserve.scheduler.grammar_gate import GrammarGate
+from pdserve.ranks.pre_step import IdleBatches, SharedRounds
 from pdserve.scheduler.heartbeat import Heartbeat
-from pdserve.scheduler.idle_batches import IdleBatches
-from pdserve.scheduler.input_source import LeaderInputSource
+from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 

@@ -24,18 +24,16 @@ from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
-from pdserve.executor.kv_hasher import PoolHasher
+from pdserve.executor.kv_pages import PoolHasher
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog
 from pdserve.ranks.messages import Begin, RankReady
-from pdserve.ranks.pre_step import PreStepExecutor, SharedRounds
+from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedRounds
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
-from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rank_executor import GroupHasher, RankExecutor, SharedMetadata
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
-from pdserve.ranks.shared_state import GroupHasher, SharedMetadata
-from pdserve.scheduler.idle_batches import IdleBatches
 from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.copy_workers import CopyWorkers

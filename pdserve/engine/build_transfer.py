@@ -18,11 +18,10 @@ from pdserve.executor.factory import LoadedEngine
 from pdserve.model.parallel import Parallel
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
-from pdserve.ranks.input_log import InputLog
+from pdserve.ranks.input_log import InputLog, RankGroup
 from pdserve.ranks.messages import TransferStart
-from pdserve.ranks.rank_group import RankGroup
+from pdserve.ranks.rank_executor import SharedMetadata
 from pdserve.ranks.rendezvous import transfer_host
-from pdserve.ranks.shared_state import SharedMetadata
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap_client import register_route

@@ -16,16 +16,15 @@ from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.factory import TORCH, LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
-from pdserve.executor.kv_hasher import KVHasher, PoolHasher
+from pdserve.executor.kv_pages import KVHasher, PoolHasher
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
 from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
 from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebalancer, StepRebalancer
-from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rank_executor import GroupHasher, RankExecutor
 from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
-from pdserve.ranks.shared_state import GroupHasher
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
 from pdserve.transfer.wire import RankMemory
 

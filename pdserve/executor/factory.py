@@ -21,10 +21,16 @@ from pdserve.base.parallel import RankCoord, WidePlace, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
-from pdserve.executor.attention_choice import Choice, choose_attention, make_attention, make_kernels
+from pdserve.executor.backend_choice import (
+    Choice,
+    choose_attention,
+    choose_level,
+    make_attention,
+    make_kernels,
+    make_native,
+)
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
-from pdserve.executor.kernel_choice import choose_level, make_native
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.memory_sizing import bytes_behind_pool, pool_tokens
 from pdserve.executor.sampler import choose_with_torch

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from pdserve.base.parallel import RankCoord
-from pdserve.executor import kv_offload as host_pages
+from pdserve.executor import kv_pages as host_pages
 from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
 from pdserve.executor.d2h_copy import fetch, fetch_late
 from pdserve.executor.expert_balance import ExpertBalance

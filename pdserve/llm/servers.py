@@ -1,7 +1,7 @@
 """The servers behind one `LLM`: their host processes, and this process's ends of their channels. Owned by `LLM`.
 
 any thread:   start, close, and work that `LLM` submits to `loop`
-loop thread:  spawns the hosts, owns and reads the channels
+loop thread:  spawns the hosts, owns and reads the channels; the caller may run another event loop, as notebooks do
 host's watch: a thread per host notifies the loop of its death; then all present and later requests fail
 
 open ── start ──> ready ── close ──> closed          the death of one server fails all, as with `launch_local`
@@ -11,11 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
+import contextlib
 import os
 import secrets
 import sys
 import threading
 import time
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import uvloop
 
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.base.process import Child, end_all
@@ -23,7 +29,6 @@ from pdserve.errors import ConfigError, EngineDeadError
 from pdserve.launch_engine import CUDA_DEVICES, REFUSED
 from pdserve.launch_local import THREAD_VARIABLES
 from pdserve.launch_offline import LOOPBACK, Announcement, ConfigRefusal, parse_line
-from pdserve.llm.loop_thread import LoopThread
 from pdserve.llm.options import Deployment, ServerCommand
 from pdserve.protocol.channel import ApiChannel, ChannelAddress, ZmqApiChannel, remove_channel_address
 from pdserve.protocol.messages import MAX_ROOM, RoomAddress, Shutdown
@@ -224,3 +229,62 @@ def _environment(threads: int | None) -> dict[str, str]:
     """
     variables = {} if threads is None else dict.fromkeys(THREAD_VARIABLES, str(threads))
     return {CONTROL_TOKEN: secrets.token_hex(32)} | dict(os.environ) | variables
+
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs coroutines for other threads until `close`, in an event loop of its own.
+
+    It also starts the child processes. The kernel ends them with the thread that started them, and this thread lives
+    until `close`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start `work`; any thread except the loop thread. Cancelling the future cancels the work."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` and wait for its result; any thread except the loop thread.
+
+        An interrupt of the wait requests cancellation of `work` and is raised again.
+        """
+        future = self.submit(work)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def post(self, call: Callable[[], None]) -> None:
+        """Schedule `call` on the loop; any thread. Does nothing after `close`."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(call)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the caller runs in the loop thread."""
+        return threading.current_thread() is self._thread
+
+    def close(self) -> None:
+        """Stop the loop and cancel running work. Waits for the thread unless called in it."""
+        self.post(self._loop.stop)
+        if not self.is_current:
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+            tasks = asyncio.all_tasks(self._loop)
+            for task in tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        finally:
+            self._loop.close()

@@ -21,8 +21,7 @@ from torch import Tensor
 from pdserve.errors import PdserveError
 from pdserve.model.parallel import Arrival
 from pdserve.ranks.copies import Item, Outcome, RankCopies, failure_of, item_of
-from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.rank_group import guarded
+from pdserve.ranks.input_log import InputLog, guarded
 
 WAIT_S = 0.001
 """Seconds that a turn waits for its own reduction, where all ranks compute the same steps at the same time."""

@@ -1,4 +1,6 @@
-"""Input log: the inputs of all schedulers of a replica that they do not compute: time, events, results of steps.
+"""Interfaces between the ranks of a replica: the input log, and the reports of progress beside it (`RankGroup`).
+
+The input log has the inputs of all schedulers of a replica that they do not compute: time, events, results of steps.
 
     rank 0     turn, launched, settled, answer: reads its input, writes an entry, and goes on ──> all followers
     follower   turn, launched, settled, answer: reads the next entry
@@ -14,10 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from pdserve.base.clock import Clock
-from pdserve.errors import RankError
+from pdserve.errors import PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.ranks.messages import Answer, Entry, Launched, More, Settled, SharedEvent, Turn, Value
+from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import FrameArrived
 
 V = TypeVar("V", bound=Value)
@@ -168,3 +171,41 @@ def _parts(events: Sequence[SharedEvent]) -> list[list[SharedEvent]]:
         parts[-1].append(event)
         size += num_bytes
     return parts
+
+
+T = TypeVar("T")
+
+
+class RankGroup(Protocol):
+    """Reports of progress: rank 0 waits, a follower only reports. Raises RankError when a rank is lost. Scheduler
+    thread.
+    """
+
+    def computed(self, step: int) -> None:
+        """Report that this rank's part of `step` is computed. On rank 0, return when all ranks' parts are."""
+        ...
+
+    def offloaded(self, number: int) -> None:
+        """Report that the pages of offload `number` are copied here. On rank 0, return when they are on all ranks."""
+        ...
+
+    def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
+        """Report this rank's digest for hash request `number`; return it. On rank 0, wait for and return all ranks'
+        digests.
+        """
+        ...
+
+    def root_cause(self) -> PdserveError | None:
+        """Return the loss of a rank after a failed exchange, as soon as it is known; None: no rank is lost."""
+        ...
+
+
+def guarded(compute: Callable[[], T], root_cause: Callable[[], PdserveError | None]) -> T:
+    """Call `compute`. When it fails because another rank is lost, raise that loss instead."""
+    try:
+        return compute()
+    except Exception as error:
+        lost = root_cause()
+        if lost is not None:
+            raise lost from error
+        raise

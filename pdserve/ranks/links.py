@@ -7,6 +7,9 @@ Heartbeats have their own thread, so a rank that computes for minutes is not sil
 token and the nonces of both ends, and numbered. A lost or early frame ends the replica, as a silent or dead peer does.
 Repeated frames, and frames of unknown senders, are ignored. Several threads use a PUSH socket, one at a time: its lock
 is the memory fence that zmq requires. Sends never block.
+
+Keys of the seals are derived from the control token, which is stretched first: an attacker who reads contacts at the
+rendezvous, or frames on the network, can test guesses of the token on them.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from typing import Generic, NoReturn, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from pdserve.base.proof import ControlKey
 from pdserve.errors import ConfigError, ModelError, PdserveError, ProtocolError, RankError
 from pdserve.protocol.codec import MAX_RANK_BYTES, SEAL_BYTES, Codec, Seal
 from pdserve.ranks.failure_detector import FailureDetector, LinkTimes, PeerRank
-from pdserve.ranks.seals import frame_seal
 
 log = logging.getLogger(__name__)
 
@@ -289,3 +292,23 @@ def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, 100)
     if "[" in endpoint:
         socket.setsockopt(zmq.IPV6, 1)
+
+
+def contact_seal(token: str, key: str) -> Seal:
+    """Return the seal for an entry of the rendezvous under `key`: under another key it does not open."""
+    return _seal(token, "contact", key)
+
+
+def frame_seal(token: str, sender: str, receiver: str) -> Seal:
+    """Return the seal for frames from one rank to another, bound to the nonces that both drew at their start.
+
+    A frame that is sent to another rank, sent back, or kept until a later start does not open.
+    """
+    return _seal(token, "frame", sender, receiver)
+
+
+def _seal(token: str, purpose: str, *parts: str) -> Seal:
+    """Return a seal. Without a token (allowed on one host only), the key separates purposes but proves nothing."""
+    if not token:
+        return Seal("\n".join((purpose, *parts)))
+    return Seal(ControlKey(token).mac("ranks", purpose.encode(), *(part.encode() for part in parts)).hex())

@@ -1,4 +1,4 @@
-"""Executor of one rank of several: computes its part of each step, and returns rank 0's results.
+"""One rank of several: its executor, page digests and aux slots, which return what a single rank would return.
 
 Created by `engine` in each rank's process. Every rank's scheduler makes the same plans in the same order, and in each
 step all ranks exchange tensors.
@@ -13,12 +13,14 @@ from collections.abc import Sequence
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.ranks.input_log import InputLog
-from pdserve.ranks.rank_group import RankGroup, guarded
+from pdserve.ranks.input_log import InputLog, RankGroup, guarded
+from pdserve.transfer.aux import AuxRecord, MetadataBuffers
+from pdserve.transfer.checksum import RankDigest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,3 +156,32 @@ class RankExecutor:
                 seen += self._table.pages[row.row, before:count].tolist()
                 self._num_seen[row.row] = count
         return hash(tuple(seen))
+
+
+class SharedMetadata(MetadataBuffers):
+    """Aux slots of one rank; reads return the content of rank 0's slots."""
+
+    def __init__(self, num_slots: int, log: InputLog, *, shareable: bool = True) -> None:
+        super().__init__(num_slots, shareable=shareable)
+        self._log = log
+
+    def read(self, slot: int) -> AuxRecord:
+        """Return the content of rank 0's slot."""
+        self.put_in(slot, self._log.answer(lambda: self.take_out(slot)))
+        return super().read(slot)
+
+
+class GroupHasher:
+    """Implements `KVHasher` over `own`, this rank's hasher: returns the digests of all ranks, in rank order."""
+
+    def __init__(self, own: KVHasher, rank_group: RankGroup, log: InputLog) -> None:
+        self._own = own
+        self._rank_group = rank_group
+        self._log = log
+        self._numbers = itertools.count()
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """See `KVHasher`. Raises RankError when a rank is lost."""
+        (own,) = self._own.digest(pages, first, num_tokens)
+        found = self._rank_group.digested(next(self._numbers), own)
+        return self._log.answer(lambda: found)

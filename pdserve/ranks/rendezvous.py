@@ -23,7 +23,7 @@ from pdserve.config.groups import ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, ProtocolError, RankError
 from pdserve.protocol.codec import Codec
 from pdserve.ranks.failure_detector import PeerRank
-from pdserve.ranks.seals import contact_seal
+from pdserve.ranks.links import contact_seal
 
 MEET_TIMEOUT_S = 600.0
 """Seconds that ranks wait for each other: a rank may still be loading its program from a slow disk."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.executor.kv_hasher import KVHasher
+from pdserve.executor.kv_pages import KVHasher
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.request import Req
 from pdserve.transfer.checksum import RankDigest, checksum

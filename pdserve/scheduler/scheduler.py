@@ -35,9 +35,9 @@ from pdserve.protocol.messages import (
     StopProfile,
     ToScheduler,
 )
+from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.heartbeat import Heartbeat
-from pdserve.scheduler.idle_batches import IdleBatches
 from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent

@@ -7,7 +7,7 @@ pages. The digest of several ranks is the sum of their digests, so ranks with di
 
 Multilinear hashing modulo 2^64 with odd multipliers, finished by splitmix64: any one changed word changes the hash. It
 detects damage, not malice. Slots behind the prompt's last token are left out, whatever their content. Pure numpy;
-called by `executor.kv_hasher` on the scheduler thread and on the other ranks.
+called by `executor.kv_pages` on the scheduler thread and on the other ranks.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.protocol.codec import Seal
 from pdserve.ranks.failure_detector import PeerRank
+from pdserve.ranks.links import contact_seal, frame_seal
 from pdserve.ranks.rendezvous import Introduction
-from pdserve.ranks.seals import contact_seal, frame_seal
 from tests.e2e.harness import Nodes, assert_idle, running_nodes, until
 from tests.e2e.test_data_ports import num_established
 from tests.e2e.test_keys import say_all

@@ -16,8 +16,7 @@ from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry, follower_codec
-from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.shared_state import SharedMetadata
+from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.sim.network import Faults, SimNet

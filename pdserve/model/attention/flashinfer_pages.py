@@ -1,4 +1,4 @@
-"""Attention by flashinfer, whose kernels read pages in place. For CUDA, where installed; made by `attention_choice`.
+"""Attention by flashinfer, whose kernels read pages in place. For CUDA, where installed; made by `backend_choice`.
 
 A step of decode rows alone uses flashinfer's decode wrapper. All other steps use its prefill wrapper, for rows of both
 kinds together. `plan` prepares a step on the host and copies the result through one pinned buffer of the wrapper. The

@@ -1,4 +1,4 @@
-"""Attention by Triton kernels, which read pages in place without a gather. For CUDA; made by `attention_choice`.
+"""Attention by Triton kernels, which read pages in place without a gather. For CUDA; made by `backend_choice`.
 
 A step's rows are ordered decode first, then extend. All kernel inputs travel to the device in one copy.
 """

@@ -1,12 +1,20 @@
-"""RDMA NICs of this host, and whether an address is host or GPU memory. Used by the transports over native engines."""
+"""Shared by transports over native engines: RDMA NICs, host or GPU memory, and addresses as text.
+
+An address is a prefix that names the transport, and a msgpack struct, where it is more than a host and a port.
+"""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import ctypes
 import dataclasses
 import pathlib
+from typing import TypeVar
 
-from pdserve.errors import ConfigError
+import msgspec
+
+from pdserve.errors import ConfigError, TransferError
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
 
@@ -63,3 +71,27 @@ def _ask(driver: ctypes.CDLL, function: str, attribute: int, address: int) -> in
     value = ctypes.c_uint(0)
     code = driver[function](ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_void_p(address))
     return int(value.value) if code == 0 else 0
+
+
+C = TypeVar("C", bound=msgspec.Struct)
+
+
+def encode_card(prefix: str, card: msgspec.Struct) -> str:
+    """Encode the struct as address text."""
+    return prefix + base64.urlsafe_b64encode(msgspec.msgpack.encode(card)).decode()
+
+
+def decode_card(prefix: str, address: str, kind: type[C]) -> C:
+    """Decode the struct in an address. Raises `not_an_address` when the address is malformed."""
+    if not address.startswith(prefix):
+        raise not_an_address(prefix, address)
+    try:
+        return msgspec.msgpack.decode(base64.urlsafe_b64decode(address.removeprefix(prefix)), type=kind)
+    except (msgspec.MsgspecError, binascii.Error, ValueError):
+        raise not_an_address(prefix, address) from None
+
+
+def not_an_address(prefix: str, address: str) -> TransferError:
+    """Return the error for a malformed address: settled, not retryable."""
+    text = f"not a {prefix.removesuffix(':')} address: {address[:100]!r}"
+    return TransferError(text, code="bad_address", retryable=False)

@@ -20,8 +20,14 @@ import msgspec
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.endpoint_info import decode_card, encode_card, not_an_address
-from pdserve.transfer.transports.host_info import choose_protocol, place_of, wanted_nics
+from pdserve.transfer.transports.host_info import (
+    choose_protocol,
+    decode_card,
+    encode_card,
+    not_an_address,
+    place_of,
+    wanted_nics,
+)
 from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
 
 DRAIN_TIMEOUT_S = 30.0

@@ -36,8 +36,7 @@ import numpy as np
 
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.endpoint_info import decode_card, encode_card, not_an_address
-from pdserve.transfer.transports.host_info import choose_protocol, wanted_nics
+from pdserve.transfer.transports.host_info import choose_protocol, decode_card, encode_card, not_an_address, wanted_nics
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.executor import kv_offload as host_pages
+from pdserve.executor import kv_pages as host_pages
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, run
 from pdserve.memory.layout import GroupKind, KVGroup

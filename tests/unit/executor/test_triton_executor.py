@@ -11,8 +11,8 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.executor import attention_choice
-from pdserve.executor.attention_choice import choose_attention, make_attention
+from pdserve.executor import backend_choice
+from pdserve.executor.backend_choice import choose_attention, make_attention
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.page_gather import KVPool
@@ -61,7 +61,7 @@ def test_a_flashinfer_that_cannot_build_is_refused_or_replaced(
         def __init__(self, *args: object) -> None:
             raise RuntimeError("no nvcc")
 
-    monkeypatch.setattr(attention_choice, "FlashInferAttention", Broken)
+    monkeypatch.setattr(backend_choice, "FlashInferAttention", Broken)
     layout = KVGroup(
         name="full", kind=GroupKind.FULL, num_layers=1, page_tokens=4, num_kv_heads=1, num_kv_heads_total=1,
         head_dim=8, dtype="float32",

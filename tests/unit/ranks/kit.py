@@ -16,12 +16,11 @@ from pdserve.errors import PdserveError
 from pdserve.executor.interface import Executor
 from pdserve.memory.page_table import PageTable
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
-from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
+from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog, RankGroup
 from pdserve.ranks.links import RankLink
 from pdserve.ranks.messages import Alive, Begin, RankReady, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_executor import RankExecutor
-from pdserve.ranks.rank_group import RankGroup
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
 
 TOKEN = "secret"

@@ -18,7 +18,7 @@ from pdserve.ranks.consensus import Reduction
 from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, TickInput
 from pdserve.ranks.messages import Entry, SharedEvent, Turn, follower_codec
 from pdserve.ranks.pre_step import StepRebalancer
-from pdserve.ranks.shared_state import SharedMetadata
+from pdserve.ranks.rank_executor import SharedMetadata
 from pdserve.scheduler.input_source import OWN, FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import AuxRecord

@@ -16,8 +16,7 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle, StepResult
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
-from pdserve.ranks.pre_step import PreStepExecutor, RoundRebalancer
-from pdserve.scheduler.idle_batches import IdleBatches
+from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, RoundRebalancer
 from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
 from tests.unit.transfer.waiting import wait_until
 

@@ -9,7 +9,7 @@ from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.protocol.failure import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, PauseGeneration
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.grammar_gate import GrammarGate
+from pdserve.scheduler.input_source import GrammarGate
 from pdserve.scheduler.scheduler import Event
 
 

@@ -1,21 +1,27 @@
-"""KV pages in host memory: the copies of `LocalExecutor.offload` and `restore`, and the clearing of pages.
+"""KV pages between steps: copied to host memory and back, zeroed, hashed.
 
-Called within the runner's order, so behind all launched steps. On CUDA the copies are pinned, in pieces. The device
-then needs space for one piece only, and torch's cache of pinned memory, which rounds to powers of two, reuses the
-pieces.
+`LocalExecutor` copies and zeroes them within the runner's order, so behind all launched steps. On CUDA the host copies
+are pinned, in pieces. The device then needs space for one piece only, and torch's cache of pinned memory, which rounds
+to powers of two, reuses the pieces. The composition roots make the hasher where KV checksums are enabled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.base.parallel import RankCoord
+from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import to_device
+from pdserve.transfer.checksum import RankDigest, digest_group
+from pdserve.transfer.plan import RankShard
 
 PIECE_BYTES = 32 << 20
 
@@ -78,3 +84,44 @@ def _rows(pool: KVPool) -> Tensor:
 def _index(pages: Sequence[int], device: torch.device) -> Tensor:
     """Page numbers on the device."""
     return to_device(np.asarray(pages, dtype=np.int64), device)
+
+
+HASH_BYTES = 4 << 20
+"""Bytes of KV hashed at a time: hashing takes about ten times as much memory."""
+
+
+class KVHasher(Protocol):
+    """Hashes pages of all ranks of a replica. Called by the scheduler thread, once the steps that write the pages are
+    resolved.
+    """
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """Return the digests of `pages` by rank. They are the pages from index `first` on of a request of `num_tokens`
+        tokens.
+        """
+        ...
+
+
+class PoolHasher:
+    """Implements `KVHasher` over one rank's pools. `layout` is the whole model's."""
+
+    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: RankCoord) -> None:
+        self._pools = pools
+        self._windows = [RankShard.of(group, place) for group in layout.groups]
+        self._rank = place.rank
+
+    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+        """See `KVHasher`; returns this rank's digest only."""
+        groups = tuple(
+            digest_group(window, _bytes_of(pool, pages), first, num_tokens)
+            for window, pool in zip(self._windows, self._pools, strict=True)
+        )
+        return (RankDigest(self._rank, groups),)
+
+
+@torch.inference_mode()
+def _bytes_of(pool: KVPool, pages: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+    rows = _rows(pool)
+    count = max(1, HASH_BYTES // pool.group.page_bytes)
+    for first in range(0, len(pages), count):
+        yield rows.index_select(0, _index(pages[first : first + count], rows.device)).cpu().numpy()
