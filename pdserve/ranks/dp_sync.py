@@ -14,7 +14,6 @@ replicas arrive on the link thread.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -26,14 +25,11 @@ from pdserve.errors import PdserveError
 from pdserve.model.params import WeightSamples
 from pdserve.protocol.codec import Codec
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
-from pdserve.ranks.links import RankLink, end_process
+from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import Alive, RankFailed, Trouble
 from pdserve.ranks.rendezvous import MEET_TIMEOUT_S, Facts, Introduction
 
 Round = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
-_VERDICT_S = 3.0
-_SLICE_S = 0.5
-_OnLost = Callable[[PdserveError], None]
 
 
 class LoadAgreed(msgspec.Struct, frozen=True, tag="Loaded"):
@@ -64,24 +60,22 @@ class DpSync:
     """
 
     def __init__(
-        self, links: RankLink[LeaderMessage, LeaderMessage], peers: Sequence[PeerRank], token: str, on_lost: _OnLost
+        self, links: RankLink[LeaderMessage, LeaderMessage], peers: Sequence[PeerRank], token: str, on_lost: OnLost
     ) -> None:
         self._links = links
         self._num_others = len(peers)
-        self._changed = threading.Condition()
+        self._changed = LinkCondition(on_lost)
         self._called = 0
         self._entered = 0
         self._loaded: dict[int, LoadAgreed] = {}
         self._left: set[int] = set()
-        self._lost: PdserveError | None = None
-        self._end_server = on_lost
         self.wake: Callable[[], None] = lambda: None
         links.connect(
             peers,
             token,
             alive=Alive(),
             on_message=self._take,
-            on_lost=self._give_up,
+            on_lost=self._changed.lose,
             last_words=lambda error: RankFailed(Trouble.of(error)),
         )
 
@@ -93,13 +87,8 @@ class DpSync:
         """
         ours = tuple({name: dict(values) for name, values in rank.items()} for rank in samples)
         self._links.broadcast(LoadAgreed(ours))
+        self._changed.wait_until(lambda: len(self._loaded) == self._num_others, "loaded its weights")
         with self._changed:
-            while not self._changed.wait_for(
-                lambda: self._lost is not None or len(self._loaded) == self._num_others, _SLICE_S
-            ):
-                pass
-            if self._lost is not None:
-                raise self._lost
             return [rank for loaded in self._loaded.values() for rank in loaded.samples]
 
     def enter(self, number: int) -> None:
@@ -133,10 +122,8 @@ class DpSync:
         return self.may_end or time.monotonic() >= deadline
 
     def root_cause(self) -> PdserveError | None:
-        """Return the loss behind a failed exchange, after waiting up to `_VERDICT_S` for it; None: no rank is lost."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
-            return self._lost
+        """Return the loss behind a failed exchange, after waiting some seconds for it; None: no rank is lost."""
+        return self._changed.root_cause()
 
     def close(self, trouble: PdserveError | None = None) -> None:
         """Close the links; send `trouble` first, the error of an irregular end. May be called again."""
@@ -160,13 +147,6 @@ class DpSync:
             self._changed.notify_all()
         self.wake()
 
-    def _give_up(self, error: PdserveError) -> None:
-        """Handle a loss, after the peers were notified. Link thread."""
-        with self._changed:
-            self._lost = error
-            self._changed.notify_all()
-        self._end_server(error)
-
 
 def meet_leaders(
     num_replicas: int,
@@ -176,7 +156,7 @@ def meet_leaders(
     *,
     host: str,
     facts: Facts | None = None,
-    on_lost: _OnLost = end_process,
+    on_lost: OnLost = end_process,
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
 ) -> DpSync:

@@ -48,6 +48,10 @@ _TAKE_S = 0.05
 """Longest time in seconds to receive frames at once, so that a flood of unknown frames does not delay heartbeats."""
 _LINGER_MS = 500
 _REFUSED, _LOST = 2, 1
+_VERDICT_S = 3.0
+_SLICE_S = 0.5
+OnLost = Callable[[PdserveError], None]
+"""Called with the loss of a rank."""
 
 
 def end_process(error: PdserveError) -> NoReturn:
@@ -58,6 +62,45 @@ def end_process(error: PdserveError) -> NoReturn:
     log.error("%s", error)
     logging.shutdown()
     os._exit(_REFUSED if isinstance(error, ConfigError | ModelError) else _LOST)
+
+
+class LinkCondition(threading.Condition):
+    """Guards state that messages change on the link thread. The loss of a rank ends every wait, and then the server.
+
+    `on_lost` is called once with the loss, on the link thread.
+    """
+
+    def __init__(self, on_lost: OnLost) -> None:
+        super().__init__()
+        self._on_lost = on_lost
+        self._lost: PdserveError | None = None
+
+    def wait_until(self, done: Callable[[], bool], what: str, timeout_s: float | None = None) -> None:
+        """Wait until `done()`, which is called under the lock.
+
+        Raises:
+            PdserveError: the loss of a rank; or a RankError after `timeout_s` seconds, in which no rank has `what`.
+        """
+        started = time.monotonic()
+        with self:
+            while not self.wait_for(lambda: done() or self._lost is not None, _SLICE_S):
+                if timeout_s is not None and time.monotonic() - started > timeout_s:
+                    raise RankError(f"a live rank has not {what} within {timeout_s:g} s")
+            if self._lost is not None:
+                raise self._lost
+
+    def root_cause(self) -> PdserveError | None:
+        """Return the loss behind a failed exchange, after waiting up to `_VERDICT_S` for it; None: no rank is lost."""
+        with self:
+            self.wait_for(lambda: self._lost is not None, _VERDICT_S)
+            return self._lost
+
+    def lose(self, error: PdserveError) -> None:
+        """Record a loss, of which the peers were notified. Link thread."""
+        with self:
+            self._lost = error
+            self.notify_all()
+        self._on_lost(error)
 
 
 class _Line:

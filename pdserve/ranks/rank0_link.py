@@ -9,7 +9,6 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import Callable
 from typing import NoReturn
 
 from torch._C._distributed_c10d import Store
@@ -17,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from pdserve.base.parallel import RankCoord
 from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.failure_detector import LinkTimes
-from pdserve.ranks.links import RankLink, end_process
+from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
     Agreed,
     Alive,
@@ -46,7 +45,6 @@ from pdserve.transfer.checksum import RankDigest
 log = logging.getLogger(__name__)
 
 END_TIMEOUT_S = 10.0
-_VERDICT_S = 3.0
 _LEADER = 0
 
 
@@ -68,15 +66,14 @@ class Rank0Link:
         *,
         host: str,
         facts: Facts | None = None,
-        on_lost: Callable[[PdserveError], None] = end_process,
+        on_lost: OnLost = end_process,
         times: LinkTimes | None = None,
         timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
         self._place = place
         self._said: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
-        self._end = on_lost
-        self._lost = threading.Event()
+        self._changed = LinkCondition(on_lost)
         self._links: RankLink[ToLeader, ToFollower] = RankLink(
             place.rank, host, leader_codec(), follower_codec(), times
         )
@@ -89,7 +86,7 @@ class Rank0Link:
                 token,
                 alive=Alive(),
                 on_message=self._take,
-                on_lost=self._give_up,
+                on_lost=self._on_lost,
                 last_words=lambda error: RankFailed(Trouble.of(error)),
             )
             stack.pop_all()
@@ -157,11 +154,10 @@ class Rank0Link:
     def say_why(self, error: Exception) -> None:
         """Send our error to rank 0, and start the close timer.
 
-        When an exchange failed because of another rank, rank 0 reports that loss within `_VERDICT_S`, which ends the
-        process first.
+        When an exchange failed because of another rank, rank 0 soon reports that loss, which ends the process first.
         """
         self.report(RankFailed(Trouble.of(error)))
-        self._lost.wait(_VERDICT_S)
+        self._changed.root_cause()
         if not isinstance(error, PdserveError):
             log.error("rank %d failed", self._place.rank, exc_info=error)
         self.set_close_timeout(Trouble.of(error).error())
@@ -193,9 +189,8 @@ class Rank0Link:
             case _:
                 self._said.put(message)
 
-    def _give_up(self, error: PdserveError) -> None:
+    def _on_lost(self, error: PdserveError) -> None:
         """Handle the loss of the replica. Link thread."""
-        self._lost.set()
         self._agreed.put(error)
         self._said.put(Stop())
-        self._end(error)
+        self._changed.lose(error)

@@ -7,18 +7,16 @@ Reports arrive on the link thread. Every wait ends when a rank is lost.
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import Store
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.errors import PdserveError, RankError
+from pdserve.errors import PdserveError
 from pdserve.ranks.copies import Outcome
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
-from pdserve.ranks.links import RankLink, end_process
+from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
     Agreed,
     Alive,
@@ -41,9 +39,6 @@ from pdserve.transfer.events import CopyDone, Notified, PeerConnected, PeerFence
 
 ANSWER_TIMEOUT_S = 600.0
 """Seconds after which rank 0 gives up on a live follower that has not completed what rank 0 has."""
-_VERDICT_S = 3.0
-_SLICE_S = 0.5
-_OnLost = Callable[[PdserveError], None]
 
 
 class WorkerLinks:
@@ -57,27 +52,25 @@ class WorkerLinks:
         links: RankLink[ToFollower, ToLeader],
         peers: Sequence[PeerRank],
         token: str,
-        on_lost: _OnLost,
+        on_lost: OnLost,
     ) -> None:
         assert [peer.rank for peer in peers] == list(range(1, shape.num_ranks))
         self.shape = shape
         self._peers = {peer.rank: peer for peer in peers}
         self._links = links
-        self._end_server = on_lost
-        self._changed = threading.Condition()
+        self._changed = LinkCondition(on_lost)
         self._sized: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
-        self._lost: PdserveError | None = None
         self._on_copied: Callable[[Outcome], None] | None = None
         links.connect(
             peers,
             token,
             alive=Alive(),
             on_message=self._take,
-            on_lost=self._give_up,
+            on_lost=self._changed.lose,
             last_words=lambda error: Stop(Trouble.of(error)),
         )
 
@@ -94,14 +87,14 @@ class WorkerLinks:
             ConfigError, ModelError: a rank could not be started with this configuration.
             RankError: a rank is lost.
         """
-        self._wait(lambda: len(self._sized) == len(self._peers), "loaded its weights", None)
+        self._changed.wait_until(lambda: len(self._sized) == len(self._peers), "loaded its weights")
         agreed = min(num_pages, *self._sized.values())
         self.tell(Agreed(agreed))
         return agreed
 
     def wait_ready(self) -> tuple[RankReady, ...]:
         """Wait for `RankReady` of all followers; return them in rank order. Raises like `agree`."""
-        self._wait(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
+        self._changed.wait_until(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
         return tuple(self._ready[rank] for rank in self._peers)
 
     def computed(self, step: int) -> None:
@@ -115,7 +108,9 @@ class WorkerLinks:
 
     def digested(self, number: int, own: RankDigest) -> tuple[RankDigest, ...]:
         """See `RankGroup.digested`."""
-        self._wait(lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S)
+        self._changed.wait_until(
+            lambda: len(self._digests.get(number, ())) == len(self._peers), "hashed its pages", ANSWER_TIMEOUT_S
+        )
         with self._changed:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
@@ -127,27 +122,16 @@ class WorkerLinks:
 
     def root_cause(self) -> PdserveError | None:
         """See `RankGroup.root_cause`."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._lost is not None, _VERDICT_S)
-            return self._lost
+        return self._changed.root_cause()
 
     def close(self, trouble: PdserveError | None = None) -> None:
         """Send `Stop` to all followers, with the error of an irregular end; close the links. May be called again."""
         self._links.close(Stop(None if trouble is None else Trouble.of(trouble)))
 
     def _wait_answers(self, answer: ToLeader, count: int, what: str) -> None:
-        self._wait(lambda: self._answers[answer] == count, what, ANSWER_TIMEOUT_S)
+        self._changed.wait_until(lambda: self._answers[answer] == count, what, ANSWER_TIMEOUT_S)
         with self._changed:
             del self._answers[answer]
-
-    def _wait(self, done: Callable[[], bool], what: str, timeout_s: float | None) -> None:
-        started = time.monotonic()
-        with self._changed:
-            while not self._changed.wait_for(lambda: done() or self._lost is not None, _SLICE_S):
-                if timeout_s is not None and time.monotonic() - started > timeout_s:
-                    raise RankError(f"a live rank has not {what} within {timeout_s:g} s")
-            if self._lost is not None:
-                raise self._lost
 
     def _take(self, rank: int, report: ToLeader) -> None:
         """Handle a report. Link thread."""
@@ -173,13 +157,6 @@ class WorkerLinks:
                     self._answers[report] += 1
             self._changed.notify_all()
 
-    def _give_up(self, error: PdserveError) -> None:
-        """Handle a loss, after the followers were notified. Link thread."""
-        with self._changed:
-            self._lost = error
-            self._changed.notify_all()
-        self._end_server(error)
-
 
 def meet_followers(
     shape: ParallelShape,
@@ -188,7 +165,7 @@ def meet_followers(
     *,
     host: str,
     facts: Facts | None = None,
-    on_lost: _OnLost = end_process,
+    on_lost: OnLost = end_process,
     times: LinkTimes | None = None,
     timeout_s: float = MEET_TIMEOUT_S,
 ) -> WorkerLinks:
