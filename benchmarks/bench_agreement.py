@@ -46,7 +46,7 @@ from pdserve.ranks.worker_links import meet_followers
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.transfer.events import CopyDone, CopyJob
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import MemoryKey
 
 Way = Literal["on news", "every step"]

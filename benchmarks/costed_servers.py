@@ -17,8 +17,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.config.groups import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor

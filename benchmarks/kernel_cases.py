@@ -15,7 +15,7 @@ import torch
 from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
 from pdserve.config.groups import MemoryConfig
-from pdserve.executor.sampling_metadata import SamplingMetadata
+from pdserve.executor.input_batch import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.program import HeadShape, Program, Threads

@@ -26,9 +26,8 @@ import numpy as np
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.memory import shared
-from pdserve.memory.allocator import PageAllocator
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
-from pdserve.memory.lease import Lease, LeasePool
+from pdserve.memory.lease import Lease, LeasePool, PageAllocator
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.copy_workers import CopyWorkers
@@ -36,7 +35,7 @@ from pdserve.transfer.events import Address, PrefillFound, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.wire import RankMemory, TransferStats
 

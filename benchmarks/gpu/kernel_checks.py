@@ -15,10 +15,10 @@ from torch import Tensor
 
 from pdserve.config.groups import AttentionBackend
 from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
-from pdserve.executor.batch_builder import build_batch, read_plan
+from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import GroupKind, KVGroup, pages_for
-from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch

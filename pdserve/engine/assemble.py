@@ -19,14 +19,13 @@ from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
-from pdserve.scheduler.heartbeat import Heartbeat
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import InputSource, Scheduler
+from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
 from pdserve.transfer.manager import KVManager
 
 SATURATION_TOKENS = 128

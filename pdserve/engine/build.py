@@ -23,10 +23,9 @@ from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerBeat, Shutdown
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.pre_step import IdleBatches, SharedRounds
-from pdserve.scheduler.heartbeat import Heartbeat
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.kv_checksum import WriteLine
-from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
+from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
 
 log = logging.getLogger(__name__)
 

@@ -36,8 +36,8 @@ from pdserve.executor.memory_sizing import bytes_behind_pool, pool_tokens
 from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, pages_for
-from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import GrammarError
-from pdserve.executor.sampling_metadata import StepParams
+from pdserve.executor.input_batch import StepParams
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.compile_jobs import SMALL_CHARS
 from pdserve.grammar.matcher import MaskWords, Matcher

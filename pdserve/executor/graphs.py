@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import HostBatch
+from pdserve.executor.input_batch import HostBatch
 from pdserve.model.attention.interface import CapturableBackend, CapturedAttention
 from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import ForwardBatch, HostRows, fill

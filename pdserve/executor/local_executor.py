@@ -23,14 +23,12 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages as host_pages
-from pdserve.executor.batch_builder import HostBatch, read_plan, sampled_rows
-from pdserve.executor.d2h_copy import fetch, fetch_late
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
+from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
-from pdserve.executor.native_decode import Decode, NativeDecodePath
 from pdserve.executor.prompt_logprobs import (
     PromptLogprobParams,
     PromptLogprobRange,
@@ -38,11 +36,12 @@ from pdserve.executor.prompt_logprobs import (
     pack_scores,
     read_prompt_logprob_params,
 )
-from pdserve.executor.sampler import Choose, choose_with_torch, to_host
-from pdserve.executor.sampling_metadata import SamplingMetadata, StepParams, TokenPool
+from pdserve.executor.sampler import Choose, choose_with_torch, fetch, fetch_late, to_host
 from pdserve.executor.step_runners import (
     Collect,
     Compute,
+    Decode,
+    NativeDecodePath,
     OnLayer,
     StepRunner,
     StreamRunner,
@@ -52,8 +51,8 @@ from pdserve.executor.step_runners import (
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.page_table import PageTable
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.families.interface import Mixture, Model

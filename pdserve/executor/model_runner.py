@@ -16,13 +16,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import HostBatch, build_batch
 from pdserve.executor.grammar_rows import StepMasks
 from pdserve.executor.graphs import DecodeGraphs
+from pdserve.executor.input_batch import HostBatch, StepParams, build_batch
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
 from pdserve.executor.sampler import Choose, Sampled, choose_with_torch, sample
-from pdserve.executor.sampling_metadata import StepParams
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.families.interface import Model
 from pdserve.model.parallel import Arrival, is_sampler

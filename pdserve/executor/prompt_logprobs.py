@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import vocab_of
-from pdserve.executor.batch_builder import HostBatch
+from pdserve.executor.input_batch import HostBatch
 from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.batch_builder import HostBatch, build_batch
 from pdserve.executor.graphs import NOWHERE
+from pdserve.executor.input_batch import HostBatch, build_batch
 from pdserve.memory.layout import pages_for
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.families.interface import Model

@@ -1,15 +1,19 @@
-"""All memory of one scheduler rank: KV pages, page-table rows, aux slots. Roles access memory only through it."""
+"""All memory of one scheduler rank: KV pages, page-table rows, aux slots, and their self-audit.
+
+Roles access memory only through `KVMemory`. The executor reads the page table in `launch`. The audit of a pool checks
+that free + cached + leased = total, and that every page has one owner.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from pdserve.memory.allocator import PageAllocator
-from pdserve.memory.audit import audit_pool
+import numpy as np
+import numpy.typing as npt
+
 from pdserve.memory.layout import KVLayout, pages_for
-from pdserve.memory.lease import Lease, LeasePool
-from pdserve.memory.page_table import PageTable
-from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
+from pdserve.memory.lease import Lease, LeasePool, PageAllocator
+from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
 
 
 class KVMemory:
@@ -142,3 +146,164 @@ class KVMemory:
         Costs O(all pages + pages of live leases); for idle moments, audit queries and tests.
         """
         return [*audit_pool("pages", self.pages), *audit_pool("aux", self.aux), *self.table.audit()]
+
+
+class PageTable:
+    """`pages[row, i]` is the page that holds tokens `[i * page_tokens, (i + 1) * page_tokens)` of the row's request;
+    int32.
+
+    Also allocates the rows: `open` takes a free one, `close` returns it.
+    """
+
+    def __init__(self, num_rows: int, max_pages_per_row: int) -> None:
+        self.pages: npt.NDArray[np.int32] = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
+        self.num_rows = num_rows
+        self.max_pages_per_row = max_pages_per_row
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._is_open = bytearray(num_rows)
+
+    @property
+    def num_free(self) -> int:
+        """Free rows."""
+        return len(self._free)
+
+    @property
+    def open_rows(self) -> list[int]:
+        """Rows that requests hold, ascending."""
+        return [row for row, is_open in enumerate(self._is_open) if is_open]
+
+    def open(self, pages: Sequence[int]) -> int | None:
+        """Take a row and write `pages` into it; None when no row is free."""
+        if not self._free:
+            return None
+        row = self._free.pop()
+        self._is_open[row] = 1
+        self.pages[row, : len(pages)] = pages
+        return row
+
+    def extend(self, row: int, num_pages_before: int, pages: Sequence[int]) -> None:
+        """Write `pages` behind the first `num_pages_before` pages of `row`."""
+        self.pages[row, num_pages_before : num_pages_before + len(pages)] = pages
+
+    def close(self, row: int) -> None:
+        """Return `row` to the free list."""
+        assert self._is_open[row], f"row {row} closed twice"
+        self._is_open[row] = 0
+        self._free.append(row)
+
+    def audit(self) -> list[str]:
+        """Return one sentence for each inconsistency: every row must be either open or free, exactly once."""
+        closed = set(range(self.num_rows)) - set(self.open_rows)
+        free, found = set(self._free), list[str]()
+        if len(free) != len(self._free):
+            found.append(f"rows: the free list has {len(self._free) - len(free)} rows twice")
+        if free - closed:
+            found.append(
+                f"rows: {len(free - closed)} of {self.num_rows} are both open and free: {sorted(free - closed)}"
+            )
+        if closed - free:
+            found.append(f"rows: {len(closed - free)} of {self.num_rows} are lost: {sorted(closed - free)}")
+        return found
+
+
+NUM_NAMED = 8
+Pages = npt.NDArray[np.int64]
+
+
+def audit_pool(name: str, pool: LeasePool) -> list[str]:
+    """Return one sentence for each inconsistency in `pool`, which is called `name`; empty when there is none."""
+    found = _audit_free_list(name, pool) + _audit_owners(name, pool)
+    for lease in pool.live_leases:
+        if not lease.alive:
+            found.append(f"{name}: {lease!r} has ended and still has {len(lease.pages)} pages")
+    if pool.tree is not None:
+        found += _audit_counts(name, pool.tree) + _audit_locks(name, pool, pool.tree)
+    return found
+
+
+def _audit_free_list(name: str, pool: LeasePool) -> list[str]:
+    listed, marked = pool.allocator.free_pages()
+    differs = sorted(set(listed) ^ set(marked))
+    if not differs:
+        return []
+    return [f"{name}: free list and free marks differ in {_some(differs, pool.num_total)}"]
+
+
+def _audit_owners(name: str, pool: LeasePool) -> list[str]:
+    """Check that every page has one owner: the free list, the cache, or one lease."""
+    parts: list[tuple[str, Sequence[int]]] = [("the free list", pool.allocator.free_pages()[0])]
+    if pool.tree is not None:
+        parts += [("the cache", node.pages) for node in pool.tree.nodes()]
+    parts += [(f"the {lease!r}", lease.owned) for lease in pool.live_leases]
+    pages = np.concatenate([np.asarray(part, np.int64) for _, part in parts])
+    part_of = np.repeat(np.arange(len(parts)), [len(part) for _, part in parts])
+    strange = (pages < 0) | (pages >= pool.num_total)
+    found = [
+        f"{name}: {parts[part_of[i]][0]} has page {pages[i]}, which does not exist" for i in np.flatnonzero(strange)
+    ]
+    num_owners = np.bincount(pages[~strange], minlength=pool.num_total)
+    lost = np.flatnonzero(num_owners == 0)
+    if len(lost):
+        found.append(f"{name}: no owner of {_some(lost.tolist(), pool.num_total)}")
+    for page in np.flatnonzero(num_owners > 1)[:NUM_NAMED]:
+        owners = " and ".join(parts[i][0] for i in part_of[pages == page])
+        found.append(f"{name}: page {page} of {pool.num_total} has {num_owners[page]} owners: {owners}")
+    if (num_more := int((num_owners > 1).sum()) - NUM_NAMED) > 0:
+        found.append(f"{name}: {num_more} more pages of {pool.num_total} have several owners")
+    return found
+
+
+def _audit_counts(name: str, tree: RadixTree) -> list[str]:
+    """Compare the cache's running counts with its nodes."""
+    num_cached = num_evictable = 0
+    for node in tree.nodes():
+        num_cached += len(node.pages)
+        num_evictable += 0 if node.locks else len(node.pages)
+    found = []
+    if num_cached != tree.num_cached:
+        found.append(f"{name}: the cache has {num_cached} pages and counts {tree.num_cached}")
+    if num_evictable != tree.num_evictable:
+        found.append(f"{name}: {num_evictable} cached pages are not locked, the cache counts {tree.num_evictable}")
+    return found
+
+
+def _audit_locks(name: str, pool: LeasePool, tree: RadixTree) -> list[str]:
+    """Check that locks belong to live leases, and that each lease locks the pages it uses without owning them."""
+    nodes = list(tree.nodes())
+    expected: dict[RadixNode, int] = dict.fromkeys(nodes, 0)
+    found = []
+    for lease in pool.live_leases:
+        if lease.node is None:
+            continue
+        if lease.node not in expected:
+            found.append(f"{name}: the {lease!r} locks {lease.num_locked_pages} pages that left the cache")
+            continue
+        expected[lease.node] += 1
+        found += _audit_path(name, lease, tree.pages_of(lease.node))
+    for node in reversed(nodes):  # children before their parents
+        if node.parent in expected:
+            expected[node.parent] += expected[node]
+        if node.locks != expected[node]:
+            found.append(
+                f"{name}: {len(node.pages)} cached pages ({_names(node.pages)}) have {node.locks} locks, "
+                f"live leases have {expected[node]}"
+            )
+    return found
+
+
+def _audit_path(name: str, lease: Lease, path: list[int]) -> list[str]:
+    if len(path) != lease.num_locked_pages or len(path) > len(lease.pages):
+        return [f"{name}: the {lease!r} counts {lease.num_locked_pages} locked pages and locks {len(path)}"]
+    ours, theirs = np.asarray(lease.pages[: len(path)]), np.asarray(path)
+    foreign = np.setdiff1d(ours[ours != theirs], np.asarray(lease.spares, np.int64))
+    if len(foreign) == 0:
+        return []
+    return [f"{name}: the {lease!r} uses {len(foreign)} pages ({_names(foreign.tolist())}) that it does not lock"]
+
+
+def _some(pages: list[int], num_total: int) -> str:
+    return f"{len(pages)} of {num_total} ({_names(pages)})"
+
+
+def _names(pages: Sequence[int]) -> str:
+    return ", ".join(str(page) for page in pages[:NUM_NAMED]) + (", ..." if len(pages) > NUM_NAMED else "")

@@ -1,4 +1,6 @@
-"""Leases: the right to use pages, kept alive by named holds. Owned by `KVMemory`; written by the scheduler thread only.
+"""Pages of a fixed pool: the free list, and leases, the right to use pages, kept alive by named holds.
+
+Owned by `KVMemory`; written by the scheduler thread only. Aux slots are pages of a pool of their own.
 
 A page has exactly one owner: the free list, the prefix cache, or one lease. A request and its transfer end at different
 times. Each party that may still read or write the pages has a hold. When the last hold drops, the lease's own pages go
@@ -21,12 +23,69 @@ Pages of a lease, in token order; `cache` moves the boundary to the right:
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
-from pdserve.memory.allocator import PageAllocator
+import numpy as np
+
 from pdserve.memory.prefix_cache import RadixNode, RadixTree
+
+
+class PageAllocator:
+    """Free list over `[0, num_pages)`, first in first out, so that a page stays unused as long as possible before its
+    reuse.
+
+    Pages are handed out in ascending order until all were used once. `on_take` is called with allocated pages,
+    `on_free` with returned ones (tests poison them).
+    """
+
+    def __init__(
+        self,
+        num_pages: int,
+        on_free: Callable[[list[int]], None] | None = None,
+        on_take: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        self.num_pages = num_pages
+        self._free = deque(range(num_pages))
+        self._is_free = bytearray(b"\1") * num_pages
+        self._on_free = on_free
+        self._on_take = on_take
+
+    @property
+    def num_free(self) -> int:
+        """Free pages."""
+        return len(self._free)
+
+    def is_free(self, page: int) -> bool:
+        """True while `page` is on the free list."""
+        return bool(self._is_free[page])
+
+    def free_pages(self) -> tuple[list[int], list[int]]:
+        """Return the free list in its order, and the pages for which `is_free` holds, ascending. For the audit."""
+        return list(self._free), np.frombuffer(self._is_free, np.uint8).nonzero()[0].tolist()
+
+    def take(self, num_pages: int) -> list[int] | None:
+        """Allocate `num_pages` pages; None, without any change, when fewer are free."""
+        if num_pages > len(self._free):
+            return None
+        pages = [self._free.popleft() for _ in range(num_pages)]
+        for page in pages:
+            self._is_free[page] = 0
+        if self._on_take is not None:
+            self._on_take(pages)
+        return pages
+
+    def give_back(self, pages: Iterable[int]) -> None:
+        """Return pages to the free list. Each must be allocated."""
+        returned = list(pages)
+        for page in returned:
+            assert not self._is_free[page], f"page {page} freed twice"
+            self._is_free[page] = 1
+        self._free.extend(returned)
+        if self._on_free is not None:
+            self._on_free(returned)
+
 
 Hold = Literal["request", "remote", "send"]
 

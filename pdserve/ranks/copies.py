@@ -24,7 +24,7 @@ from pdserve.transfer.events import (
     ReceiverOpened,
     TransferEvent,
 )
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import MemoryKey
 
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pdserve.base.parallel import RankCoord
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.executor.kv_pages import KVHasher
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, pages_for
-from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded

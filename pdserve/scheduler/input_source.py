@@ -18,7 +18,7 @@ from typing import Any, cast
 import msgspec
 
 from pdserve.base.mailbox import Mailbox, Woken
-from pdserve.executor.sampling_metadata import Seeds
+from pdserve.executor.input_batch import Seeds
 from pdserve.protocol.failure import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, StartProfile, StateQuery, StopProfile
 from pdserve.ranks.consensus import Consensus, Reduction

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from pdserve.base.clock import RetryAfterEstimator
+from pdserve.base.clock import Clock, RetryAfterEstimator
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
@@ -28,6 +28,7 @@ from pdserve.protocol.messages import (
     OutputBatch,
     PauseGeneration,
     PauseMode,
+    SchedulerBeat,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -37,7 +38,6 @@ from pdserve.protocol.messages import (
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.heartbeat import Heartbeat
 from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
@@ -361,3 +361,27 @@ class Scheduler:
         return (
             self._max_queued is not None and self.role.num_waiting >= self._max_queued + self.core.memory.table.num_free
         )
+
+
+class Heartbeat:
+    """Two plain fields, written by the scheduler thread only. Any thread may read them, at most one turn late."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._began_at: float | None = None
+        self._num_turns = 0
+
+    def begin(self) -> None:
+        """Record that a turn of the loop begins."""
+        self._began_at = self._clock.now()
+
+    def end(self, *, computed: bool) -> None:
+        """Record that the turn has ended; the loop may sleep now."""
+        self._began_at = None
+        self._num_turns += computed
+
+    def beat(self, dp_rank: int) -> SchedulerBeat:
+        """Return the message for the API process. `turn_s` is None between turns. Any thread."""
+        began_at = self._began_at
+        turn_s = None if began_at is None else self._clock.now() - began_at
+        return SchedulerBeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

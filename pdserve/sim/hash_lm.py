@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
-from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.checksum import RankDigest, digest_group

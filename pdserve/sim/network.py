@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from pdserve.base.clock import ManualClock
-from pdserve.memory.allocator import PageAllocator
+from pdserve.memory.lease import PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.faults import CutLinks, Faults, Recorder, damaged

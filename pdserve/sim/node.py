@@ -15,8 +15,7 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy, SchedulePolicy
 from pdserve.executor.interface import Executor
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,

@@ -21,8 +21,8 @@ from pdserve.base.mailbox import Woken
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.page_table import PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus

@@ -9,15 +9,11 @@ import msgspec
 
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.plan import PageCopy
+from pdserve.transfer.plan import Piece
 from pdserve.transfer.wire import MemoryKey
 
 Address = tuple[str, int]
 """Host and port of a bootstrap server."""
-
-
-Piece = tuple[int, int, tuple[PageCopy, ...]]
-"""Source base address, destination base address, and copies between the two pools."""
 
 
 class FrameArrived(msgspec.Struct, frozen=True, tag=True):

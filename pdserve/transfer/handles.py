@@ -14,9 +14,8 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.receiver import ReceiveSide
-from pdserve.transfer.room import ReceiveRoom, SendRoom
+from pdserve.transfer.room import KVPoll, ReceiveRoom, SendRoom
 from pdserve.transfer.sender import SendSide
-from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import MemoryKey, TransferStats
 
 

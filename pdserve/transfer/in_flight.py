@@ -18,9 +18,9 @@ from pdserve.base.clock import Clock
 from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.chunk import ChunkPart, Way
 from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, PeerConnected
 from pdserve.transfer.peers import Peer, PeerState
+from pdserve.transfer.plan import ChunkPart, Way
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, Told, TransferStats
 

@@ -18,7 +18,6 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad
 from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.chunk import ChunkPlanner
 from pdserve.transfer.events import (
     Address,
     ControlSocket,
@@ -40,6 +39,7 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
+from pdserve.transfer.plan import ChunkPlanner
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.sender import SendSide

@@ -1,6 +1,6 @@
 """Receiving side of `KVManager`: finds the prefill server, publishes pages, and handles the end of a key.
 
-Published pages outlive the request: see `remote_writable`.
+Published pages outlive the request: see `room`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.remote_writable import RemoteWritable, RemoteWritablePages, WritableEnd
-from pdserve.transfer.room import ReceiveRoom
+from pdserve.transfer.room import KVPoll, ReceiveRoom, RemoteWritable, RemoteWritablePages, WritableEnd
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, MemoryKey, Meta, Told, TransferStats
 
 

@@ -22,13 +22,12 @@ from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.transfer.chunk import ChunkPart, ChunkPlanner
 from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected
 from pdserve.transfer.in_flight import Connecting, OutgoingKeys
 from pdserve.transfer.peers import Peer
-from pdserve.transfer.room import SendRoom, check_prompt_fits_pages, check_receiver_pages
+from pdserve.transfer.plan import ChunkPart, ChunkPlanner
+from pdserve.transfer.room import TERMINAL, KVPoll, SendRoom, check_prompt_fits_pages, check_receiver_pages
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.state import TERMINAL, KVPoll
 from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, TransferStats
 
 MAX_EARLY = 4096

@@ -37,10 +37,10 @@ from pdserve.transfer.peers import (
     PeerState,
     SenderQuiesced,
     SessionTimes,
+    UnknownPeers,
     check_hello,
 )
 from pdserve.transfer.receiving_engines import SessionReceivers
-from pdserve.transfer.strangers import UnknownPeers
 from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 
 log = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 
-from pdserve.executor.sampling_metadata import Seeds
+from pdserve.executor.input_batch import Seeds
 from pdserve.ranks import messages
 from pdserve.ranks.messages import ToFollower, Turn
 from pdserve.scheduler import input_source as shared_mail

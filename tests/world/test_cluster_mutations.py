@@ -18,14 +18,12 @@ from pdserve.transfer import sessions as sessions_module
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
 from pdserve.transfer.in_flight import ClosedKeys
-from pdserve.transfer.peers import Notice, Peer
+from pdserve.transfer.peers import Notice, Peer, UnknownPeers
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
-from pdserve.transfer.remote_writable import RemoteWritable, RemoteWritablePages
-from pdserve.transfer.room import ReceiveRoom
+from pdserve.transfer.room import ReceiveRoom, RemoteWritable, RemoteWritablePages
 from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.strangers import UnknownPeers
 from pdserve.transfer.wire import Ended, Hello, MemoryKey, Packet, Reset
 from tests.world.campaign import play
 

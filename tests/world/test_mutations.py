@@ -11,15 +11,14 @@ from pdserve.memory.layout import KVGroup
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.sim.network import Faults, SimCopyEngine
-from pdserve.transfer import chunk as chunk_module
+from pdserve.transfer import plan as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
 from pdserve.transfer.in_flight import ClosedKeys, InFlightWrites, OutgoingKeys, WriteOutcome
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy, ShardFlow
 from pdserve.transfer.receiver import ReceiveSide
-from pdserve.transfer.remote_writable import RemoteWritablePages, WritableEnd
-from pdserve.transfer.room import ReceiveRoom
+from pdserve.transfer.room import ReceiveRoom, RemoteWritablePages, WritableEnd
 from pdserve.transfer.wire import Done, Ended, MemoryKey
 from tests.world.workload import play
 

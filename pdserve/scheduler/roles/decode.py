@@ -32,7 +32,7 @@ from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import LOST, STOPPED, MixedBatchRole
 from pdserve.transfer.manager import KVManager
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
 WRONG_ROOM = Failure(code="metadata_mismatch", message="the aux record that arrived belongs to another room")

@@ -25,7 +25,7 @@ from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import LOST, STOPPED, BaseRole
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.manager import KVManager
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import TransferStats, prompt_digest
 
 

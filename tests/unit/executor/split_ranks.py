@@ -13,11 +13,11 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.errors import RankError
-from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.input_batch import read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, run
 from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention

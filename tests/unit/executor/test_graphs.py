@@ -15,13 +15,13 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor import factory
-from pdserve.executor.batch_builder import read_plan
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
+from pdserve.executor.input_batch import read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.warm_up import spans_of
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
 from tests.share import rest_slow

@@ -17,7 +17,7 @@ from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
 from pdserve.executor.backend_choice import choose_level
-from pdserve.executor.batch_builder import build_batch, read_plan
+from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.model.config import read_model_spec
 from pdserve.model.layers.moe import Experts

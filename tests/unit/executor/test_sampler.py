@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.executor.input_batch import SamplingMetadata, Seeds
 from pdserve.executor.sampler import Choose, choose_with_torch, sample, to_host, uniforms
-from pdserve.executor.sampling_metadata import SamplingMetadata, Seeds
 from pdserve.model.native.program import Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.protocol.logprobs import Logprobs

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pdserve.executor.batch_builder import build_batch
+from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.prefix_cache import Eviction, RadixTree, token_bytes
 from pdserve.sim.hash_lm import hash_layout
 

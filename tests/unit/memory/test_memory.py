@@ -9,11 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.memory.allocator import PageAllocator
-from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
-from pdserve.memory.lease import Hold, Lease, LeasePool
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.lease import Hold, Lease, LeasePool, PageAllocator
 
 HOLDS: tuple[Hold, ...] = ("request", "remote", "send")
 NUM_PAGES = 12

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pdserve.memory.allocator import PageAllocator
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
+from pdserve.memory.lease import PageAllocator
 
 NUM_PAGES, NUM_ROWS, ROW_PAGES = 9, 3, 5
 

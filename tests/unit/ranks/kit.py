@@ -14,7 +14,7 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import Executor
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog, RankGroup
 from pdserve.ranks.links import RankLink

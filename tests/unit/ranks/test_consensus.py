@@ -29,7 +29,7 @@ from pdserve.ranks.messages import Entry
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerConnected, PeerFenced, ReceiverOpened
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import MemoryKey
 from tests.unit.ranks.reductions import Ended, Reductions
 

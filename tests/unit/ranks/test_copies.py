@@ -10,7 +10,7 @@ import torch
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
 from pdserve.ranks.copies import RankCopies
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.transfer import notifications as notifications_module
@@ -18,7 +18,7 @@ from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, ReceiverOpened, TransferEvent
 from pdserve.transfer.notifications import encode_note
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import MemoryKey

@@ -12,7 +12,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, StepResult
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import LeaderLog
 from pdserve.ranks.messages import Entry, Launched

@@ -6,8 +6,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.config.groups import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.costed_states import STATES, Case, RoleName
 from pdserve.transfer.handles import KVReceiver, KVSender
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from tests.unit.scheduler.kit import Mono
 
 

@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import (
     AbortRequest,
     EngineState,

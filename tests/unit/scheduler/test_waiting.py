@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.config.groups import SchedulePolicy
-from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.page_table import PageTable
+from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.request import LPM_TOKENS, Req, Times, WaitingQueue

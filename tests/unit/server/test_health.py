@@ -10,7 +10,7 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import PeerLoad, SchedulerBeat
-from pdserve.scheduler.heartbeat import Heartbeat
+from pdserve.scheduler.scheduler import Heartbeat
 from pdserve.server.engine_client import engine_queries as pulses
 from pdserve.server.native import health
 from pdserve.server.native.health import partners_missing

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.memory.allocator import PageAllocator
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.lease import Lease, LeasePool
+from pdserve.memory.lease import Lease, LeasePool, PageAllocator
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers

@@ -15,7 +15,7 @@ from pdserve.memory.layout import KVGroup, pages_for
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import CopyDone, CopyJob
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import TransferStats

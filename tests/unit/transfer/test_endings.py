@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import Abort, Done, Ended, Meta, Packet, TransferStats, Wire
 from tests.unit.transfer.kit import (
     ADDRESS,

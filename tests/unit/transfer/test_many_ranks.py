@@ -16,7 +16,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import CopyDone, CopyJob, PeerGone, PrefillFound
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory, TransferStats, WireRegion

@@ -19,7 +19,7 @@ from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import CopyDone, CopyJob, Notified, PeerGone, TransferEvent
 from pdserve.transfer.notifications import Notifications, encode_note
 from pdserve.transfer.plan import PageCopy
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.memory import MemoryHub

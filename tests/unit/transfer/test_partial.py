@@ -12,12 +12,11 @@ from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
-from pdserve.transfer.chunk import ChunkPlanner
 from pdserve.transfer.copy_workers import NEVER_WRITTEN
 from pdserve.transfer.events import CopyDone, FrameArrived
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
-from pdserve.transfer.room import check_prompt_fits_pages
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.plan import ChunkPlanner
+from pdserve.transfer.room import KVPoll, check_prompt_fits_pages
 from pdserve.transfer.wire import (
     Done,
     Ended,

@@ -7,7 +7,7 @@ import pytest
 from pdserve.base.parallel import ParallelShape
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import PeerConnected, PeerGone
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import RankMemory, WireRegion
 from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, Net, Pair, Side, assert_quiet_and_free, found, meet
 

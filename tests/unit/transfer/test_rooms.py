@@ -10,7 +10,7 @@ from pdserve.transfer import sender as unmatched
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import Ended, MemoryKey, Meta, TransferStats, prompt_digest
 from tests.unit.transfer.kit import (
     ADDRESS,

@@ -21,8 +21,8 @@ from pdserve.transfer.events import (
     ReceiverOpened,
 )
 from pdserve.transfer.peers import PeerState, check_facts
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import ACK_DELAY_S
-from pdserve.transfer.state import KVPoll
 from pdserve.transfer.wire import (
     MAX_ACKS,
     Abort,

@@ -7,8 +7,8 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.memory.allocator import PageAllocator
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
+from pdserve.memory.lease import PageAllocator
 from pdserve.scheduler.scheduler import Event
 from pdserve.sim.network import Faults, Pool, SimCopyEngine, SimNet
 from pdserve.transfer.events import CopyDone, CopyJob

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pdserve.transfer import aux as aux_module
 from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
-from pdserve.transfer.state import TERMINAL, KVPoll, advance, merge_ranks
+from pdserve.transfer.room import TERMINAL, KVPoll, advance, merge_ranks
 
 PAIRS = list(itertools.product(KVPoll, repeat=2))
 

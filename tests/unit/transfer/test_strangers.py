@@ -6,10 +6,9 @@ import msgspec
 
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import FrameArrived
-from pdserve.transfer.peers import PeerState
+from pdserve.transfer.peers import MAX_ENDPOINTS, PeerState
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import MAX_ADDRESSES, MAX_PEERS
-from pdserve.transfer.state import KVPoll
-from pdserve.transfer.strangers import MAX_ENDPOINTS
 from pdserve.transfer.wire import Body, Ended, Hello, Packet, Ping, Pong, Wire
 from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, meet, say
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pdserve.protocol.logprobs import PART_BYTES, PromptLogprobs
-from pdserve.transfer.state import KVPoll
+from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import Abort, Done, Told
 from tests.unit.transfer.kit import CLIENT_LEFT, Net, Pair, Side, meet
 
