@@ -59,7 +59,7 @@ from pdserve.model.families.interface import Mixture, Model
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.errors import RequestError
 from pdserve.llm.outputs import InvalidRequestError
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams as EngineSampling
 from pdserve.server.http.json_http import convert

@@ -1,8 +1,8 @@
-"""`Failure`: an error as a serializable value, for threads, processes and hosts. Also `Grammar`."""
+"""`Failure`: an error as a serializable value, for threads, processes and hosts."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 
@@ -27,16 +27,3 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Convert an exception: status 502 if it is retryable, else 500."""
         status = 502 if error.retryable else 500
         return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)
-
-
-GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
-
-
-class Grammar(msgspec.Struct, frozen=True, kw_only=True):
-    """Grammar of structured output. `text`: a JSON schema, structural tag, regular expression, GBNF or Lark grammar.
-
-    The matcher state is never sent. Each server that samples rebuilds it from the grammar and the output ids.
-    """
-
-    kind: GrammarKind
-    text: str

@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""

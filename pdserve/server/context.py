@@ -10,7 +10,7 @@ import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.request.constraints import Constraint
 from pdserve.server.request.grammar_check import GrammarCheck

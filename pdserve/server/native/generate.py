@@ -16,7 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, GenerationUpdate

@@ -12,7 +12,7 @@ from typing import Any
 
 from pdserve.errors import RequestError
 from pdserve.grammar.compile import MAX_CHARS
-from pdserve.protocol.failure import Grammar, GrammarKind
+from pdserve.protocol.grammar import Grammar, GrammarKind
 from pdserve.server.request.schemas import ConstraintFields, NativeSampling
 from pdserve.server.text.parsers.thinking import ReasoningFormat
 

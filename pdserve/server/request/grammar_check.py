@@ -17,7 +17,7 @@ from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.http.request_context import current_call
 from pdserve.server.request.compile_pool import CompilePool, Compiler

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
 from pdserve.server.request.schemas import NativeSampling, OpenAIBody, SharedSampling

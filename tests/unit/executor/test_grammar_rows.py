@@ -21,7 +21,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.schemas import check, random_schema

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from pdserve.base.mailbox import Mailbox, Woken
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, PauseGeneration
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.input_source import GrammarGate

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Grammar
+from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.request.intake import PromptSpec, check_size
 from pdserve.server.request.sampling_fields import RequestLimits
