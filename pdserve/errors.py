@@ -58,6 +58,10 @@ class RequestError(PdserveError):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    def renamed(self, message: str, field: str | None) -> RequestError:
+        """Return this error with another message and field, for a client that knows the field by another name."""
+        return RequestError(message, field=field, status=self.status, code=self.code, retry_after_s=self.retry_after_s)
+
 
 class GrammarError(PdserveError):
     """The grammar of a request is wrong, has become too complex, or is unusable with this model."""

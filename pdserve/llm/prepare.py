@@ -26,8 +26,8 @@ from pdserve.server.openai.chat_messages import final_text
 from pdserve.server.openai.chat_prepare import chat_prompt
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, after_thoughts
-from pdserve.server.request.intake import PromptSpec, check_token_ids, make_intake
-from pdserve.server.request.sampling_fields import RequestedSampling, fit_max_tokens
+from pdserve.server.request.intake import check_token_ids, make_requests, prompt_request
+from pdserve.server.request.sampling_fields import check_prompt_fits
 from pdserve.server.request.schemas import ChatBody
 
 
@@ -250,14 +250,14 @@ class Preparer:
         context, count = self._context, len(prompt.input_ids)
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
         for running in self._servers:  # a prefill server may have a smaller KV pool for the prompt
-            limits = running.context.limits()
-            fit_max_tokens(count, RequestedSampling(None, 1, "max_tokens"), 0, limits, prompt.where)
+            check_prompt_fits(count, running.context.limits(), prompt.where)
         own = next(self._numbers)
         if sampling.seed is None and self._seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))
-        spec = PromptSpec(prompt.input_ids, sampling, params.logprob_params())
+        prompt_requests = [prompt_request(prompt.input_ids, sampling, params.logprob_params())]
         body = _Nowhere(rid=str(own), priority=priority)
-        return Job(number, str(own), make_intake([spec], params.n, body, "null", stream=False).requests)
+        states = make_requests(prompt_requests, params.n, body, "null", stream=False)
+        return Job(number, str(own), [state.request for state in states])
 
     async def _grammar(self, prompt: ReadyPrompt, params: SamplingParams) -> Grammar | None:
         """The grammar of the output. In chats with a reasoning model it applies after the reasoning."""

@@ -19,6 +19,7 @@ import msgspec
 from pdserve.errors import PdserveError, RequestError
 from pdserve.llm.servers import RunningServer
 from pdserve.protocol.messages import GenerateRequest
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import GenerationUpdate
 
 TRIES = 3
@@ -116,7 +117,8 @@ async def _sequences(
     running: RunningServer, job: Job, requests: Sequence[GenerateRequest], begun: asyncio.Event | None = None
 ) -> list[GenerationUpdate]:
     """Submit to one server and return the merged updates of each sequence; the first update sets `begun`."""
-    generation = await running.context.client.submit(requests, [job.request_id] * len(requests))
+    states = [RequestState(request=request, name=job.request_id, index=i) for i, request in enumerate(requests)]
+    generation = await running.context.client.submit(states)
     whole = [GenerationUpdate(index) for index in range(len(requests))]
     async with generation:
         async for update in generation:

@@ -20,7 +20,6 @@ from pdserve.server.request.constraints import Constraint, openai_constraint
 from pdserve.server.request.intake import check_top_logprobs, openai_logprobs
 from pdserve.server.request.sampling_fields import (
     COMPLETION_TOKENS,
-    RequestedSampling,
     RequestLimits,
     count_n,
     openai_sampling,
@@ -142,8 +141,7 @@ class SamplingParams:
         Raises:
             RequestError: the parameters do not fit this model or this prompt.
         """
-        ask = RequestedSampling(self._body.max_tokens, _ENDLESS, "max_tokens", least=0)
-        return openai_sampling(self._body, ask, num_prompt, limits, prompt_field, grammar)
+        return openai_sampling(self._body, _ENDLESS, num_prompt, limits, prompt_field, grammar)
 
     @functools.cached_property
     def _body(self) -> CompletionBody:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from pdserve.observe.engine_metrics import EngineCollector
 from pdserve.observe.recent import TokenRate
-from pdserve.observe.record import TTFT_PARTS, RequestRecord, RequestStart
+from pdserve.observe.record import TTFT_PARTS, RequestRecord
 from pdserve.protocol.messages import EngineState, RequestTiming
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -30,7 +30,7 @@ HIT_RATE_PROMPTS = 128
 class RequestMetrics(Protocol):
     """Receives the engine client's reports. All durations in seconds."""
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """A sequence was submitted."""
         ...
 
@@ -137,7 +137,7 @@ class ServerMetrics:
         """Add totals of the API process to every scrape."""
         self._engine.own_counters.append(own_counters)
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
         self._requests.inc()
         self._live.inc()

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from typing import Any
 
-from pdserve.observe.record import RequestRecord, RequestStart
+from pdserve.observe.record import RequestRecord
 
 NUM_REQUESTS = 64
 WINDOW_S = 10
@@ -40,12 +40,12 @@ class RecentRequests:
     def __init__(self) -> None:
         self._records: deque[RequestRecord] = deque(maxlen=NUM_REQUESTS)
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
 
     def ended(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
-        if record.start.path is not None:
+        if record.path is not None:
             self._records.append(record)
 
     def as_json(self) -> list[dict[str, Any]]:
@@ -56,12 +56,12 @@ class RecentRequests:
 def _fields(record: RequestRecord) -> dict[str, Any]:
     timing = record.timing
     return {
-        "id": record.start.rid,
-        "path": record.start.path,
-        "room": None if record.start.room is None else str(record.start.room),
-        "arrived_at": record.start.arrived_at,
+        "id": record.name,
+        "path": record.path,
+        "room": None if record.room is None else str(record.room),
+        "arrived_at": record.arrived_at,
         "outcome": record.outcome,
-        "error": record.error,
+        "error": None if record.failure is None else record.failure.message,
         "prompt_tokens": record.prompt_tokens,
         "cached_tokens": record.cached_tokens,
         "completion_tokens": record.completion_tokens,

@@ -1,71 +1,70 @@
-"""Records of one sequence in the API process, from arrival to end.
+"""The record of one sequence in the API process, from arrival to end.
 
-Made by the engine client; read by metrics, the list of recent requests, request logs and traces.
+Written by the engine client; read by metrics, the list of recent requests, request logs and traces.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Protocol
 
-from pdserve.protocol.messages import RequestTiming
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import GenerateRequest, RequestTiming
 
 TTFT_PARTS = ("intake", "bootstrap", "queue", "prefill", "transfer", "delivery")
 """Parts of TTFT in order of time; see `ttft_parts`."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class RequestStart:
-    """A sequence is submitted. `rid` is the client's id; `key` is the server's, unique for all requests.
-
-    `path` is of the HTTP call; None without one. `room`: None in a monolith. `arrived_at` is wall time in seconds since
-    1970, `intake_s` the seconds from then to submission. `traceparent`: of the parent span; None without tracing.
-    `request_id`: of the HTTP call, equal on both servers of a pair and in the client's response; None without one.
-    """
-
-    key: str
-    rid: str
-    path: str | None
-    room: int | None
-    arrived_at: float
-    intake_s: float
-    input_ids: Sequence[int]
-    sampling: CoreSamplingParams
-    stream: bool
-    traceparent: str | None
-    request_id: str | None = None
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
-    """A sequence has ended. Seconds count from its arrival.
+    """Statistics of one sequence, written until it ends. Its message `request` has prompt and parameters.
 
-    `ttft_s` lasts until the first token, or the prompt's end if no token was requested; None if it ended before that.
-    `outcome` is `stop`, `length` or `abort`; `error` is the message of a failure, `status` its HTTP status, else None.
-    `matched` is the stop string or token. `output_ids` and `text` are empty unless a listener has `keeps_output`.
+    `name` is the client's id of the sequence; `request.rid` is the server's, unique for all requests.
+    Of the HTTP call: `path`, `request_id` (equal on both servers of a pair and in the client's response), `traceparent`
+    of the parent span (None without tracing); all None without a call.
+    `arrived_at` is wall time in seconds since 1970, `arrived_s` monotonic seconds; `intake_s` are the seconds from the
+    arrival to the submission. Other seconds count from the arrival. `ttft_s` lasts until the first token, or the
+    prompt's end if no token was requested; None if it ended before that. `seen_s` is the monotonic time of the newest
+    token. `e2e_s` and `outcome` (`stop`, `length` or `abort`) are those of the end. `matched` is the stop string or
+    token, `failure` the reason of a failure. `output_ids` and `texts` stay empty unless a listener has `keeps_output`.
     """
 
-    start: RequestStart
-    outcome: str
-    ttft_s: float | None
-    e2e_s: float
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    timing: RequestTiming | None
-    error: str | None = None
-    code: str | None = None
-    status: int | None = None
+    request: GenerateRequest
+    name: str
+    path: str | None = None
+    request_id: str | None = None
+    traceparent: str | None = None
+    arrived_at: float = 0.0
+    arrived_s: float = 0.0
+    intake_s: float = 0.0
+    ttft_s: float | None = None
+    seen_s: float | None = None
+    e2e_s: float = 0.0
+    outcome: str = ""
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    timing: RequestTiming | None = None
+    """The newest one that the scheduler sent. A stop string ends the sequence before the scheduler's last output."""
     matched: int | str | None = None
-    output_ids: Sequence[int] = ()
-    text: str = ""
+    failure: Failure | None = None
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    texts: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def room(self) -> int | None:
+        """The bootstrap room; None in a monolith."""
+        return None if self.request.room is None else self.request.room.room
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.input_ids)
 
     @property
     def parts(self) -> dict[str, float]:
         """See `ttft_parts`; empty without a `ttft_s`."""
-        return {} if self.ttft_s is None else ttft_parts(self.ttft_s, self.start.intake_s, self.timing)
+        return {} if self.ttft_s is None else ttft_parts(self.ttft_s, self.intake_s, self.timing)
 
 
 class RequestListener(Protocol):
@@ -76,7 +75,7 @@ class RequestListener(Protocol):
         """True when records must have `output_ids` and `text`."""
         ...
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """A sequence was submitted."""
         ...
 

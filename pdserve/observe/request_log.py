@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pdserve.observe.json_lines import JsonLines
-from pdserve.observe.record import RequestRecord, RequestStart
+from pdserve.observe.record import RequestRecord
 
 CUT = 2048
 """Characters of text at level 2. Token ids are cut at a quarter of it: a token has about four characters."""
@@ -33,31 +33,32 @@ class RequestLog:
         """See `RequestListener`."""
         return self._level >= _SOME
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
-        line = self._head("request.received", start) | {
-            "arrived_at": start.arrived_at,
-            "intake_s": start.intake_s,
-            "stream": start.stream,
-            "prompt_tokens": len(start.input_ids),
-            "traceparent": start.traceparent,
+        line = self._head("request.received", record) | {
+            "arrived_at": record.arrived_at,
+            "intake_s": record.intake_s,
+            "stream": record.request.stream,
+            "prompt_tokens": record.prompt_tokens,
+            "traceparent": record.traceparent,
         }
         if self._level >= _SAMPLING:
-            line["sampling_params"] = msgspec.to_builtins(start.sampling)
+            line["sampling_params"] = msgspec.to_builtins(record.request.sampling)
         if self._level >= _SOME:
-            line["input_ids"] = self._ids(start.input_ids)
+            line["input_ids"] = self._ids(record.request.input_ids)
             if self._text_of is not None:
                 line["text"] = self._cut(self._text_of(line["input_ids"]))
         self._lines.write(line)
 
     def ended(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
-        line = self._head("request.finished", record.start) | {
+        failure = record.failure
+        line = self._head("request.finished", record) | {
             "outcome": record.outcome,
             "matched": record.matched,
-            "error": record.error,
-            "code": record.code,
-            "status": record.status,
+            "error": None if failure is None else failure.message,
+            "code": None if failure is None else failure.code,
+            "status": None if failure is None else failure.status,
             "prompt_tokens": record.prompt_tokens,
             "cached_tokens": record.cached_tokens,
             "completion_tokens": record.completion_tokens,
@@ -67,16 +68,21 @@ class RequestLog:
             "timing": None if record.timing is None else msgspec.to_builtins(record.timing),
         }
         if self._level >= _SOME:
-            line |= {"output_ids": self._ids(record.output_ids), "text": self._cut(record.text)}
+            line |= {"output_ids": self._ids(record.output_ids), "text": self._cut("".join(record.texts))}
         self._lines.write(line)
 
     def close(self) -> None:
         """Write the queued lines and close the file."""
         self._lines.close()
 
-    def _head(self, event: str, start: RequestStart) -> dict[str, Any]:
-        room = None if start.room is None else str(start.room)  # exceeds the integers that JSON readers keep exact
-        names = {"request_id": start.request_id, "rid": start.rid, "key": start.key, "path": start.path, "room": room}
+    def _head(self, event: str, record: RequestRecord) -> dict[str, Any]:
+        names = {
+            "request_id": record.request_id,
+            "rid": record.name,
+            "key": record.request.rid,
+            "path": record.path,
+            "room": None if record.room is None else str(record.room),  # exceeds what JSON readers keep exact
+        }
         return {"at": time.time(), "event": event, **names}
 
     def _ids(self, ids: Sequence[int]) -> list[int]:

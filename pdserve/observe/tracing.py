@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.observe.record import RequestRecord, RequestStart
+from pdserve.observe.record import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -113,15 +113,15 @@ class Tracing:
         with self._span(f"{self._kind}.{name}", self._propagator.extract(within.headers), SpanKind.CLIENT) as call:
             yield call
 
-    def started(self, start: RequestStart) -> None:
+    def started(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
 
     def ended(self, record: RequestRecord) -> None:
         """See `RequestListener`. Makes the spans of the sequence's stages."""
-        if record.start.traceparent is None:
+        if record.traceparent is None:
             return
-        parent = self._propagator.extract({"traceparent": record.start.traceparent})
-        began = int(record.start.arrived_at * NANOS)
+        parent = self._propagator.extract({"traceparent": record.traceparent})
+        began = int(record.arrived_at * NANOS)
         for name, start_s, end_s in self._stages(record):
             self._stage(name, parent, began + int(start_s * NANOS), began + int(end_s * NANOS), record)
 
@@ -132,7 +132,7 @@ class Tracing:
 
     def _stages(self, record: RequestRecord) -> Iterator[tuple[str, float, float]]:
         """Yield name, begin and end of each stage, in seconds after the arrival."""
-        at = record.start.intake_s
+        at = record.intake_s
         yield "intake", 0.0, at
         if record.ttft_s is None:
             if record.e2e_s > at:
@@ -154,8 +154,8 @@ class Tracing:
 
         span = self._tracer.start_span(f"{self._kind}.{name}", parent, start_time=start)
         span.set_attributes(_attributes(name, record))
-        if name == "failed" or (name == "generate" and record.error is not None):
-            span.set_status(StatusCode.ERROR, record.error)
+        if name == "failed" or (name == "generate" and record.failure is not None):
+            span.set_status(StatusCode.ERROR, None if record.failure is None else record.failure.message)
         if name == "compute":
             self._chunks(set_span_in_context(span), start, end, record)
         span.end(end)
@@ -191,14 +191,14 @@ class Tracing:
 def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | float]:
     """Return the attributes of a stage, with OpenTelemetry's names for generative AI where they exist."""
     timing = record.timing
-    found: dict[str, str | int | float | None] = {"gen_ai.request.id": record.start.rid}
+    found: dict[str, str | int | float | None] = {"gen_ai.request.id": record.name}
     match stage:
         case "intake":
             found |= {
-                "gen_ai.request.max_tokens": record.start.sampling.max_new_tokens,
-                "gen_ai.request.temperature": record.start.sampling.temperature,
-                "pdserve.room": None if record.start.room is None else str(record.start.room),
-                "pdserve.request_id": record.start.request_id,
+                "gen_ai.request.max_tokens": record.request.sampling.max_new_tokens,
+                "gen_ai.request.temperature": record.request.sampling.temperature,
+                "pdserve.room": None if record.room is None else str(record.room),
+                "pdserve.request_id": record.request_id,
             }
         case "compute":
             found |= {"gen_ai.usage.input_tokens": record.prompt_tokens, "pdserve.cached_tokens": record.cached_tokens}
@@ -215,7 +215,7 @@ def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | floa
                 "gen_ai.latency.time_to_first_token": record.ttft_s,
                 "gen_ai.latency.e2e": record.e2e_s,
                 "gen_ai.response.finish_reasons": record.outcome,
-                "error.type": record.code,
+                "error.type": None if record.failure is None else record.failure.code,
             }
     return {name: value for name, value in found.items() if value is not None}
 

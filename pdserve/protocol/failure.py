@@ -6,14 +6,18 @@ from typing import Annotated
 
 import msgspec
 
-from pdserve.errors import TransferError
+from pdserve.errors import RequestError, TransferError
+
+ABORTED_STATUS = 499
+"""HTTP status of a requested abort."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """The reason for which a request or transfer failed.
 
     `code` is machine-readable, `message` is for people. `origin` names the process that detected the failure.
-    `retryable`: a retry may succeed. `status` is the HTTP status that the client of the failed request receives.
+    `retryable`: a retry may succeed. `status` is the HTTP status that the client of the failed request receives,
+    `field` the request field at fault, `retry_after_s` the `Retry-After` in seconds. The last two are sent only if set.
     """
 
     code: str
@@ -21,9 +25,31 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     origin: str = "local"
     retryable: bool = True
     status: Annotated[int, msgspec.Meta(ge=400, le=599)] = 502
+    field: str | msgspec.UnsetType = msgspec.UNSET
+    retry_after_s: int | msgspec.UnsetType = msgspec.UNSET
 
     @classmethod
-    def from_error(cls, error: TransferError, origin: str = "local") -> Failure:
-        """Convert an exception: status 502 if it is retryable, else 500."""
-        status = 502 if error.retryable else 500
-        return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)
+    def from_error(cls, error: TransferError | RequestError, origin: str = "local") -> Failure:
+        """Convert an exception. The status of a `TransferError` is 502 if it is retryable, else 500."""
+        if isinstance(error, TransferError):
+            status = 502 if error.retryable else 500
+            return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)
+        return cls(
+            code=error.code,
+            message=error.message,
+            origin=origin,
+            retryable=error.status in (502, 503),
+            status=error.status,
+            field=msgspec.UNSET if error.field is None else error.field,
+            retry_after_s=msgspec.UNSET if error.retry_after_s is None else error.retry_after_s,
+        )
+
+    def error(self) -> RequestError:
+        """Return the exception that ends the client's request with this failure."""
+        return RequestError(
+            self.message,
+            field=None if self.field is msgspec.UNSET else self.field,
+            status=self.status,
+            code=self.code,
+            retry_after_s=None if self.retry_after_s is msgspec.UNSET else self.retry_after_s,
+        )

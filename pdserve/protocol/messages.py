@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -171,6 +172,31 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
     status_code: int | None = None
     err_type: str | None = None
     retry_after_s: int | None = None
+
+    @classmethod
+    def failed(cls, failure: Failure) -> FinishReason:
+        """Return the finish reason `abort` of a request that ended with `failure`."""
+        return cls(
+            type="abort",
+            message=failure.message,
+            status_code=failure.status,
+            err_type=failure.code,
+            retry_after_s=None if failure.retry_after_s is msgspec.UNSET else failure.retry_after_s,
+        )
+
+    @property
+    def failure(self) -> Failure | None:
+        """The failure that ended the request; None for `stop` and `length`. The field of a 409 is derived."""
+        if self.type != "abort":
+            return None
+        live_room = self.status_code == 409 and self.err_type != "rid_in_use"
+        return Failure(
+            code=self.err_type or "aborted",
+            message=self.message or "aborted",
+            status=self.status_code or ABORTED_STATUS,
+            field="bootstrap_room" if live_room else msgspec.UNSET,
+            retry_after_s=msgspec.UNSET if self.retry_after_s is None else self.retry_after_s,
+        )
 
 
 class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):

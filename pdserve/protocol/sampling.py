@@ -1,8 +1,15 @@
-"""Sampling parameters of one request, with SGLang's names and defaults, and their validation."""
+"""Sampling parameters of one request, with SGLang's names and defaults, and their validation.
+
+`CoreSamplingParams` declares each parameter once: name, type, default and range. The fields of request bodies
+(`server/request/schemas.py`), their OpenAPI document and the validation are generated from it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import typing
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,6 +18,29 @@ from pdserve.protocol.grammar import Grammar
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class BodyField:
+    """Marks a parameter that request bodies have under the same name and with the same type; null is the default.
+
+    Finite numbers from `low` to `high` are valid, without `low` if `low_open`.
+    """
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Check `value` of the parameter `name`.
+
+        Raises:
+            RequestError: 400 naming the field, for NaN, infinite and out-of-range values.
+        """
+        too_low = value <= self.low if self.low_open else value < self.low
+        if not math.isfinite(value) or value > self.high or too_low:
+            bracket = "(" if self.low_open else "["
+            raise RequestError(f"{name} must be in {bracket}{self.low}, {self.high}], got {value}", field=name)
 
 
 class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,21 +55,21 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = TOP_K_ALL
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
+    temperature: Annotated[float, BodyField(0.0, 1e6)] = 1.0
+    top_p: Annotated[float, BodyField(0.0, 1.0, low_open=True)] = 1.0
+    top_k: Annotated[int, BodyField()] = TOP_K_ALL
+    min_p: Annotated[float, BodyField(0.0, 1.0)] = 0.0
+    repetition_penalty: Annotated[float, BodyField(0.0, 2.0, low_open=True)] = 1.0
+    frequency_penalty: Annotated[float, BodyField(-2.0, 2.0)] = 0.0
+    presence_penalty: Annotated[float, BodyField(-2.0, 2.0)] = 0.0
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_regex: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    spaces_between_special_tokens: bool = True
-    no_stop_trim: bool = False
+    ignore_eos: Annotated[bool, BodyField()] = False
+    skip_special_tokens: Annotated[bool, BodyField()] = True
+    spaces_between_special_tokens: Annotated[bool, BodyField()] = True
+    no_stop_trim: Annotated[bool, BodyField()] = False
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
 
@@ -54,24 +84,26 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+_HINTS = typing.get_type_hints(CoreSamplingParams, include_extras=True)
+_MARKS: dict[str, BodyField] = {
+    name: hint.__metadata__[0] for name, hint in _HINTS.items() if hasattr(hint, "__metadata__")
+}
+BODY_FIELDS: dict[str, Any] = {name: _HINTS[name].__origin__ for name in _MARKS}
+"""Types of the parameters that are marked as `BodyField`, by name."""
+BODY_DEFAULTS: dict[str, Any] = {
+    field.name: field.default for field in msgspec.structs.fields(CoreSamplingParams) if field.name in _MARKS
+}
+"""Their defaults."""
+
+
 def validate_sampling(params: CoreSamplingParams, vocab_size: int) -> CoreSamplingParams:
     """Return `params` when every field is in range.
 
     Raises:
         RequestError: 400 naming the field, for NaN, infinite, negative or out-of-range values.
     """
-    for field, low, high, low_open in (
-        ("temperature", 0.0, 1e6, False),
-        ("top_p", 0.0, 1.0, True),
-        ("min_p", 0.0, 1.0, False),
-        ("repetition_penalty", 0.0, 2.0, True),
-        ("frequency_penalty", -2.0, 2.0, False),
-        ("presence_penalty", -2.0, 2.0, False),
-    ):
-        value = getattr(params, field)
-        if not math.isfinite(value) or value > high or (value <= low if low_open else value < low):
-            bracket = "(" if low_open else "["
-            raise RequestError(f"{field} must be in {bracket}{low}, {high}], got {value}", field=field)
+    for name, mark in _MARKS.items():
+        mark.check(name, getattr(params, name))
     if params.top_k < 1:
         raise RequestError(f"top_k must be at least 1, or -1 for all, got {params.top_k}", field="top_k")
     if params.max_new_tokens < 0:

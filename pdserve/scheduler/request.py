@@ -170,11 +170,6 @@ def _eos_counts(sampling: CoreSamplingParams, num_out: int) -> bool:
     return num_out >= sampling.min_new_tokens and not sampling.ignore_eos
 
 
-def finish_for_failure(failure: Failure) -> FinishReason:
-    """Return the finish reason of a request that failed."""
-    return FinishReason(type="abort", message=failure.message, status_code=failure.status, err_type=failure.code)
-
-
 GRAMMAR_FAILED = Failure(
     code="grammar_failed",
     message="the grammar of this request became too complex to follow; make its schema or expression simpler",

@@ -301,13 +301,7 @@ class Scheduler:
             self.core.counters[PROBES if spec.probe else "requests"] += 1
         except RequestError as error:
             self.core.counters["requests_refused"] += not spec.probe
-            finish = FinishReason(
-                type="abort",
-                message=error.message,
-                status_code=error.status,
-                err_type=error.code,
-                retry_after_s=error.retry_after_s,
-            )
+            finish = FinishReason.failed(Failure.from_error(error))
             self.core.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:

@@ -11,16 +11,16 @@ from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.engine_client.client import EngineClient
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.request.constraints import Constraint
 from pdserve.server.request.grammar_check import GrammarCheck
 from pdserve.server.request.intake import (
-    PreparedRequests,
-    PromptSpec,
     TransferAddress,
     check_size,
     check_token_ids,
-    make_intake,
+    make_requests,
     prompt_field,
 )
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
@@ -88,10 +88,10 @@ class ServerContext:
             check_token_ids(ids, limits.vocab_size, name(i))
         return lists
 
-    def intake(
-        self, prompts: Sequence[PromptSpec], n: int, body: TransferAddress, field: str, *, stream: bool
-    ) -> PreparedRequests:
-        """Call `make_intake` with this server's configuration. The prompts of `body` came in `field`.
+    def make_requests(
+        self, prompts: Sequence[GenerateRequest], n: int, body: TransferAddress, field: str, *, stream: bool
+    ) -> list[RequestState]:
+        """Call `intake.make_requests` with this server's configuration. The prompts of `body` came in `field`.
 
         Clients may name the fake bootstrap host only with `--disaggregation-transfer-backend fake`, which moves no KV
         cache.
@@ -100,7 +100,7 @@ class ServerContext:
             RequestError: 400 naming the field.
         """
         check_size(prompts, n, self.limits().most_body_tokens, field)
-        return make_intake(
+        return make_requests(
             prompts,
             n,
             body,

@@ -11,8 +11,8 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig
-from pdserve.observe.record import RequestRecord, RequestStart
-from pdserve.protocol.messages import EngineState, Flow, PeerLoad, RequestTiming
+from pdserve.observe.record import RequestRecord
+from pdserve.protocol.messages import EngineState, Flow, GenerateRequest, PeerLoad, RequestTiming
 from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
@@ -51,16 +51,13 @@ def exported_by_server(mode: DisaggMode) -> str:
     """What `/metrics` has after one request; with two replicas, so that `dp_rank` is there, too."""
     config = ServerConfig(model=ModelConfig(model_path="m"), disagg=DisaggConfig(disaggregation_mode=mode))
     metrics = make_metrics(config)
-    start = RequestStart(
-        key="k", rid="r", path="/generate", room=None, arrived_at=0.0, intake_s=0.0, input_ids=[1],
-        sampling=CoreSamplingParams(), stream=False, traceparent=None,
-    )  # fmt: skip
     timing = RequestTiming(queue_s=1.0, bootstrap_s=1.0, prefill_s=1.0, transfer_s=1.0, kv_bytes=9, kv_transfer_s=1.0)
+    request = GenerateRequest(rid="k", input_ids=[1], sampling=CoreSamplingParams())
     record = RequestRecord(
-        start=start, outcome="stop", ttft_s=4.0, e2e_s=5.0, prompt_tokens=1, cached_tokens=0, completion_tokens=1,
+        request=request, name="r", path="/generate", outcome="stop", ttft_s=4.0, e2e_s=5.0, completion_tokens=1,
         timing=timing,
     )  # fmt: skip
-    metrics.started(start)
+    metrics.started(record)
     metrics.first_token(4.0, record.parts)
     metrics.prompt_done(1, 0)
     metrics.next_tokens(0.1, 1)

@@ -13,7 +13,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.request import Req, finish_for_failure
+from pdserve.scheduler.request import Req
 
 LOST = Failure(code="transfer_failed", message="the transfer failed without a reason")
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
@@ -105,7 +105,7 @@ class BaseRole(abc.ABC):
             self._core.count_failure(req, failure)
         self._abort_transfer(req, failure)
         self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else finish_for_failure(failure)
+        finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
         self._core.outbox.emit(req, (), finish, self._timing(req))
 
     def _leave(self, req: Req) -> None:

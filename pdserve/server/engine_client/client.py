@@ -22,6 +22,7 @@ from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, Request
 from pdserve.observe.metrics import RequestMetrics
 from pdserve.observe.record import RequestListener
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     Command,
@@ -45,7 +46,7 @@ from pdserve.server.engine_client.startup_line import log_startup
 from pdserve.server.engine_client.waiting import WaitingRequests
 from pdserve.server.generation import Generation
 from pdserve.server.http.request_context import current_call
-from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output, refusal
+from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -163,17 +164,10 @@ class EngineClient:
 
     # requests --------------------------------------------------------------------------------------------------------
 
-    async def submit(
-        self,
-        requests: Sequence[GenerateRequest],
-        names: Sequence[str],
-        batch: str | None = None,
-        client: str | None = None,
-    ) -> Generation:
+    async def submit(self, states: Sequence[RequestState], client: str | None = None) -> Generation:
         """Send the sequences of one body to the scheduler and return their stream of updates.
 
-        `names[i]` is the client's id of sequence i, `batch` the client's id of the whole body; None: it has none. The
-        `rid`s are unique. `client` None: the client of the current HTTP call.
+        The `rid`s of the requests are unique. `client` None: the client of the current HTTP call.
 
         Raises:
             RequestError: 400 when a name belongs to a live request. 503 while the engine is starting, or when too many
@@ -183,31 +177,31 @@ class EngineClient:
         call = current_call()
         if client is None:
             client = "" if call is None else call.client
-        detokenizers = await self._detokenizers([request.sampling for request in requests], client)
+        await self._add_detokenizers(states, client)
         prior_text = {
-            index: await detokenizers[index].replay(request.prior_output_ids)
-            for index, request in enumerate(requests)
-            if request.prior_output_ids
+            state.index: await state.detokenizer.replay(state.request.prior_output_ids)
+            for state in states
+            if state.request.prior_output_ids
         }
         ready = self.require_ready()
+        requests = [state.request for state in states]
         if self._waiting is not None:
             self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
-        also = () if batch is None else (batch,)
-        taken = self._live.taken((*names, *also))
+        taken = self._live.taken(name for state in states for name in state.names)
         if taken is not None:
             raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
-        generation = Generation(len(requests), self._close)
+        generation = Generation(len(states), self._close)
         generation.prior_text.update(prior_text)
-        new = [None] * len(requests) if self._new_prefill is None else self._new_prefill.take(client, requests)
-        for index, (request, name, detokenizer) in enumerate(zip(requests, names, detokenizers, strict=True)):
-            progress = self._watch.started(request, name, call)
-            sequence = RequestState(
-                index, (name, *also), generation, request.sampling, detokenizer, progress, new_address=new[index]
-            )
-            self._live.add(request.rid, sequence)
+        if self._new_prefill is not None:
+            for state, address in zip(states, self._new_prefill.take(client, requests), strict=True):
+                state.new_address = address
+        for state in states:
+            state.generation = generation
+            self._watch.started(state, call)
+            self._live.add(state)
         try:
-            for request in map(self._watch.traced(call), requests):
-                await self._send(request)
+            for state in states:
+                await self._send(state.request)
         except BaseException:
             generation.close()
             raise
@@ -240,12 +234,13 @@ class EngineClient:
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
-    async def _detokenizers(self, samplings: Sequence[CoreSamplingParams], client: str) -> list[Detokenizer]:
+    async def _add_detokenizers(self, states: Sequence[RequestState], client: str) -> None:
         """Create a detokenizer for each sequence. A thread compiles the stop patterns."""
         compiled: dict[str, Pattern] = {}
-        if self._match_stops and (patterns := {text for sampling in samplings for text in sampling.stop_regex}):
+        if self._match_stops and (patterns := {text for state in states for text in state.request.sampling.stop_regex}):
             compiled = await self._pattern_thread.compile(patterns, client)
-        return [self._detokenizer(sampling, compiled) for sampling in samplings]
+        for state in states:
+            state.detokenizer = self._detokenizer(state.request.sampling, compiled)
 
     def _detokenizer(self, sampling: CoreSamplingParams, compiled: Mapping[str, Pattern]) -> Detokenizer:
         if not self._match_stops:
@@ -264,7 +259,7 @@ class EngineClient:
         sequence = self._live.pop(rid)
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
-        self._watch.ended(sequence.progress, outcome, sequence.timing)
+        self._watch.ended(sequence, outcome)
         return sequence
 
     # queries ---------------------------------------------------------------------------------------------------------
@@ -342,29 +337,31 @@ class EngineClient:
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.heard(sequence.new_address, output)
         finish = output.finish
-        refused = refusal(finish)
-        if refused is not None:
-            sequence.progress.refused = refused
-            self._drop(output.rid, "abort")
-            sequence.generation.fail(refused)
+        failure = None if finish is None else finish.failure
+        if failure is not None and failure.status != ABORTED_STATUS:  # the client of an aborted one gets its text
+            self._fail(sequence, failure)
             return
         try:
             update = detokenize_output(
-                sequence.index, sequence.detokenizer, output, keep_stop=sequence.sampling.no_stop_trim
+                sequence.index, sequence.detokenizer, output, keep_stop=sequence.request.sampling.no_stop_trim
             )
         except RequestError as error:  # its stop patterns took too long
-            sequence.progress.refused = error
-            self._drop(output.rid, "abort").generation.fail(error)
+            self._fail(sequence, Failure.from_error(error))
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid))
             return
         sequence.timing = update.timing = output.timing or sequence.timing
-        self._watch.tokens(sequence.progress, output, update)
+        self._watch.tokens(sequence, output, update)
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid, reason="stop"))
         sequence.generation.put(update)
+
+    def _fail(self, sequence: RequestState, failure: Failure) -> None:
+        sequence.failure = failure
+        self._drop(sequence.request.rid, "abort")
+        sequence.generation.fail(failure.error())
 
     def _send_soon(self, message: ToScheduler) -> None:
         if self._dead is None:

@@ -6,32 +6,31 @@ import collections
 import dataclasses
 from collections.abc import Iterable
 
-from pdserve.protocol.messages import RequestTiming
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.observe.record import RequestRecord
 from pdserve.server.engine_client.new_prefill import NewAddress
-from pdserve.server.engine_client.request_stats import SequenceProgress
 from pdserve.server.generation import Generation
 from pdserve.server.text.detokenizer import Detokenizer
 
 
-@dataclasses.dataclass
-class RequestState:
-    """One live sequence; `progress` is its request statistics.
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class RequestState(RequestRecord):
+    """One sequence in the API process, from its validation to its end: its message, statistics and output.
 
-    `names`: the client's id of the sequence, and that of its batch if it has one.
-    `timing`: the newest one that the scheduler sent. It is kept because a stop string ends the sequence before the
-    scheduler's last output.
+    `index` is its position in its body. `batch` is the client's id of the whole body; None: it has none.
+    `EngineClient.submit` sets `generation` and `detokenizer`, which exist from then on.
     """
 
-    index: int
-    names: tuple[str, ...]
-    generation: Generation
-    sampling: CoreSamplingParams
-    detokenizer: Detokenizer
-    progress: SequenceProgress
-    timing: RequestTiming | None = None
+    index: int = 0
+    batch: str | None = None
+    generation: Generation = dataclasses.field(init=False, repr=False)
+    detokenizer: Detokenizer = dataclasses.field(init=False, repr=False)
     new_address: NewAddress | None = None
     """The bootstrap address, if it was new when the sequence was submitted; else None."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The client's ids by which the sequence can be aborted: its own, and its batch's."""
+        return (self.name,) if self.batch is None else (self.name, self.batch)
 
 
 class RequestStates:
@@ -44,9 +43,9 @@ class RequestStates:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def add(self, rid: str, sequence: RequestState) -> None:
+    def add(self, sequence: RequestState) -> None:
         """Add a submitted sequence."""
-        self._sequences[rid] = sequence
+        self._sequences[sequence.request.rid] = sequence
         self._names.update(sequence.names)
 
     def get(self, rid: str) -> RequestState | None:

@@ -18,23 +18,24 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.http.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
 from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.request.constraints import native_constraint
 from pdserve.server.request.intake import (
-    PreparedRequests,
-    PromptSpec,
     as_prompts,
     check_token_ids,
     check_top_logprobs,
     prompt_field,
+    prompt_request,
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
-from pdserve.server.request.stream_states import Resume, StreamStates, resumed
+from pdserve.server.request.stream_states import StreamStates, resume_stream
 
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""
@@ -102,29 +103,27 @@ WEIGHT_VERSION = "default"
 
 @dataclasses.dataclass(frozen=True)
 class GenerateCall:
-    """One call of `/generate`, validated and ready to be submitted. `listed`: the response is a list.
+    """One call of `/generate`: `body`, validated, and its sequences, ready to be submitted.
 
-    `logprob_text`: log probabilities come with the tokens' text. `started_s`: monotonic seconds.
+    `listed`: the response is a list. `started_s`: monotonic seconds.
     """
 
     context: ServerContext
-    intake: PreparedRequests
+    body: GenerateBody
+    states: list[RequestState]
     listed: bool
-    stream: bool
-    logprob_text: bool
     started_s: float
-    resume: Resume | None = None
 
     async def answer(self, request: Request) -> Response:
         """Submit, and return the response, whole or streamed.
 
         A prefill server never streams, because its part ends with the first token.
         """
-        generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
+        generation = await self.context.client.submit(self.states)
         with generation.closed_on_error():
-            if self.stream and self.context.mode != "prefill":
+            if self.body.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(request, generation))
-            updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            updates = await until_disconnect(request, collect(generation, len(self.states)))
             if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
@@ -134,22 +133,23 @@ class GenerateCall:
         return json_response(results if self.listed else results[0])
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
-        totals = [GenerationUpdate(index) for index in range(len(self.intake.requests))]
-        if self.resume is not None:
-            totals[0] = self.resume.update(generation.prior_text.get(0, ""))
+        totals = [GenerationUpdate(index) for index in range(len(self.states))]
+        resume = self.body.pdserve_resume
+        if resume is not None:
+            totals[0] = resume.update(generation.prior_text.get(0, ""))
         inputs: dict[int, dict[str, Any]] = {}
         incremental = self.context.config.serving.incremental_streaming_output
         states = StreamStates(
             request,
-            {"id": self.intake.names[0]},
+            {"id": self.states[0].name},
             num_sequences=2 if self.listed else 1,
-            logprobs=self.intake.requests[0].logprobs is not None and not incremental,
+            logprobs=self.states[0].request.logprobs is not None and not incremental,
         )
         async with generation:
             async for update in generation:
                 total = totals[update.index]
-                if self.resume is not None and self.resume.token_ids:
-                    update.cached_tokens = self.resume.cached_tokens
+                if resume is not None and resume.token_ids:
+                    update.cached_tokens = resume.cached_tokens
                 total.absorb(update)
                 if not update.token_ids and update.finish is None:
                     continue  # only a part of the prompt's log probabilities
@@ -160,16 +160,15 @@ class GenerateCall:
                     yield data
 
     def _format(self, logprob_params: Logprobs) -> NativeFormat:
-        return NativeFormat(
-            self.context.tokenizer, logprob_params.top > 0, bool(logprob_params.token_ids), self.logprob_text
-        )
+        with_text = bool(self.body.return_text_in_logprobs)
+        return NativeFormat(self.context.tokenizer, logprob_params.top > 0, bool(logprob_params.token_ids), with_text)
 
     def _input_logprobs(self, update: GenerationUpdate) -> dict[str, Any]:
         """The prompt's log probability fields. Decode leaves `input_token_logprobs` empty, as routers fill it in.
 
         Routers do so only if the response is not a list.
         """
-        request = self.intake.requests[update.index]
+        request = self.states[update.index].request
         if request.logprobs is None:
             return {}
         fields = self._format(request.logprobs).input(prompt_tokens(request, update.prompt_parts))
@@ -181,9 +180,10 @@ class GenerateCall:
         self, total: GenerationUpdate, shown: GenerationUpdate, input_logprobs: dict[str, Any]
     ) -> dict[str, Any]:
         """Build the result. `total`: the sequence so far. `shown`: tokens and text of this response or event."""
-        request = self.intake.requests[total.index]
+        state = self.states[total.index]
+        request = state.request
         meta: dict[str, Any] = {
-            "id": self.intake.names[total.index],
+            "id": state.name,
             "finish_reason": _finish(total),
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(total.token_ids),
@@ -248,16 +248,16 @@ def _count_n(samplings: list[NativeSampling], names: list[NativeNames]) -> int:
     return counts.pop()
 
 
-def _specs(
+def _prompt_requests(
     prompts: list[list[int]],
     samplings: list[NativeSampling],
     grammars: list[Grammar | None],
     prompt_logprob_params: list[Logprobs | None],
     limits: RequestLimits,
     names: list[NativeNames],
-) -> list[PromptSpec]:
+) -> list[GenerateRequest]:
     return [
-        PromptSpec(ids, native_sampling(sampling, len(ids), limits, name, grammar), logprob_params)
+        prompt_request(ids, native_sampling(sampling, len(ids), limits, name, grammar), logprob_params)
         for ids, sampling, grammar, logprob_params, name in zip(
             prompts, samplings, grammars, prompt_logprob_params, names, strict=True
         )
@@ -293,13 +293,12 @@ async def generate(context: ServerContext, request: Request) -> Response:
     grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
     listed = batch or n > 1
     prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=listed)
-    specs = _specs(prompts, samplings, grammars, prompt_logprob_params, limits, names)
-    stream = bool(body.stream)
+    prompt_requests = _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names)
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id
     with NativeNames(field, "sampling_params").inside():
-        intake = context.intake(specs, n, body, field, stream=stream)
+        states = context.make_requests(prompt_requests, n, body, field, stream=bool(body.stream))
     repeats = not context.config.serving.incremental_streaming_output
-    intake = resumed(intake, body.pdserve_resume, limits.vocab_size, stream=stream and not listed, logprobs=repeats)
-    text = bool(body.return_text_in_logprobs)
-    return await GenerateCall(context, intake, listed, stream, text, started_s, body.pdserve_resume).answer(request)
+    one = bool(body.stream) and not listed
+    resume_stream(states, body.pdserve_resume, limits.vocab_size, stream=one, logprobs=repeats)
+    return await GenerateCall(context, body, states, listed, started_s).answer(request)

@@ -29,6 +29,7 @@ from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateReq
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.engine_queries import ReplicaVitals
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.engine_client.waiting import QUEUE_FULL
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.drain_gate import DrainGate
@@ -117,7 +118,9 @@ async def _probed(
         TimeoutError: not all probes have ended within `PROBE_TIMEOUT_S`.
         RequestError: a probe was refused.
     """
-    generation = await context.client.submit(probes, [probe.rid for probe in probes])
+    generation = await context.client.submit(
+        [RequestState(request=probe, name=probe.rid, index=index) for index, probe in enumerate(probes)]
+    )
     with generation.closed_on_error():
         work = asyncio.wait_for(collect(generation, len(probes)), PROBE_TIMEOUT_S)
         return await until_disconnect(request, work)

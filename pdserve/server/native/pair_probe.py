@@ -29,6 +29,7 @@ from pdserve.protocol.messages import GenerateRequest, WaitsFor
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.new_prefill import TOO_MANY
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.engine_client.waiting import QUEUE_FULL
 from pdserve.server.generation import Generation
 from pdserve.server.http.json_http import convert, json_response, read_json_object
@@ -85,7 +86,7 @@ class PairProbes:
     async def _run(self, request: Request, probe: GenerateRequest, timeout_s: float) -> Response:
         client = request.scope.get(CLIENT_OF_SCOPE, "")
         try:
-            generation = await self._context.client.submit([probe], [probe.rid], client=client)
+            generation = await self._context.client.submit([RequestState(request=probe, name=probe.rid)], client=client)
         except RequestError as error:
             if error.code in (TOO_MANY, QUEUE_FULL):
                 return _busy(error.message)

@@ -10,13 +10,13 @@ from fastapi.responses import Response
 
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.openai.chat_prepare import PreparedChat, prepare_chat
-from pdserve.server.openai.chat_reader import ChatReader, ReasoningCounter
+from pdserve.server.openai.chat_prepare import prepare_chat
+from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.common import OpenAICall
 from pdserve.server.openai.logprob_format import chat_logprobs
-from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
 from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
 from pdserve.server.text.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
 
@@ -31,9 +31,10 @@ class ChatCall(OpenAICall):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
 
-    def __init__(self, context: ServerContext, body: ChatBody, prepared: PreparedChat) -> None:
-        super().__init__(context, body, prepared.intake)
-        self._plan = prepared.plan
+    def __init__(self, context: ServerContext, body: ChatBody, states: list[RequestState], plan: ReadPlan) -> None:
+        """`states`: the outputs of the chat's one prompt, which `plan` parses."""
+        super().__init__(context, body, states, len(states))
+        self._plan = plan
         self._readers: dict[int, ChatReader] = {}
         self._counters: dict[int, ReasoningCounter] = {}
 
@@ -116,13 +117,6 @@ def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
     return {**fields, **({"tool_calls": list(calls.values())} if calls else {})}
 
 
-def chat_ask(body: ChatBody) -> RequestedSampling:
-    """Return the requested number of tokens, with the name of the client's field."""
-    if body.max_completion_tokens is not None:
-        return RequestedSampling(body.max_completion_tokens, MAX_CHAT_TOKENS, "max_completion_tokens")
-    return RequestedSampling(body.max_tokens, MAX_CHAT_TOKENS, "max_tokens")
-
-
 async def chat_completions(context: ServerContext, request: Request) -> Response:
     """Serve `POST /v1/chat/completions`: validate the whole body, then submit. An invalid request allocates nothing.
 
@@ -133,5 +127,5 @@ async def chat_completions(context: ServerContext, request: Request) -> Response
     context.limits()
     asked = {name: value for name, value in raw.items() if value not in _HARMLESS.get(name, ())}
     body = convert(refuse_unsupported(asked, UNSUPPORTED_CHAT), ChatBody)
-    prepared = await prepare_chat(context, body, chat_ask(body))
-    return await ChatCall(context, body, prepared).answer(request)
+    states, plan = await prepare_chat(context, body)
+    return await ChatCall(context, body, states, plan).answer(request)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
+
+import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.openai.chat_messages import check_chat_size, final_text, template_messages
 from pdserve.server.openai.chat_reader import ReadPlan
 from pdserve.server.openai.chat_tools import ToolPlan, plan_tools
 from pdserve.server.openai.common import check_prompt_logprobs
 from pdserve.server.request.constraints import Constraint, after_thoughts, openai_constraint
 from pdserve.server.request.intake import (
-    PreparedRequests,
-    PromptSpec,
     check_token_ids,
     check_top_logprobs,
     openai_logprobs,
+    prompt_request,
 )
 from pdserve.server.request.sampling_fields import (
-    RequestedSampling,
+    MAX_CHAT_TOKENS,
     check_listed,
     check_prompt_fits,
     count_n,
@@ -37,20 +38,12 @@ _RESERVED_TEMPLATE_NAMES = {
 }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedChat:
-    """Requests that are ready to be submitted, and the parser plan of their outputs."""
-
-    intake: PreparedRequests
-    plan: ReadPlan
-
-
 async def prepare_chat(
-    context: ServerContext, body: ChatBody, ask: RequestedSampling, field: str = "messages"
-) -> PreparedChat:
-    """Validate `body` and prepare its requests. An invalid request allocates nothing.
+    context: ServerContext, body: ChatBody, field: str = "messages"
+) -> tuple[list[RequestState], ReadPlan]:
+    """Validate `body` and prepare its sequences and the parser of their outputs. An invalid request allocates nothing.
 
-    `ask`: the requested number of tokens. `field`: name of the messages in the client's body.
+    `field`: name of the messages in the client's body.
 
     Raises:
         RequestError: the body is invalid; the error names the field.
@@ -74,11 +67,11 @@ async def prepare_chat(
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
     grammar = await context.take_grammar(_constraint(context, body, tools, plan), body.stop_regex)
+    sampling = openai_sampling(body, MAX_CHAT_TOKENS, len(input_ids), limits, field, grammar)
     if plan.special_tokens:
-        body.skip_special_tokens = False
-    sampling = openai_sampling(body, ask, len(input_ids), limits, field, grammar)
-    spec = PromptSpec(input_ids, sampling, logprobs)
-    return PreparedChat(context.intake([spec], n, body, field, stream=bool(body.stream)), plan)
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+    prompt_requests = [prompt_request(input_ids, sampling, logprobs)]
+    return context.make_requests(prompt_requests, n, body, field, stream=bool(body.stream)), plan
 
 
 async def chat_prompt(context: ServerContext, body: ChatBody, tools: ToolPlan, field: str) -> str:

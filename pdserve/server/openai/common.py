@@ -17,13 +17,14 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.http.json_http import json_response
 from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
-from pdserve.server.request.intake import PreparedRequests, check_top_logprobs
+from pdserve.server.request.intake import check_top_logprobs, num_prompt_tokens
 from pdserve.server.request.schemas import OpenAIBody
-from pdserve.server.request.stream_states import Resume, StreamStates, resumed
+from pdserve.server.request.stream_states import Resume, StreamStates, resume_stream
 
 
 def finish_fields(finish: FinishReason | None) -> dict[str, Any]:
@@ -63,10 +64,14 @@ class OpenAICall(abc.ABC):
     prompt_logprobs_of_body = True
     """Whether the prompt's log probabilities are a field of the response, not of its choices."""
 
-    def __init__(self, context: ServerContext, body: OpenAIBody, intake: PreparedRequests) -> None:
+    def __init__(self, context: ServerContext, body: OpenAIBody, states: list[RequestState], n: int) -> None:
+        """`states[p * n + j]` is output j of prompt p."""
+        resume_stream(states, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
         self.context = context
         self.body = body
-        self.intake = resumed(intake, body.pdserve_resume, context.limits().vocab_size, stream=bool(body.stream))
+        self.states = states
+        self.n = n
+        self._num_prompt_tokens = num_prompt_tokens(states, n)
         self.prompt_parts: dict[int, list[PromptLogprobs]] = {}
         self._head = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -110,11 +115,11 @@ class OpenAICall(abc.ABC):
         A prefill server never streams, because its part ends with the first token.
         """
         stream = bool(self.body.stream) and self.context.mode != "prefill"
-        generation = await self.context.client.submit(self.intake.requests, self.intake.names, self.intake.batch)
+        generation = await self.context.client.submit(self.states)
         with generation.closed_on_error():
             if stream:
                 return await stream_response(request, self._events(request, generation))
-            updates = await until_disconnect(request, collect(generation, len(self.intake.requests)))
+            updates = await until_disconnect(request, collect(generation, len(self.states)))
             for update in updates:
                 self.prompt_parts[update.index] = update.prompt_parts
             if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
@@ -129,7 +134,7 @@ class OpenAICall(abc.ABC):
         """Build vLLM's `prompt_logprobs` for the prompt of sequence `index`, if the body requests it."""
         if self.body.prompt_logprobs is None:
             return {}
-        tokens = prompt_tokens(self.intake.requests[index], self.prompt_parts.get(index, []))
+        tokens = prompt_tokens(self.states[index].request, self.prompt_parts.get(index, []))
         return {"prompt_logprobs": vllm_prompt_logprobs(self.context.tokenizer, tokens, self.body.prompt_logprobs)}
 
     def _whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
@@ -143,9 +148,9 @@ class OpenAICall(abc.ABC):
         return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates), **extra}
 
     def _usage(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-        prompt = self.intake.num_prompt_tokens
+        prompt = self._num_prompt_tokens
         completion = sum(len(update.token_ids) for update in updates)
-        cached = sum(update.cached_tokens for update in updates if update.index % self.intake.n == 0)
+        cached = sum(update.cached_tokens for update in updates if update.index % self.n == 0)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
@@ -156,7 +161,7 @@ class OpenAICall(abc.ABC):
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen = self._seen_elsewhere(generation)
-        states = StreamStates(request, self._head, num_sequences=len(self.intake.requests))
+        states = StreamStates(request, self._head, num_sequences=len(self.states))
         async with generation:
             async for update in generation:
                 self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
@@ -189,7 +194,7 @@ class OpenAICall(abc.ABC):
             yield self._chunk(update.index, news, self._running(seen))
         if update.finish is None:
             return
-        last = len(seen) == len(self.intake.requests) and all(u.finish for u in seen.values())
+        last = len(seen) == len(self.states) and all(u.finish for u in seen.values())
         done = list(seen.values())
         extra = self._extra(done) if last and not self._wants_usage else {}
         nothing = self.delta(GenerationUpdate(update.index))

@@ -11,6 +11,7 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs
@@ -22,17 +23,15 @@ from pdserve.server.openai.logprob_format import (
 )
 from pdserve.server.request.constraints import openai_constraint
 from pdserve.server.request.intake import (
-    PreparedRequests,
-    PromptSpec,
     as_prompts,
     check_top_logprobs,
     openai_logprobs,
     prompt_field,
+    prompt_request,
 )
 from pdserve.server.request.sampling_fields import (
     COMPLETION_TOKENS,
     MAX_N,
-    RequestedSampling,
     check_listed,
     count_n,
     openai_sampling,
@@ -62,11 +61,12 @@ class CompletionCall(OpenAICall):
         self,
         context: ServerContext,
         body: CompletionBody,
-        intake: PreparedRequests,
+        states: list[RequestState],
+        n: int,
         prompts: list[CompletionPrompt],
         num_choices: int,
     ) -> None:
-        super().__init__(context, body, intake)
+        super().__init__(context, body, states, n)
         self._prompts = prompts
         self._num_choices = num_choices
         self._echo = bool(body.echo)
@@ -75,7 +75,7 @@ class CompletionCall(OpenAICall):
 
     def chosen(self, updates: list[GenerationUpdate]) -> list[GenerationUpdate]:
         """See `OpenAICall`: for each prompt, those with the highest log probability per token, best first."""
-        made, wanted = self.intake.n, self._num_choices
+        made, wanted = self.n, self._num_choices
         if made == wanted:
             return updates
         groups = [updates[first : first + made] for first in range(0, len(updates), made)]
@@ -96,10 +96,10 @@ class CompletionCall(OpenAICall):
         """See `OpenAICall`: the prompt, if `echo` is set."""
         if not self._echo:
             return None
-        text = self._prompts[index // self.intake.n].text
+        text = self._prompts[index // self.n].text
         if self._num_top is None:
             return {"text": text, "logprobs": None}
-        tokenizer, request = self.context.tokenizer, self.intake.requests[index]
+        tokenizer, request = self.context.tokenizer, self.states[index].request
         self._offsets[index] = tokens_length(tokenizer, request.input_ids)
         tokens = prompt_tokens(request, self.prompt_parts.get(index, []))
         return {"text": text, "logprobs": completion_prompt_logprobs(tokenizer, tokens, self._num_top)}
@@ -168,15 +168,18 @@ async def completions(context: ServerContext, request: Request) -> Response:
     check_listed([body], len(given) * made)
     logprob_params = _logprob_params(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
-    ask = RequestedSampling(body.max_tokens, COMPLETION_TOKENS, "max_tokens")
     lists = await context.token_ids(given, "prompt", batch=batch)
     prompts = [
         CompletionPrompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
         for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
     ]
-    specs = [
-        PromptSpec(p.input_ids, openai_sampling(body, ask, len(p.input_ids), limits, p.field, grammar), logprob_params)
+    prompt_requests = [
+        prompt_request(
+            p.input_ids,
+            openai_sampling(body, COMPLETION_TOKENS, len(p.input_ids), limits, p.field, grammar),
+            logprob_params,
+        )
         for p in prompts
     ]
-    intake = context.intake(specs, made, body, "prompt", stream=bool(body.stream))
-    return await CompletionCall(context, body, intake, prompts, num_choices).answer(request)
+    states = context.make_requests(prompt_requests, made, body, "prompt", stream=bool(body.stream))
+    return await CompletionCall(context, body, states, made, prompts, num_choices).answer(request)

@@ -1,4 +1,4 @@
-"""Converts a parsed body to scheduler requests: prompts, bootstrap rooms, request ids.
+"""Converts a parsed body to its sequences (`RequestState`): prompts, bootstrap rooms, request ids.
 
 Pure; the endpoints call it before anything is submitted.
 
@@ -7,7 +7,6 @@ A body makes `num_prompts * n` sequences; sequence `p * n + j` is the j-th outpu
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 import time
 import uuid
@@ -22,6 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.http.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096
@@ -47,34 +47,6 @@ class TransferAddress(Protocol):
     bootstrap_host: Any
     bootstrap_port: Any
     bootstrap_room: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class PromptSpec:
-    """One checked prompt of a body: its token ids, sampling parameters and requested logprobs (None: none)."""
-
-    input_ids: list[int]
-    sampling: CoreSamplingParams
-    logprobs: Logprobs | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedRequests:
-    """The requests of one body, ready to be submitted.
-
-    `names[i]` is the client's id of sequence i. `batch` is the client's id of the whole batch; None unless one id was
-    given for several prompts.
-    """
-
-    requests: list[GenerateRequest]
-    names: list[str]
-    n: int
-    batch: str | None = None
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens; each prompt counts once, for any `n`."""
-        return sum(len(request.input_ids) for request in self.requests[:: self.n])
 
 
 def as_prompts(value: Any, field: str, *, allow_text: bool, allow_ids: bool) -> tuple[list[str | list[int]], bool]:
@@ -271,7 +243,7 @@ def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
 
 
-def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
+def check_num_sequences(prompts: Sequence[GenerateRequest], n: int) -> None:
     """Check the number of sequences and of stop patterns of a body, before anything is queued.
 
     Raises:
@@ -286,7 +258,7 @@ def check_num_sequences(prompts: Sequence[PromptSpec], n: int) -> None:
         raise RequestError(f"stop_regex: {message}", field="stop_regex")
 
 
-def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: str) -> None:
+def check_size(prompts: Sequence[GenerateRequest], n: int, most_tokens: int, field: str) -> None:
     """Check that a body has at most `most_tokens` prompt tokens and `MAX_SENT_CHARS` grammar characters over all
     sequences.
 
@@ -305,8 +277,15 @@ def check_size(prompts: Sequence[PromptSpec], n: int, most_tokens: int, field: s
         raise RequestError(message, field="n" if n > 1 else field)
 
 
-def make_intake(
-    prompts: Sequence[PromptSpec],
+def prompt_request(
+    input_ids: list[int], sampling: CoreSamplingParams, logprobs: Logprobs | None = None
+) -> GenerateRequest:
+    """Return the request of one checked prompt for `make_requests`, which gives each of its sequences rid and room."""
+    return GenerateRequest(rid="", input_ids=input_ids, sampling=sampling, logprobs=logprobs)
+
+
+def make_requests(
+    prompts: Sequence[GenerateRequest],
     n: int,
     body: TransferAddress,
     mode: DisaggMode,
@@ -315,11 +294,12 @@ def make_intake(
     dp_size: int = 1,
     allowed_prefill: HostPatterns | None = None,
     fake_rooms: bool = False,
-) -> PreparedRequests:
-    """Build all requests of a body whose prompts are checked; `body` has the bootstrap fields, `rid` and `priority`.
+) -> list[RequestState]:
+    """Build all sequences of a body from the requests of its prompts (`prompt_request`).
 
-    `fake_rooms`: see `rooms_of`. Each request has a unique internal `rid` that is never reused. So late outputs of an
-    aborted request cannot reach another request to which the client gave the same `rid`.
+    `body` has the bootstrap fields, `rid` and `priority`. `fake_rooms`: see `rooms_of`. Each request has a unique
+    internal `rid` that is never reused. So late outputs of an aborted request cannot reach another request to which the
+    client gave the same `rid`.
 
     Raises:
         RequestError: 400 naming the field.
@@ -331,19 +311,25 @@ def make_intake(
     check_num_sequences(prompts, n)
     rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill, fake_rooms=fake_rooms)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
+    batch = body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None
     arrival_s = time.time()
-    requests = [
-        GenerateRequest(
-            rid=f"{names[i]}.{secrets.token_hex(4)}",
-            input_ids=prompts[i // n].input_ids,
-            sampling=_seeded(prompts[i // n].sampling, i % n),
+    states = []
+    for index, (name, room) in enumerate(zip(names, rooms, strict=True)):
+        prompt = prompts[index // n]
+        request = msgspec.structs.replace(
+            prompt,
+            rid=f"{name}.{secrets.token_hex(4)}",
+            sampling=_seeded(prompt.sampling, index % n),
             stream=stream,
-            logprobs=prompts[i // n].logprobs,
-            room=rooms[i],
+            room=room,
             arrival_s=arrival_s,
             priority=body.priority or 0,
-            replica=body.data_parallel_rank,
+            replica=rank,
         )
-        for i in range(len(names))
-    ]
-    return PreparedRequests(requests, names, n, body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None)
+        states.append(RequestState(request=request, name=name, index=index, batch=batch))
+    return states
+
+
+def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:
+    """Return the prompt tokens of a body; each prompt counts once, for any `n`."""
+    return sum(state.prompt_tokens for state in states[::n])

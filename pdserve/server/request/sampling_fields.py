@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
@@ -14,8 +13,6 @@ from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
 from pdserve.server.request.schemas import NativeSampling, OpenAIBody, SharedSampling
 from pdserve.server.text.stop_regex import MAX_STOP_CHARS, check_stop_regex
-
-V = TypeVar("V")
 
 MAX_N = 128
 MAX_STOP_STRINGS = 64
@@ -27,7 +24,7 @@ BODY_PROMPTS = 8
 """A body may have `MAX_BODY_TOKENS` prompt tokens, and always this many prompts of maximum length."""
 MAX_CHAT_TOKENS = 2048
 """Default `max_tokens` of a chat; less if the context has less room."""
-NATIVE_TOKENS = 128
+NATIVE_TOKENS = CoreSamplingParams().max_new_tokens
 COMPLETION_TOKENS = 16
 
 
@@ -64,19 +61,6 @@ class RequestLimits:
 
 
 @dataclasses.dataclass(frozen=True)
-class RequestedSampling:
-    """The client's limit of output tokens. `tokens` None: use `default`. 0: compute the prompt only, if `least` is 0.
-
-    `least` is the minimum that is accepted. `field` is the client's name of the limit.
-    """
-
-    tokens: int | None
-    default: int
-    field: str
-    least: int = 0
-
-
-@dataclasses.dataclass(frozen=True)
 class NativeNames:
     """Names of a `/generate` prompt and its parameters in errors: `text[1]`, `sampling_params[1]`."""
 
@@ -97,7 +81,7 @@ class NativeNames:
                 raise
             field = f"{self.sampling}.{error.field}"
             message = error.message.replace(error.field, field, 1)
-            raise RequestError(message, field=field, status=error.status, code=error.code) from error
+            raise error.renamed(message, field) from error
 
 
 def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str) -> None:
@@ -116,30 +100,31 @@ def check_prompt_fits(num_prompt: int, limits: RequestLimits, prompt_field: str)
 
 
 def fit_max_tokens(
-    num_prompt: int, ask: RequestedSampling, min_tokens: int, limits: RequestLimits, prompt_field: str
+    num_prompt: int, prompt_field: str, given: int | None, field: str, default: int, limits: RequestLimits
 ) -> int:
     """Return the number of tokens to generate for a prompt of `num_prompt` tokens.
 
-    A default shrinks to what fits; an explicit limit is refused if it does not fit. A prefill server holds the prompt
-    and one token, so only the context length limits the output there.
+    `given` is the client's limit in `field`; None: `default`. A default shrinks to what fits; the client's limit is
+    refused if it does not fit. A prefill server holds the prompt and one token, so only the context length limits the
+    output there.
 
     Raises:
         RequestError: 400 naming the prompt or the client's limit.
     """
     check_prompt_fits(num_prompt, limits, prompt_field)
     longest = limits.context_length if limits.mode == "prefill" else limits.capacity
-    if ask.tokens is None:
-        return min(max(ask.default, min_tokens), longest - num_prompt)
-    if ask.tokens < ask.least:
-        raise RequestError(f"{ask.field} must be at least {ask.least}, got {ask.tokens}", field=ask.field)
-    if num_prompt + ask.tokens > longest:
+    if given is None:
+        return min(default, longest - num_prompt)
+    if given < 0:
+        raise RequestError(f"{field} must be at least 0, got {given}", field=field)
+    if num_prompt + given > longest:
         raise RequestError(
-            f"{num_prompt} prompt tokens and {ask.field}={ask.tokens} exceed the {longest} tokens that fit "
+            f"{num_prompt} prompt tokens and {field}={given} exceed the {longest} tokens that fit "
             f"(context {limits.context_length}, KV pool {limits.max_total_tokens})",
-            field=ask.field,
+            field=field,
             code="context_length_exceeded",
         )
-    return ask.tokens
+    return given
 
 
 def count_n(n: int | None) -> int:
@@ -199,57 +184,44 @@ def _seed(seed: int | None, field: str) -> int | None:
     return seed & ((1 << 63) - 1)
 
 
-def _given(value: V | None, default: V) -> V:
-    return default if value is None else value
-
-
 def _build(
-    body: NativeSampling | OpenAIBody, min_tokens: int, max_tokens: int, seed: int | None, grammar: Grammar | None
+    body: NativeSampling | OpenAIBody, max_tokens: int, min_tokens: int, seed: int | None, grammar: Grammar | None
 ) -> CoreSamplingParams:
-    default = CoreSamplingParams()
-    top_k = _given(body.top_k, -1)
+    declared = body.declared()
+    top_k = declared.pop("top_k")
     return CoreSamplingParams(
+        **declared,
+        top_k=TOP_K_ALL if top_k == -1 else min(top_k, TOP_K_ALL),
         max_new_tokens=max_tokens,
         min_new_tokens=min_tokens,
-        temperature=_given(body.temperature, default.temperature),
-        top_p=_given(body.top_p, default.top_p),
-        top_k=TOP_K_ALL if top_k == -1 else min(top_k, TOP_K_ALL),
-        min_p=_given(body.min_p, default.min_p),
-        repetition_penalty=_given(body.repetition_penalty, default.repetition_penalty),
-        frequency_penalty=_given(body.frequency_penalty, default.frequency_penalty),
-        presence_penalty=_given(body.presence_penalty, default.presence_penalty),
         seed=seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         stop_regex=check_stop_regex(body.stop_regex),
-        ignore_eos=_given(body.ignore_eos, default.ignore_eos),
-        skip_special_tokens=_given(body.skip_special_tokens, default.skip_special_tokens),
-        spaces_between_special_tokens=_given(body.spaces_between_special_tokens, default.spaces_between_special_tokens),
-        no_stop_trim=_given(body.no_stop_trim, default.no_stop_trim),
         logit_bias=_logit_bias(body.logit_bias),
         grammar=grammar,
     )
 
 
 def native_sampling(
-    body: NativeSampling, num_prompt: int, limits: RequestLimits, fields: NativeNames, grammar: Grammar | None = None
+    body: NativeSampling, num_prompt: int, limits: RequestLimits, names: NativeNames, grammar: Grammar | None = None
 ) -> CoreSamplingParams:
     """Build and check the parameters of a `/generate` prompt of `num_prompt` tokens.
 
     Raises:
         RequestError: 400 naming the field.
     """
-    ask = RequestedSampling(body.max_new_tokens, NATIVE_TOKENS, "max_new_tokens")
-    min_tokens = _given(body.min_new_tokens, 0)
-    with fields.inside():
+    min_tokens = body.min_new_tokens or 0
+    default = max(NATIVE_TOKENS, min_tokens)
+    with names.inside():
         seed = _seed(body.seed, "seed") if body.sampling_seed is None else _seed(body.sampling_seed, "sampling_seed")
-        max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, fields.prompt)
-        return validate_sampling(_build(body, min_tokens, max_tokens, seed, grammar), limits.vocab_size)
+        max_tokens = fit_max_tokens(num_prompt, names.prompt, body.max_new_tokens, "max_new_tokens", default, limits)
+        return validate_sampling(_build(body, max_tokens, min_tokens, seed, grammar), limits.vocab_size)
 
 
 def openai_sampling(
     body: OpenAIBody,
-    ask: RequestedSampling,
+    default_tokens: int,
     num_prompt: int,
     limits: RequestLimits,
     prompt_field: str,
@@ -257,17 +229,20 @@ def openai_sampling(
 ) -> CoreSamplingParams:
     """Build and check the parameters of an OpenAI prompt of `num_prompt` tokens.
 
+    `default_tokens`: tokens to generate for a body without a limit.
+
     Raises:
         RequestError: 400 naming the field by its OpenAI name.
     """
-    min_tokens = _given(body.min_tokens, 0)
-    max_tokens = fit_max_tokens(num_prompt, ask, min_tokens, limits, prompt_field)
+    min_tokens = body.min_tokens or 0
+    limit_field, given = body.output_limit()
+    default = max(default_tokens, min_tokens)
+    max_tokens = fit_max_tokens(num_prompt, prompt_field, given, limit_field, default, limits)
     try:
-        built = _build(body, min_tokens, max_tokens, _seed(body.seed, "seed"), grammar)
+        built = _build(body, max_tokens, min_tokens, _seed(body.seed, "seed"), grammar)
         return validate_sampling(built, limits.vocab_size)
     except RequestError as error:
-        message, names = error.message, {"max_new_tokens": ask.field, "min_new_tokens": "min_tokens"}
+        message, names = error.message, {"max_new_tokens": limit_field, "min_new_tokens": "min_tokens"}
         for ours, theirs in names.items():
             message = message.replace(ours, theirs)
-        field = names.get(error.field or "", error.field)
-        raise RequestError(message, field=field, status=error.status, code=error.code) from error
+        raise error.renamed(message, names.get(error.field or "", error.field)) from error

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS
 from pdserve.server.request.field_types import (
     Counts,
     DecodedIds,
@@ -49,30 +50,37 @@ UNSUPPORTED_CHAT = (
 UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
 
 
-class SharedSampling(msgspec.Struct):
+if TYPE_CHECKING:
+
+    class DeclaredSampling(msgspec.Struct):
+        """The fields of `BODY_FIELDS`, each nullable; null: the default. `SharedSampling.declared` reads them."""
+
+else:
+    DeclaredSampling = msgspec.defstruct(
+        "DeclaredSampling", [(name, kind | None, None) for name, kind in BODY_FIELDS.items()], module=__name__
+    )
+
+
+class SharedSampling(DeclaredSampling):
     """Sampling and stop fields that have the same name in native and OpenAI bodies. None: the default."""
 
     n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     stop_regex: str | list[str] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    no_stop_trim: bool | None = None
     logit_bias: dict[str, float] | None = None
     json_schema: JsonSchema = None
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: StructuralTag = None
+
+    def declared(self) -> dict[str, Any]:
+        """Return the values of the fields of `BODY_FIELDS`, with the default for null."""
+        return {
+            name: default if (value := getattr(self, name)) is None else value
+            for name, default in BODY_DEFAULTS.items()
+        }
 
 
 class NativeSampling(SharedSampling, forbid_unknown_fields=True):
@@ -141,6 +149,10 @@ class OpenAIBody(ConstraintFields):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
+
+    def output_limit(self) -> tuple[str, int | None]:
+        """Return name and value of the client's limit of output tokens; None: the endpoint's default."""
+        return "max_tokens", self.max_tokens
 
 
 class CompletionBody(OpenAIBody):
@@ -222,6 +234,12 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def output_limit(self) -> tuple[str, int | None]:
+        """See `OpenAIBody`; `max_completion_tokens` comes before `max_tokens`."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return super().output_limit()
 
 
 class TokenizeBody(msgspec.Struct):

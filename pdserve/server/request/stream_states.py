@@ -5,8 +5,7 @@ Used by the endpoints that stream. `base/stream_state.py` documents the protocol
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -15,8 +14,9 @@ from fastapi import Request
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import TokenLogprob
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.request.intake import PreparedRequests, check_token_ids
+from pdserve.server.request.intake import check_token_ids
 
 
 class StreamHead(msgspec.Struct):
@@ -49,10 +49,10 @@ class Resume(msgspec.Struct):
         return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
 
 
-def resumed(
-    intake: PreparedRequests, resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
-) -> PreparedRequests:
-    """Return `intake` with the output of an earlier attempt on another server; unchanged if `resume` is None.
+def resume_stream(
+    states: Sequence[RequestState], resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
+) -> None:
+    """Give the request the output of an earlier attempt on another server; does nothing if `resume` is None.
 
     `logprobs`: each event repeats the logprobs of all tokens so far, if the request wants any.
 
@@ -60,10 +60,10 @@ def resumed(
         RequestError: 400, `resume` does not fit the request.
     """
     if resume is None:
-        return intake
-    if not stream or len(intake.requests) != 1:
+        return
+    if not stream or len(states) != 1:
         raise RequestError(f"{RESUME_FIELD} needs a stream of one sequence", field=RESUME_FIELD)
-    (request,) = intake.requests
+    request = states[0].request
     check_token_ids(resume.token_ids, vocab_size, RESUME_FIELD)
     if len(resume.token_ids) >= max(1, request.sampling.max_new_tokens):
         raise RequestError(f"{RESUME_FIELD} has as many tokens as the request may generate", field=RESUME_FIELD)
@@ -73,8 +73,7 @@ def resumed(
     logprob_params = request.logprobs
     if logprob_params is not None and resume.token_ids:
         logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
-    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
-    return dataclasses.replace(intake, requests=[request])
+    states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
 
 
 class StreamStates:

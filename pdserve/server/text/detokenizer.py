@@ -193,29 +193,6 @@ class Detokenizer:
         return self._patterns.push(self._stops.flush()) + self._patterns.flush()
 
 
-ABORTED_STATUS = 499
-"""HTTP status of a requested abort."""
-
-
-def refusal(finish: FinishReason | None) -> RequestError | None:
-    """Return the error that a sequence ended with; None if it succeeded or still runs.
-
-    A requested abort is no error: its client gets the text so far. Routers would retry an error.
-    """
-    if finish is None or finish.type != "abort" or finish.status_code in (None, ABORTED_STATUS):
-        return None
-    status = finish.status_code
-    assert status is not None
-    field = "bootstrap_room" if status == 409 and finish.err_type != "rid_in_use" else None
-    return RequestError(
-        finish.message or "aborted",
-        status=status,
-        code=finish.err_type or "aborted",
-        field=field,
-        retry_after_s=finish.retry_after_s,
-    )
-
-
 def detokenize_output(
     index: int, detokenizer: Detokenizer, output: EngineCoreOutput, *, keep_stop: bool
 ) -> GenerationUpdate:

@@ -11,6 +11,7 @@ from pdserve.llm.outputs import BatchError
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.protocol.messages import FinishReason, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
 
 
@@ -30,10 +31,10 @@ class StandIn:
     def room(self) -> RoomAddress:
         return RoomAddress(host="127.0.0.1", port=1, room=len(self.rooms))
 
-    async def submit(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> Generation:
-        name = names[0]
-        self.generations[name] = Generation(len(requests), lambda _: self.closed(name))
-        self.rooms |= {request.rid: request.room for request in requests}
+    async def submit(self, states: Sequence[RequestState]) -> Generation:
+        name = states[0].name
+        self.generations[name] = Generation(len(states), lambda _: self.closed(name))
+        self.rooms |= {state.request.rid: state.request.room for state in states}
         return self.generations[name]
 
     def closed(self, name: str) -> None:

@@ -21,7 +21,6 @@ from pdserve.server.openai.responses.endpoint import ResponsesCall
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.openai.responses.to_chat import to_chat
 from pdserve.server.request.grammar_check import GrammarCheck
-from pdserve.server.request.sampling_fields import RequestedSampling
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import HERMES, NOW, WEATHER, long_context, openai_bench
 
@@ -165,11 +164,11 @@ async def test_a_failure_after_the_first_token_is_an_event(tokenizer: Tokenizer)
     async with openai_bench(tokenizer, TEXT) as (b, _):
         grammars = GrammarCheck(b.config.grammar, tokenizer)
         context = ServerContext(b.config, b.client, tokenizer, make_metrics(b.config), 0, grammars)
-        prepared = await prepare_chat(context, to_chat(body), RequestedSampling(None, 16, "max_output_tokens"), "input")
+        states, plan = await prepare_chat(context, to_chat(body), "input")
         generation = Generation(1, lambda generation: None)
         generation.put(GenerationUpdate(0, text="so far", token_ids=[1]))
         kinds = []
-        async for event in ResponsesCall(context, body, prepared)._events(generation):
+        async for event in ResponsesCall(context, body, states, plan)._events(generation):
             name, data = event.decode().splitlines()[:2]
             kinds.append(name.removeprefix("event: "))
             generation.fail(RequestError("the other half is gone", status=503))

@@ -9,7 +9,7 @@ import pytest
 from pdserve.errors import RequestError
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.request.intake import PromptSpec, check_size
+from pdserve.server.request.intake import check_size, prompt_request
 from pdserve.server.request.sampling_fields import RequestLimits
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
@@ -300,7 +300,7 @@ async def test_what_one_body_asks_for_in_all_is_bounded() -> None:
     assert (limits.most_prompt_tokens, limits.most_body_tokens) == (4095, 1 << 20)
     assert RequestLimits("null", 320, 1 << 20, 1 << 19).most_body_tokens == 8 << 19
     grammar = Grammar(kind="regex", text="a" * 200_000)
-    prompts = [PromptSpec([5] * 1024, CoreSamplingParams(grammar=grammar))] * 4
+    prompts = [prompt_request([5] * 1024, CoreSamplingParams(grammar=grammar))] * 4
     check_size(prompts, 64, limits.most_body_tokens, "prompt")
     with pytest.raises(RequestError, match="more than 1048576") as refused:
         check_size(prompts, 257, limits.most_body_tokens, "prompt")

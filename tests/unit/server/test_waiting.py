@@ -13,6 +13,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.engine_client import waiting
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.engine_client.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, until
@@ -26,6 +27,10 @@ def requests(count: int, num_tokens: int = 1, name: str = "r") -> list[GenerateR
         GenerateRequest(rid=f"{name}{i}", input_ids=[7] * num_tokens, sampling=CoreSamplingParams())
         for i in range(count)
     ]
+
+
+def states(count: int, name: str = "r") -> list[RequestState]:
+    return [RequestState(request=request, name=request.rid) for request in requests(count, name=name)]
 
 
 def send(bound: WaitingRequests, sent: list[GenerateRequest], capacity: int = CONTEXT) -> None:
@@ -154,13 +159,13 @@ async def test_what_is_aborted_counts_until_the_scheduler_has_ended_it(
     monkeypatch.setattr(waiting, "WAITING_CONTEXTS", 0)
     async with bench(tokenizer) as b:
         b.scheduler.hold, b.scheduler.script = True, lambda request: []
-        generation = await b.client.submit(requests(1), ["a"])
+        generation = await b.client.submit(states(1))
         generation.close()
         assert b.client.num_live == 0
         with pytest.raises(RequestError, match="wait already"):
-            await b.client.submit(requests(1, name="s"), ["b"])
+            await b.client.submit(states(1, name="s"))
         await until(lambda: not b.client._waiting._tokens)  # type: ignore[union-attr]
-        (await b.client.submit(requests(1, name="t"), ["c"])).close()
+        (await b.client.submit(states(1, name="t"))).close()
 
 
 @pytest.mark.asyncio
@@ -175,5 +180,5 @@ async def test_what_could_not_be_sent_counts_no_longer(tokenizer: Tokenizer, mon
         with monkeypatch.context() as patch:
             patch.setattr(b.client._channel, "send", fails)
             with pytest.raises(OSError, match="no way"):
-                await b.client.submit(requests(1), ["a"])
-        (await b.client.submit(requests(1, name="s"), ["b"])).close()
+                await b.client.submit(states(1))
+        (await b.client.submit(states(1, name="s"))).close()

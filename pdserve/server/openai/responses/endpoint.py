@@ -14,27 +14,28 @@ from fastapi.responses import Response
 from pdserve.errors import PdserveError
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.http.json_http import convert, describe, json_response, read_json_object, refuse_unsupported
 from pdserve.server.http.streaming import EventStream, collect, first_event, until_disconnect
-from pdserve.server.openai.chat_prepare import PreparedChat, prepare_chat
-from pdserve.server.openai.chat_reader import ChatReader, ReasoningCounter
+from pdserve.server.openai.chat_prepare import prepare_chat
+from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.openai.responses.output import OutputWriter
 from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
 from pdserve.server.openai.responses.to_chat import to_chat, with_fields_of
-from pdserve.server.request.sampling_fields import MAX_CHAT_TOKENS, RequestedSampling
+from pdserve.server.request.intake import num_prompt_tokens
 
 
 class ResponsesCall:
     """One call of `/v1/responses`. Event loop only."""
 
-    def __init__(self, context: ServerContext, body: ResponsesBody, prepared: PreparedChat) -> None:
+    def __init__(self, context: ServerContext, body: ResponsesBody, states: list[RequestState], plan: ReadPlan) -> None:
         self._context = context
         self._body = body
-        self._intake = prepared.intake
-        self._plan = prepared.plan
-        self._reader = ChatReader(prepared.plan)
+        self._states = states
+        self._plan = plan
+        self._reader = ChatReader(plan)
         self._writer = OutputWriter()
         self._fields = _echo(context, body)
         self._sequence = 0
@@ -45,7 +46,7 @@ class ResponsesCall:
         A prefill server never streams, because its part ends with the first token.
         """
         stream = bool(self._body.stream) and self._context.mode != "prefill"
-        generation = await self._context.client.submit(self._intake.requests, self._intake.names)
+        generation = await self._context.client.submit(self._states)
         with generation.closed_on_error():
             if stream:
                 events = self._events(generation)
@@ -114,7 +115,7 @@ class ResponsesCall:
         return {**self._response("failed", None), "error": {"code": code, "message": message}}
 
     def _usage(self, update: GenerationUpdate) -> dict[str, Any]:
-        prompt, completion = self._intake.num_prompt_tokens, len(update.token_ids)
+        prompt, completion = num_prompt_tokens(self._states, 1), len(update.token_ids)
         thoughts = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
         return {
             "input_tokens": prompt,
@@ -138,13 +139,9 @@ def _item_status(status: str) -> str:
     return "completed" if status == "completed" else "incomplete"
 
 
-def _given(value: Any, default: Any) -> Any:
-    return default if value is None else value
-
-
 def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
     """Fields of a response that repeat its request. `store` is always false: responses are never stored."""
-    reasoning = body.reasoning
+    reasoning, sampling = body.reasoning, body.declared()
     text_format = body.text.format if body.text is not None else None
     return {
         "id": f"resp_{uuid.uuid4().hex}",
@@ -164,12 +161,12 @@ def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": _given(body.temperature, 1.0),
+        "temperature": sampling["temperature"],
         "text": {"format": text_format or {"type": "text"}},
-        "tool_choice": _given(body.tool_choice, "auto"),
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
         "tools": [{"parameters": None, "strict": False, **tool} for tool in body.tools or []],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": _given(body.top_p, 1.0),
+        "top_p": sampling["top_p"],
         "truncation": "disabled",
         "user": body.user,
     }
@@ -184,7 +181,6 @@ async def responses(context: ServerContext, request: Request) -> Response:
     raw = await read_json_object(request, context.max_body_bytes)
     context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_RESPONSES), ResponsesBody)
-    ask = RequestedSampling(body.max_output_tokens, MAX_CHAT_TOKENS, "max_output_tokens", least=1)
     with with_fields_of(body):
-        prepared = await prepare_chat(context, to_chat(body), ask, "input")
-    return await ResponsesCall(context, body, prepared).answer(request)
+        states, plan = await prepare_chat(context, to_chat(body), "input")
+    return await ResponsesCall(context, body, states, plan).answer(request)

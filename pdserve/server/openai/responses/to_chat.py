@@ -36,6 +36,7 @@ _RENAMED = (
     (re.compile(r"(\btools\[\d+\])\.function\b"), r"\1"),
     (re.compile(r"\btool_choice\.allowed_tools\.tools\b"), "tool_choice.tools"),
     (re.compile(r"\breasoning_effort\b"), "reasoning.effort"),
+    (re.compile(r"\bmax_tokens\b"), "max_output_tokens"),
 )
 """Pairs of a field's name in chat completions and its name in responses."""
 _RESPONSE_FORMAT = (re.compile(r"\bresponse_format(\.json_schema|\.schema)?(?=\W|$)"), "text.format")
@@ -53,9 +54,13 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         raise RequestError("truncation: only 'disabled' is supported", field="truncation", code="unsupported")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported", field="text.verbosity", code="unsupported")
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        message = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
+        raise RequestError(message, field="max_output_tokens")
     shared = {
         name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
     }
+    shared["max_tokens"] = body.max_output_tokens
     response_format = _response_format(body)
     if response_format is not None:
         if body.response_format is not None:
@@ -90,9 +95,7 @@ def with_fields_of(body: ResponsesBody) -> Iterator[None]:
         for theirs, ours in renamed:
             message = theirs.sub(ours, message)
             field = None if field is None else theirs.sub(ours, field)
-        raise RequestError(
-            message, field=field, status=error.status, code=error.code, retry_after_s=error.retry_after_s
-        ) from error
+        raise error.renamed(message, field) from error
 
 
 def _messages(body: ResponsesBody) -> list[ChatMessage]:
