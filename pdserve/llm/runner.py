@@ -18,14 +18,13 @@ import msgspec
 
 from pdserve.errors import PdserveError, RequestError
 from pdserve.llm.servers import RunningServer
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import GenerationUpdate
 
 TRIES = 3
 """Maximum attempts of a request with a retryable failure, such as a broken transfer or a full server."""
-PASSING = frozenset({502, 503})
-"""HTTP statuses of retryable failures."""
 LINGER_S = 5.0
 """Seconds to wait for prefill's half after decode has ended; then the half is cancelled."""
 
@@ -66,7 +65,7 @@ class OfflineRunner:
     async def _run_one(self, job: Job, chosen: Sequence[RunningServer], deliver: Deliver) -> None:
         for attempt in range(TRIES):
             result = await _try(_again(job, attempt), chosen)
-            if not (isinstance(result, RequestError) and result.status in PASSING):
+            if not (isinstance(result, RequestError) and Failure.from_error(result).retryable):
                 break
             if attempt + 1 < TRIES:
                 await asyncio.sleep(self._pause_s * (attempt + 1))

@@ -30,7 +30,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_error(cls, error: TransferError | RequestError, origin: str = "local") -> Failure:
-        """Convert an exception. The status of a `TransferError` is 502 if it is retryable, else 500."""
+        """Convert an exception. A `TransferError` has the status 502 if it is retryable, else 500.
+
+        A `RequestError` is retryable if its status is 502 or 503.
+        """
         if isinstance(error, TransferError):
             status = 502 if error.retryable else 500
             return cls(code=error.code, message=str(error), origin=origin, retryable=error.retryable, status=status)

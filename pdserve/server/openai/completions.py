@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from fastapi import Request
@@ -39,16 +38,6 @@ from pdserve.server.request.sampling_fields import (
 from pdserve.server.request.schemas import UNSUPPORTED_COMPLETION, CompletionBody
 
 
-@dataclasses.dataclass(frozen=True)
-class CompletionPrompt:
-    """A prompt as token ids, and its text if `echo` is set, else an empty string."""
-
-    input_ids: list[int]
-    text: str
-    field: str
-    """Name of the prompt in error messages."""
-
-
 class CompletionCall(OpenAICall):
     """A text completion. The choices of each prompt are its `num_choices` best sequences."""
 
@@ -63,11 +52,12 @@ class CompletionCall(OpenAICall):
         body: CompletionBody,
         states: list[RequestState],
         n: int,
-        prompts: list[CompletionPrompt],
+        texts: list[str],
         num_choices: int,
     ) -> None:
+        """`texts`: those of the prompts; not read unless the body has `echo`."""
         super().__init__(context, body, states, n)
-        self._prompts = prompts
+        self._texts = texts
         self._num_choices = num_choices
         self._echo = bool(body.echo)
         self._num_top = body.logprobs
@@ -96,7 +86,7 @@ class CompletionCall(OpenAICall):
         """See `OpenAICall`: the prompt, if `echo` is set."""
         if not self._echo:
             return None
-        text = self._prompts[index // self.n].text
+        text = self._texts[index // self.n]
         if self._num_top is None:
             return {"text": text, "logprobs": None}
         tokenizer, request = self.context.tokenizer, self.states[index].request
@@ -169,17 +159,11 @@ async def completions(context: ServerContext, request: Request) -> Response:
     logprob_params = _logprob_params(body, ranked=made > num_choices)
     grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
     lists = await context.token_ids(given, "prompt", batch=batch)
-    prompts = [
-        CompletionPrompt(ids, _text(context, prompt) if body.echo else "", prompt_field("prompt", i, batch=batch))
-        for i, (ids, prompt) in enumerate(zip(lists, given, strict=True))
-    ]
-    prompt_requests = [
-        prompt_request(
-            p.input_ids,
-            openai_sampling(body, COMPLETION_TOKENS, len(p.input_ids), limits, p.field, grammar),
-            logprob_params,
-        )
-        for p in prompts
-    ]
+    prompt_requests = []
+    for i, ids in enumerate(lists):
+        field = prompt_field("prompt", i, batch=batch)
+        sampling = openai_sampling(body, COMPLETION_TOKENS, len(ids), limits, field, grammar)
+        prompt_requests.append(prompt_request(ids, sampling, logprob_params))
     states = context.make_requests(prompt_requests, made, body, "prompt", stream=bool(body.stream))
-    return await CompletionCall(context, body, states, made, prompts, num_choices).answer(request)
+    texts = [_text(context, prompt) for prompt in given] if body.echo else []
+    return await CompletionCall(context, body, states, made, texts, num_choices).answer(request)

@@ -10,7 +10,7 @@ from pdserve.llm.api import _one_each
 from pdserve.llm.outputs import InvalidRequestError
 from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
-from pdserve.protocol.sampling import TOP_K_ALL
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.request.sampling_fields import RequestLimits
 
 LIMITS = RequestLimits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
@@ -31,7 +31,7 @@ def test_sampling_params_reach_the_engine() -> None:
 
 def test_defaults_are_vllms() -> None:
     made = SamplingParams().for_engine(10, LIMITS, "prompts", None)
-    assert (made.max_new_tokens, made.temperature, made.top_k) == (16, 1.0, TOP_K_ALL)
+    assert made == CoreSamplingParams(max_new_tokens=16)
     assert SamplingParams(max_tokens=None).for_engine(10, LIMITS, "prompts", None).max_new_tokens == 54
     assert SamplingParams().logprob_params() is None
     logprob_params = SamplingParams(logprobs=0, prompt_logprobs=3).logprob_params()
