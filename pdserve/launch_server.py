@@ -216,9 +216,8 @@ def check_split(config: ServerConfig) -> None:
     Raises:
         ConfigError: the model cannot be split so.
     """
-    from pdserve.model.config import read_model_spec
+    from pdserve.model.config import check_spec, read_model_spec
     from pdserve.model.paths import resolve_model_path
-    from pdserve.model.split import check_spec
 
     parallel = config.parallel
     path = resolve_model_path(config.model.model_path)

@@ -29,7 +29,7 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.decoder import Decoder
 from pdserve.model.gpu import runtime
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels

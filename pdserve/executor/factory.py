@@ -40,16 +40,15 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.config import ModelSpec
-from pdserve.model.dtypes import torch_dtype
-from pdserve.model.families.decoder import Decoder, kv_layout
+from pdserve.model.config import ModelSpec, check_spec
+from pdserve.model.decoder import Decoder, kv_layout
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.layers import AttentionInProgram
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
+from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.placement import ExpertMap, first_placement
-from pdserve.model.split import check_spec
 from pdserve.model.torch_parallel import open_parallel
 
 _LOG = logging.getLogger(__name__)

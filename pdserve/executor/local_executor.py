@@ -55,8 +55,8 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.families.interface import Mixture, Model
 from pdserve.model.forward_batch import IntArray
+from pdserve.model.interface import Mixture, Model
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.protocol.grammar import Grammar

@@ -23,7 +23,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
 from pdserve.executor.sampler import Choose, Sampled, choose_with_torch, sample
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.families.interface import Model
+from pdserve.model.interface import Model
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from pdserve.base.parallel import vocab_of
 from pdserve.executor.input_batch import HostBatch
-from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import IntArray, to_device
+from pdserve.model.interface import Model
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 
 LOGIT_BYTES = 64 << 20

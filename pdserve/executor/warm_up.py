@@ -19,8 +19,8 @@ from pdserve.executor.graphs import NOWHERE
 from pdserve.executor.input_batch import HostBatch, build_batch
 from pdserve.memory.layout import pages_for
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.families.interface import Model
 from pdserve.model.forward_batch import HostRows
+from pdserve.model.interface import Model
 
 _LOG = logging.getLogger(__name__)
 Span = tuple[int, int]

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.dtypes import torch_dtype
+from pdserve.model.params import torch_dtype
 
 if TYPE_CHECKING:
     from gguf import GGUFReader

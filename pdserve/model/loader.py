@@ -21,11 +21,10 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
 from pdserve.model.config import ModelSpec, read_json, read_model_spec
-from pdserve.model.dtypes import torch_dtype
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.decoder import Decoder
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import TensorSource
+from pdserve.model.params import TensorSource, torch_dtype
 from pdserve.model.placement import ExpertMap
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}

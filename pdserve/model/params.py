@@ -17,12 +17,18 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
 _STRIDE = 2654435761
 """A prime near 2^32 / golden ratio: its multiples, modulo a tensor's size, spread over all rows and columns."""
 
 WeightSamples = dict[str, dict[int, float]]
 """Maps a checkpoint name to values at fixed flat positions of the whole tensor, limited to the part this rank holds."""
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name` (bfloat16, float16 or float32), of weights and KV."""
+    return _DTYPES[name]
 
 
 class TensorSource(Protocol):

@@ -154,9 +154,9 @@ def read_case(path: Path, kind: Kind) -> None:
     import torch
 
     from pdserve.base.parallel import SINGLE
-    from pdserve.model.families.decoder import kv_layout
+    from pdserve.model.config import check_spec
+    from pdserve.model.decoder import kv_layout
     from pdserve.model.loader import load_model, read_spec, resolve_dtype
-    from pdserve.model.split import check_spec
 
     spec = read_spec(path)
     check_spec(spec, SINGLE.shape, 1, 1)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pdserve.memory import shared
 from pdserve.memory.layout import KVGroup
-from pdserve.model.dtypes import torch_dtype
 from pdserve.model.forward_batch import IntArray, to_device
+from pdserve.model.params import torch_dtype
 
 _SLACK_PAGES = 4
 """Rows join a gather while the longest row has at most twice the pages of the shortest, plus this many."""

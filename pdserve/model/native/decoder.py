@@ -26,9 +26,9 @@ from torch import Tensor
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
-from pdserve.model.families.decoder import Decoder, DecoderLayer
-from pdserve.model.families.interface import Mixture
+from pdserve.model.decoder import Decoder, DecoderLayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.interface import Mixture
 from pdserve.model.native.packer import PackedLayer, Packer
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.sampling import NativeChooser

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from pdserve.model.families.decoder import DecoderLayer
+from pdserve.model.decoder import DecoderLayer
 from pdserve.model.layers.dense import DenseMLP, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, TPMoE

@@ -21,7 +21,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
-from pdserve.model.families.decoder import kv_layout
+from pdserve.model.decoder import kv_layout
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel

@@ -18,7 +18,7 @@ from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
-from pdserve.model.families.decoder import Decoder, kv_layout
+from pdserve.model.decoder import Decoder, kv_layout
 from pdserve.model.gpu import decode_attention
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.loader import read_spec

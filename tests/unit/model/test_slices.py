@@ -21,7 +21,7 @@ from pdserve.errors import ConfigError, ModelError, RankError
 from pdserve.executor.factory import LocalRanks
 from pdserve.model import loader
 from pdserve.model.config import ModelSpec
-from pdserve.model.families.decoder import Decoder
+from pdserve.model.decoder import Decoder
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of

@@ -16,8 +16,8 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.dp_attention import DPAttentionGroup
-from pdserve.model.families.interface import Mixture
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.interface import Mixture
 from pdserve.model.layers.dense import (
     DenseMLP,
     FeedForward,
