@@ -254,14 +254,15 @@ class Timer:
 def shape_of(built: LoadedEngine) -> Shape:
     """Counts for the floors; all weights but the embedding, the head and experts are applied to every token."""
     spec, width = built.spec, DTYPE_BYTES[built.dtype]
+    heads = spec.attention
     head = spec.vocab_size * spec.hidden_size
     layers = built.executor.weight_bytes // width - head * (1 if spec.tied_embeddings else 2)
     if spec.moe is None:
-        return Shape(spec.num_layers, spec.num_heads, spec.head_dim, layers, head)
+        return Shape(spec.num_layers, heads.num_heads, heads.head_dim, layers, head)
     moe = spec.moe
-    experts = len(moe.layers) * moe.num_experts * 3 * moe.intermediate_size * spec.hidden_size
+    experts = len(spec.moe_layers) * moe.num_experts * 3 * moe.intermediate_size * spec.hidden_size
     return Shape(
-        spec.num_layers, spec.num_heads, spec.head_dim, layers - experts, head, experts, moe.num_experts, moe.top_k
+        spec.num_layers, heads.num_heads, heads.head_dim, layers - experts, head, experts, moe.num_experts, moe.top_k
     )
 
 

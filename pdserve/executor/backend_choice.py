@@ -109,7 +109,7 @@ def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
-    return flashinfer_cannot_run(spec.head_dim, dtype)
+    return flashinfer_cannot_run(spec.attention.head_dim, dtype)
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:

@@ -40,8 +40,8 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, pages_for
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.config import ModelSpec, check_spec
-from pdserve.model.decoder import Decoder, kv_layout
+from pdserve.model.config import ModelSpec, check_spec, kv_layout
+from pdserve.model.decoder import Decoder
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.layers import AttentionInProgram
@@ -234,7 +234,7 @@ def _attention(
     if isinstance(model, NativeDecoder):
         model.bind(pool)
         return AttentionInProgram()
-    num_heads = model.spec.num_heads // place.shape.tp_size
+    num_heads = model.spec.attention.num_heads // place.shape.tp_size
     return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for)
 
 
@@ -259,12 +259,14 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
     if config.ep_size == 1 or spec.moe is None:
         return None
     leads = layers_of(spec.num_layers, parallel.place.shape.pp_size, 0)
-    if config.enable_eplb and not any(layer in leads for layer in spec.moe.layers):
+    if config.enable_eplb and not any(layer in leads for layer in spec.moe_layers):
         raise ConfigError(
             f"--enable-eplb needs experts in the first stage; its layers {leads.start} to {leads.stop - 1} have none",
             field="enable_eplb",
         )
-    placement = first_placement(spec.moe, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location)
+    placement = first_placement(
+        spec.moe, spec.moe_layers, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location
+    )
     own = torch.tensor([placement.digest()], device=device)
     if bool((parallel.wide.all_gather_rows(own, [1] * parallel.wide.size) != own).any()):
         raise ConfigError(

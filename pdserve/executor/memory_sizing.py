@@ -11,6 +11,7 @@ from pdserve.config.groups import MemoryConfig
 from pdserve.errors import ConfigError
 from pdserve.memory.layout import KVLayout
 from pdserve.model.config import ModelSpec
+from pdserve.model.layer_spec import AttentionSpec, MLPSpec, Operation
 
 LIBRARIES_BYTES = 512 << 20
 """Workspaces of cuBLAS and attention, kernels loaded at first use, and fragmentation."""
@@ -46,13 +47,18 @@ def step_bytes(spec: ModelSpec, item_bytes: int, num_tokens: int, num_samples: i
     They are one layer's activations of all tokens, and the logits of all samples: raw, in float32, and as
     probabilities.
     """
-    attention = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    feed_forward = 3 * spec.intermediate_size
-    if spec.moe is not None:
-        routed = spec.moe.top_k * (3 * spec.moe.intermediate_size + 2 * spec.hidden_size)
-        feed_forward = max(feed_forward if spec.num_dense else 0, routed)
-    widest = 4 * spec.hidden_size + -(-max(attention, feed_forward) // tp_size)
+    columns = max(_columns(op, spec.hidden_size) for op in spec.operations)
+    widest = 4 * spec.hidden_size + -(-columns // tp_size)
     return num_tokens * widest * item_bytes + num_samples * spec.vocab_size * (item_bytes + 8)
+
+
+def _columns(op: Operation, hidden_size: int) -> int:
+    """Elements per token of the tensors inside one operation of a layer."""
+    if isinstance(op, AttentionSpec):
+        return op.qkv_width
+    if isinstance(op, MLPSpec):
+        return 3 * op.intermediate_size
+    return op.top_k * (3 * op.intermediate_size + 2 * hidden_size)
 
 
 def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_pages: int, tp_size: int = 1) -> int:

@@ -1,1 +1,1 @@
-"""Model code: checkpoint and tokenizer files, decoder families, layers, and paged attention."""
+"""Model code: checkpoint files, families, decoders in torch and C++, layers, and paged attention."""

@@ -1,4 +1,4 @@
-"""The grouped-query decoder: Llama, Qwen2, Qwen3 and Qwen3-MoE, distinguished by options of `ModelSpec`.
+"""`Decoder`: the torch modules of a model of any family, built from the layers of its `ModelSpec`.
 
 Built by the loader, which fills `params`; run by the executor. A rank of a split model (`Parallel`) has its
 stage's layers, its share of their heads and feed-forward columns, and its share of the vocabulary.
@@ -6,18 +6,18 @@ stage's layers, its share of their heads and feed-forward columns, and its share
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
-from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Mixture
+from pdserve.model.layer_spec import AttentionSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
     FeedForward,
@@ -36,21 +36,6 @@ from pdserve.model.layers.rotary import Rotary
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import ExpertMap
-
-
-def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
-    """Return the KV layout of this family: one FULL group of all layers."""
-    group = KVGroup(
-        name="full",
-        kind=GroupKind.FULL,
-        num_layers=spec.num_layers,
-        page_tokens=page_tokens,
-        num_kv_heads=spec.num_kv_heads,
-        num_kv_heads_total=spec.num_kv_heads,
-        head_dim=spec.head_dim,
-        dtype=dtype,
-    )
-    return KVLayout((group,))
 
 
 class Decoder:
@@ -75,27 +60,30 @@ class Decoder:
         self.params = ParamSlots(dtype, device)
         self.parallel = parallel or SingleRank()
         self._place = place = self.parallel.place
-        self.rotary = Rotary(spec.rope, spec.head_dim, dtype, device)
+        self.rotary = Rotary(spec.attention.rope, spec.attention.head_dim, dtype, device)
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
-        self.layers = [
-            DecoderLayer(spec, index, local, self.params, kernels, self.parallel, placement)
-            for local, index in enumerate(mine)
-        ]
+        build = _LayerBuilder(spec, self.params, kernels, self.parallel, placement)
+        self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {
-            index: layer.mlp for index, layer in zip(mine, self.layers, strict=True) if isinstance(layer.mlp, Mixture)
+            index: op
+            for index, layer in zip(mine, self.layers, strict=True)
+            for op in layer.operations
+            if isinstance(op, Mixture)
         }
         """This rank's feed-forward layers with experts, by index in the model."""
-        self.params.ignore_under(f"model.layers.{index}." for index in range(spec.num_layers) if index not in mine)
+        elsewhere = (index for index in range(spec.num_layers) if index not in mine)
+        self.params.ignore_under(spec.names.layers.format(layer=index) for index in elsewhere)
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
         if embedding is not None and place.is_first_stage:
             self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
+        norm = f"{spec.names.norm}.weight"
         if place.is_last_stage:
-            self.norm = RMSNorm(self.params.new("model.norm.weight", spec.hidden_size), spec.rms_norm_eps, kernels)
+            self.norm = RMSNorm(self.params.new(norm, spec.hidden_size), spec.rms_norm_eps, kernels)
         else:
-            self.params.ignore("model.norm.weight")
+            self.params.ignore(norm)
         head = self._head_rows(embedding)
         if head is not None:
             self.head = Linear(kernels, head)
@@ -113,7 +101,9 @@ class Decoder:
         """See `Model.idle`."""
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
         for layer in self.layers:
-            layer.mlp(nothing)
+            for op in layer.operations:
+                if not isinstance(op, Attention):
+                    op(nothing)
 
     def forward(
         self,
@@ -152,7 +142,7 @@ class Decoder:
 
     def _embedding_rows(self) -> Tensor | None:
         """Allocate embedding rows on the first stage, and on the last when the head is tied; None elsewhere."""
-        name, place = "model.embed_tokens.weight", self._place
+        name, place = f"{self.spec.names.embedding}.weight", self._place
         if place.is_first_stage or (place.is_last_stage and self.spec.tied_embeddings):
             return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
         self.params.ignore(name)
@@ -160,89 +150,122 @@ class Decoder:
 
     def _head_rows(self, embedding: Tensor | None) -> Tensor | None:
         """Return rows of the head on the last stage; None elsewhere."""
-        name, place = "lm_head.weight", self._place
+        name, place = f"{self.spec.names.head}.weight", self._place
         if self.spec.tied_embeddings or not place.is_last_stage:
             self.params.ignore(name)
             return embedding if place.is_last_stage else None
         return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
 
 
-class DecoderLayer:
-    """A transformer layer: attention and feed-forward, each with a norm before it and a residual sum after it.
+class Attention:
+    """Attention of this rank's heads, with the projections before and after it.
 
-    `index` is the layer's index in the model, `local` its index on this rank.
+    `local` is the layer's index on this rank. `q_norm` and `k_norm` are per-head norms, both or neither None.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
-        index: int,
+        spec: AttentionSpec,
         local: int,
+        hidden_size: int,
+        eps: float,
+        names: LayerNames,
         params: ParamSlots,
         kernels: Kernels,
         parallel: Parallel,
-        placement: ExpertMap | None,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
-        prefix = f"model.layers.{index}."
-        attn = prefix + "self_attn."
-        q, kv = shares(spec, parallel.place)
+        q, kv = head_shares(spec, parallel.place)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
-        queries = _by_head(attn + "q_proj", spec.num_heads, q, spec.head_dim)
-        qkv = (queries, *(_by_head(attn + name, spec.num_kv_heads, kv, spec.head_dim) for name in ("k_proj", "v_proj")))
-        self.qkv = column_linear(kernels, params, qkv, spec.hidden_size, spec.qkv_bias)
+        queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
+        qkv = (queries, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
+        self.qkv = column_linear(kernels, params, qkv, hidden_size, spec.qkv_bias)
         first = parallel.place.tp_rank == 0
-        self.out = row_linear(
-            kernels, params, attn + "o_proj", spec.hidden_size, queries, bias=spec.o_bias, adds_bias=first
-        )
-        self.mlp = _feed_forward(spec, index, prefix + "mlp.", params, kernels, parallel.wide, placement)
-        eps = spec.rms_norm_eps
-        self.input_norm = RMSNorm(params.new(prefix + "input_layernorm.weight", spec.hidden_size), eps, kernels)
-        self.post_norm = RMSNorm(params.new(prefix + "post_attention_layernorm.weight", spec.hidden_size), eps, kernels)
+        self.out = row_linear(kernels, params, names.o, hidden_size, queries, bias=spec.o_bias, adds_bias=first)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(params.new(attn + "q_norm.weight", spec.head_dim), eps, kernels)
-            self.k_norm = RMSNorm(params.new(attn + "k_norm.weight", spec.head_dim), eps, kernels)
+            self.q_norm = RMSNorm(params.new(f"{names.q_norm}.weight", spec.head_dim), eps, kernels)
+            self.k_norm = RMSNorm(params.new(f"{names.k_norm}.weight", spec.head_dim), eps, kernels)
 
-    def __call__(self, x: Tensor, rest: Tensor | None, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero.
-
-        Returns the feed-forward output without adding it to `x`; `x` holds all earlier terms. The next norm adds the
-        two, which fuses the sum with the norm.
-        """
-        normed = self.input_norm(x) if rest is None else self.input_norm.of_sum(x, rest)
-        mixed = self._parallel.all_reduce(self._attention(normed, cos, sin, attention))
-        return self.mlp(self.post_norm.of_sum(x, mixed))
-
-    def _attention(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """Run the attention half for this rank's heads: `[N, hidden]`."""
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
+        """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `cos` and `sin` come from `Rotary.tables`."""
         heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin)
-        return self.out(attention.attend(self._local, found))
+        return self._parallel.all_reduce(self.out(attention.attend(self._local, found)))
 
 
-def shares(spec: ModelSpec, place: RankCoord) -> tuple[range, range]:
+@dataclasses.dataclass(frozen=True)
+class Sublayer:
+    """Adds `op(norm(x))` to the hidden states `x`; see `SublayerSpec`."""
+
+    norm: RMSNorm
+    op: Attention | FeedForward
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderLayer:
+    """A transformer layer; see `DecoderLayerSpec`."""
+
+    sublayers: tuple[Sublayer, ...]
+
+    @property
+    def operations(self) -> tuple[Attention | FeedForward, ...]:
+        """The operations of the sublayers, in order."""
+        return tuple(sublayer.op for sublayer in self.sublayers)
+
+    def __call__(
+        self, x: Tensor, rest: Tensor | None, cos: Tensor, sin: Tensor, attention: StepAttention
+    ) -> Tensor | None:
+        """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero.
+
+        Returns the last sublayer's output without adding it to `x`; `x` holds all earlier terms. The next norm adds the
+        two, which fuses the sum with the norm.
+        """
+        for sublayer in self.sublayers:
+            norm, op = sublayer.norm, sublayer.op
+            normed = norm(x) if rest is None else norm.of_sum(x, rest)
+            rest = op(normed, cos, sin, attention) if isinstance(op, Attention) else op(normed)
+        return rest
+
+
+def head_shares(spec: AttentionSpec, place: RankCoord) -> tuple[range, range]:
     """Return query heads and KV heads of a tensor rank; its query heads belong to its KV heads."""
     tp_size, rank = place.shape.tp_size, place.tp_rank
     return part_of(spec.num_heads, tp_size, rank), kv_heads_of(spec.num_kv_heads, tp_size, rank)
 
 
-def _feed_forward(
-    spec: ModelSpec,
-    index: int,
-    prefix: str,
-    params: ParamSlots,
-    kernels: Kernels,
-    wide: DPAttentionGroup,
-    placement: ExpertMap | None,
-) -> FeedForward:
-    """Build the feed-forward of layer `index`."""
-    hidden_size, moe = spec.hidden_size, spec.moe
-    if moe is None or index not in moe.layers:
-        return DenseMLP(kernels, params, prefix, hidden_size, spec.intermediate_size, spec.mlp_bias, wide)
-    if placement is None:
-        return TPMoE(kernels, params, prefix, hidden_size, moe, wide)
-    return ExpertParallelMoe(kernels, params, prefix, hidden_size, moe, wide, placement.rows[index])
+@dataclasses.dataclass(frozen=True)
+class _LayerBuilder:
+    """Builds the layers of one rank, and allocates their weights in `params`."""
+
+    spec: ModelSpec
+    params: ParamSlots
+    kernels: Kernels
+    parallel: Parallel
+    placement: ExpertMap | None
+
+    def layer(self, index: int, local: int) -> DecoderLayer:
+        """Build the layer with index `index` in the model and `local` on this rank."""
+        spec, names = self.spec, self.spec.names
+        prefix = names.layers.format(layer=index)
+        built = []
+        for sublayer in spec.layers[index].sublayers:
+            op = self._operation(sublayer.op, index, local, names.layer.under(prefix))
+            weight = self.params.new(f"{prefix}{sublayer.norm}.weight", spec.hidden_size)
+            built.append(Sublayer(RMSNorm(weight, spec.rms_norm_eps, self.kernels), op))
+        return DecoderLayer(tuple(built))
+
+    def _operation(self, op: Operation, index: int, local: int, names: LayerNames) -> Attention | FeedForward:
+        """Build one operation. `names` are complete."""
+        params, kernels, hidden_size, wide = self.params, self.kernels, self.spec.hidden_size, self.parallel.wide
+        if isinstance(op, AttentionSpec):
+            eps = self.spec.rms_norm_eps
+            return Attention(op, local, hidden_size, eps, names, params, kernels, self.parallel)
+        if isinstance(op, MLPSpec):
+            return DenseMLP(kernels, params, names, hidden_size, op, wide)
+        if self.placement is None:
+            return TPMoE(kernels, params, names, hidden_size, op, wide)
+        return ExpertParallelMoe(kernels, params, names, hidden_size, op, wide, self.placement.rows[index])
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

@@ -1,4 +1,4 @@
-"""`ForwardBatch`: one step's tokens as tensors. Built by `executor/input_batch.py`; read by families and backends."""
+"""`ForwardBatch`: one step's tokens as tensors. Built by `executor/input_batch.py`; read by decoders and backends."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.fields import read_number
-from pdserve.model.rope import RopeSpec, yarn_attention_factor
+from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
@@ -117,15 +117,20 @@ def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
     config = hf_config(reader, path)
     facts = metadata(reader)
     eot = {"eos_token_id": facts.get("tokenizer.ggml.eot_token_id")}
-    spec = spec_from_config(config, eot, where=str(path))
-    rotated = facts.get(f"{config['model_type']}.rope.dimension_count", spec.head_dim)
-    if rotated != spec.head_dim:
-        raise ModelError(f"{path}: rope.dimension_count {rotated} differs from the head size {spec.head_dim}")
+    spec = spec_from_config(config, eot, where=str(path), freq_divisors=_freq_divisors(reader))
+    head_dim = spec.attention.head_dim
+    rotated = facts.get(f"{config['model_type']}.rope.dimension_count", head_dim)
+    if rotated != head_dim:
+        raise ModelError(f"{path}: rope.dimension_count {rotated} differs from the head size {head_dim}")
+    return spec
+
+
+def _freq_divisors(reader: GGUFReader) -> tuple[float, ...] | None:
+    """Return the divisors of the rotary frequencies; None when the file has none."""
     divisors = [tensor for tensor in reader.tensors if tensor.name == ROPE_DIVISORS]
     if not divisors:
-        return spec
-    values = tuple(float(value) for value in np.asarray(divisors[0].data, dtype=np.float32))
-    return dataclasses.replace(spec, rope=RopeSpec(theta=spec.rope.theta, freq_divisors=values))
+        return None
+    return tuple(float(value) for value in np.asarray(divisors[0].data, dtype=np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +173,7 @@ def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
         name = hf_name(tensor.name, path)
         num_heads = None
         if spec.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            num_heads = spec.num_heads if "q_proj" in name else spec.num_kv_heads
+            num_heads = spec.attention.num_heads if "q_proj" in name else spec.attention.num_kv_heads
         yield GgufSource(path, name, tensor, num_heads)
 
 

@@ -1,7 +1,7 @@
 """`Parallel`: the rank's coordinates in its replica, and the collectives that models use.
 
 Each rank makes one at start-up: `open_parallel` in `torch_parallel`, or `SingleRank` for an unsplit model. Called by
-families and the executor, by all ranks of a group in the same order.
+decoders and the executor, by all ranks of a group in the same order.
 """
 
 from __future__ import annotations

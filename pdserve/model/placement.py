@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.errors import ConfigError
-from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, balanced
+from pdserve.model.layer_spec import MoeSpec
 
 TRIVIAL = "trivial"
 _FIELD = "init_expert_location"
@@ -63,8 +63,12 @@ def num_slots_for(moe: MoeSpec, num_ranks: int, num_redundant: int) -> int:
     return num_slots
 
 
-def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: str) -> ExpertMap:
-    """Build the placement at start. `location` is "trivial" (experts in order, repeated) or the path of a JSON file.
+def first_placement(
+    moe: MoeSpec, layers: Sequence[int], num_ranks: int, num_redundant: int, location: str
+) -> ExpertMap:
+    """Build the placement of `layers`, ascending, at start.
+
+    `location` is "trivial" (experts in order, repeated) or the path of a JSON file.
 
     The file holds SGLang's `physical_to_logical_map`, `[layers][slots of all ranks]`, or `logical_count`,
     `[layers][experts]` or a list of such tables. `logical_count` is tokens routed to each expert; it is balanced.
@@ -75,17 +79,17 @@ def first_placement(moe: MoeSpec, num_ranks: int, num_redundant: int, location: 
     num_slots = num_slots_for(moe, num_ranks, num_redundant)
     trivial: Row = tuple(index % moe.num_experts for index in range(num_ranks * num_slots))
     if location == TRIVIAL:
-        return ExpertMap(dict.fromkeys(moe.layers, trivial), num_ranks)
+        return ExpertMap(dict.fromkeys(layers, trivial), num_ranks)
     facts = _read(Path(location))
     if "physical_to_logical_map" in facts:
         table = _table(facts["physical_to_logical_map"], location, "physical_to_logical_map")
-        rows = _rows(table, moe, location, num_ranks * num_slots)
+        rows = _rows(table, layers, location, num_ranks * num_slots)
         for layer, row in rows.items():
             _check(row, moe, num_ranks, f"{location}: layer {layer}")
         return ExpertMap(rows, num_ranks)
     if "logical_count" in facts:
         counts = _table(facts["logical_count"], location, "logical_count")
-        loads = _rows(counts, moe, location, moe.num_experts)
+        loads = _rows(counts, layers, location, moe.num_experts)
         return ExpertMap({layer: balanced(load, num_ranks, trivial) for layer, load in loads.items()}, num_ranks)
     raise ConfigError(f"{location} has neither physical_to_logical_map nor logical_count", field=_FIELD)
 
@@ -113,14 +117,14 @@ def _table(value: object, where: str, name: str) -> npt.NDArray[np.int64]:
     return table
 
 
-def _rows(table: npt.NDArray[np.int64], moe: MoeSpec, where: str, width: int) -> dict[int, Row]:
+def _rows(table: npt.NDArray[np.int64], layers: Sequence[int], where: str, width: int) -> dict[int, Row]:
     """Return rows by layer of the model. The table's first row is layer 0's, even when layer 0 is dense."""
-    if table.shape[0] <= max(moe.layers) or table.shape[1] != width:
+    if table.shape[0] <= max(layers) or table.shape[1] != width:
         raise ConfigError(
-            f"{where} has {table.shape[0]} rows of {table.shape[1]}, expected {max(moe.layers) + 1} of {width}",
+            f"{where} has {table.shape[0]} rows of {table.shape[1]}, expected {max(layers) + 1} of {width}",
             field=_FIELD,
         )
-    return {layer: tuple(table[layer].tolist()) for layer in moe.layers}
+    return {layer: tuple(table[layer].tolist()) for layer in layers}
 
 
 def _check(row: Row, moe: MoeSpec, num_ranks: int, where: str) -> None:

@@ -154,8 +154,7 @@ def read_case(path: Path, kind: Kind) -> None:
     import torch
 
     from pdserve.base.parallel import SINGLE
-    from pdserve.model.config import check_spec
-    from pdserve.model.decoder import kv_layout
+    from pdserve.model.config import check_spec, kv_layout
     from pdserve.model.loader import load_model, read_spec, resolve_dtype
 
     spec = read_spec(path)

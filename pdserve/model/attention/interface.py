@@ -1,4 +1,4 @@
-"""Interface between model families and attention backends."""
+"""Interface between decoder layers and attention backends."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Heads:
 
 
 class StepAttention(Protocol):
-    """Attention of one step. A family calls it once per layer, in order."""
+    """Attention of one step. A layer calls it; the layers run in order."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Write the keys and values of `heads` into the pool, then attend with its queries.

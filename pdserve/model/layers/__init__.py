@@ -1,1 +1,1 @@
-"""Layers of model families: plain objects over tensors, without autograd or a registry."""
+"""Layers of decoders: plain objects over tensors, without autograd or a registry."""

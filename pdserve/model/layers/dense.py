@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, part_of, vocab_of
 from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.layer_spec import LayerNames, MLPSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots
@@ -125,26 +126,25 @@ class FeedForward(Protocol):
 
 
 class DenseMLP:
-    """SiLU-gated MLP; the ranks of `wide` split its columns."""
+    """SiLU-gated MLP; the ranks of `wide` split its columns. `names` are complete."""
 
     def __init__(
         self,
         kernels: Kernels,
         params: ParamSlots,
-        prefix: str,
+        names: LayerNames,
         hidden_size: int,
-        intermediate_size: int,
-        bias: bool,
+        mlp: MLPSpec,
         wide: DPAttentionGroup,
     ) -> None:
         self._kernels, self.wide = kernels, wide
         self.product: Callable[[Tensor], Tensor] | None = None
         """Replacement for this rank's columns, `[N, hidden]` to a partial sum of `[N, hidden]`; None: use `kernels`."""
-        inner = part_of(intermediate_size, wide.size, wide.rank)
-        gate, up = (Outputs(prefix + name, intermediate_size, inner) for name in ("gate_proj", "up_proj"))
-        self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias)
+        inner = part_of(mlp.intermediate_size, wide.size, wide.rank)
+        gate, up = (Outputs(name, mlp.intermediate_size, inner) for name in (names.gate, names.up))
+        self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, mlp.bias)
         first = wide.rank == 0
-        self.down = row_linear(kernels, params, prefix + "down_proj", hidden_size, gate, bias=bias, adds_bias=first)
+        self.down = row_linear(kernels, params, names.down, hidden_size, gate, bias=mlp.bias, adds_bias=first)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""

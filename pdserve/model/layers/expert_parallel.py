@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pdserve.model.config import MoeSpec
 from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.eplb import Row, moves_between
+from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.layers.moe import Experts, LocalExperts, Router, Routes, count, new_counts
 from pdserve.model.params import ParamSlots
@@ -85,18 +85,18 @@ class ExpertParallelMoe:
         self,
         kernels: Kernels,
         params: ParamSlots,
-        prefix: str,
+        names: LayerNames,
         hidden_size: int,
         moe: MoeSpec,
         wide: DPAttentionGroup,
         row: Row,
     ) -> None:
         self._kernels, self._wide = kernels, wide
-        self.router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self.router = Router(kernels, params, names.router, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
         held = slots_of(row, wide.size, wide.rank)
         inner = range(moe.intermediate_size)
-        self.experts: LocalExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, held, inner)
+        self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, held, inner)
         self.row = row
         self.counts = new_counts(moe, params.device)
         self._table = ExpertTable(row, wide.size, moe.num_experts, params.device)

@@ -1,4 +1,4 @@
-"""`Kernels`: the arithmetic of decoder layers, chosen once per model. Called by `Linear` and `DecoderLayer`.
+"""`Kernels`: the arithmetic of decoder layers, chosen once per model. Called by the modules of a `Decoder`.
 
 `FastKernels` lets torch pick an algorithm by shape. `BatchInvariantKernels` (`batch_invariant.py`) gives a row the same
 bits in any batch.

@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import part_of
-from pdserve.model.config import MoeSpec
 from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.params import Param, ParamSlots
 
 _NUM_SAMPLES = 2
 """Weight samples per expert tensor. Small, because a model has thousands of these tensors."""
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Experts:
         self,
         kernels: Kernels,
         params: ParamSlots,
-        prefix: str,
+        names: LayerNames,
         hidden_size: int,
         moe: MoeSpec,
         held: Sequence[int],
@@ -81,16 +80,17 @@ class Experts:
     ) -> None:
         self._kernels = kernels
         wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
-        names = [f"{prefix}{expert}." for expert in held]
         pairs = [
-            Param(f"{name}{matrix}.weight", wide, 0, inner, _NUM_SAMPLES) for name in names for matrix in _MATRICES[:2]
+            Param(_weight(name, expert), wide, 0, inner, _NUM_SAMPLES)
+            for expert in held
+            for name in (names.expert_gate, names.expert_up)
         ]
-        downs = [Param(f"{name}{_MATRICES[2]}.weight", deep, 1, inner, _NUM_SAMPLES) for name in names]
+        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, _NUM_SAMPLES) for expert in held]
         self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
         self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
         for expert in set(range(moe.num_experts)).difference(held):
-            for matrix in _MATRICES:
-                params.ignore(f"{prefix}{expert}.{matrix}.weight")
+            for name in (names.expert_gate, names.expert_up, names.expert_down):
+                params.ignore(_weight(name, expert))
         for weight in (self.gate_up, self.down):
             kernels.prepare_linear(weight.shape[1], weight.shape[2], weight.dtype, weight.device, bias=False)
 
@@ -113,6 +113,10 @@ class Experts:
         self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
 
 
+def _weight(name: str, expert: int) -> str:
+    return f"{name.format(expert=expert)}.weight"
+
+
 def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
     """Make a layer's counter of tokens per expert."""
     return torch.zeros(moe.num_experts, dtype=torch.int64, device=device)
@@ -131,15 +135,21 @@ class TPMoE:
     """
 
     def __init__(
-        self, kernels: Kernels, params: ParamSlots, prefix: str, hidden_size: int, moe: MoeSpec, wide: DPAttentionGroup
+        self,
+        kernels: Kernels,
+        params: ParamSlots,
+        names: LayerNames,
+        hidden_size: int,
+        moe: MoeSpec,
+        wide: DPAttentionGroup,
     ) -> None:
         inner = part_of(moe.intermediate_size, wide.size, wide.rank)
         self.wide = wide
         self.counts = new_counts(moe, params.device)
-        self.router = Router(kernels, params, prefix + "gate", moe, hidden_size)
+        self.router = Router(kernels, params, names.router, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
         every = range(moe.num_experts)
-        self.experts: LocalExperts = Experts(kernels, params, prefix + "experts.", hidden_size, moe, every, inner)
+        self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, every, inner)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""

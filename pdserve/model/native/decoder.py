@@ -6,9 +6,13 @@ needs other ranks is a *stop* (`SyncPoint`): the program runs up to it, Python r
 and the program continues.
 
     x = embedding                             float32, [tokens, hidden]
-    each layer: qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [stop: all_reduce]
-                h = silu(norm(x) Wg) * norm(x) Wu   x += h W, or routes and experts                  [stop: all_reduce]
+    the sublayers of each layer, in the order of its `DecoderLayerSpec`:
+        attention   qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [all_reduce]
+        MLP         h = silu(norm(x) Wg) * norm(x) Wu   x += h W                                         [reduce_sum]
+        MoE         routes = top k of norm(x) W   x += sum of experts                                    [reduce_sum]
     samples = x at sample_index   logits = norm(samples) W
+
+A new kind of operation needs a packed form in `packer` and a method here that records it.
 """
 
 from __future__ import annotations
@@ -26,10 +30,18 @@ from torch import Tensor
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
-from pdserve.model.decoder import Decoder, DecoderLayer
+from pdserve.model.decoder import Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import Mixture
-from pdserve.model.native.packer import PackedLayer, Packer
+from pdserve.model.layers.dense import FeedForward, RMSNorm
+from pdserve.model.native.packer import (
+    PackedAttention,
+    PackedMLP,
+    PackedMoe,
+    PackedOperation,
+    PackedOutside,
+    Packer,
+)
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
@@ -56,10 +68,11 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
         return f"the kernels are for the CPU, and the device is {device.type}"
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
-    if spec.head_dim % 2 or spec.head_dim > MAX_HEAD_DIM:
-        return f"heads of {spec.head_dim} are odd or larger than {MAX_HEAD_DIM}"
-    if spec.num_heads > MAX_GROUP * spec.num_kv_heads:
-        return f"{spec.num_heads // spec.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    heads = spec.attention
+    if heads.head_dim % 2 or heads.head_dim > MAX_HEAD_DIM:
+        return f"heads of {heads.head_dim} are odd or larger than {MAX_HEAD_DIM}"
+    if heads.num_heads > MAX_GROUP * heads.num_kv_heads:
+        return f"{heads.num_heads // heads.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
     return None
 
 
@@ -84,7 +97,7 @@ class NativeDecoder:
         self._stops: list[SyncPoint] = []
         self._marks: list[int] = []
         packer = Packer(Arena(), format, model.params, packing)
-        self._layers = [packer.layer(layer) for layer in model.layers]
+        self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head: Packed | None = None
         if model.head is not None:
             keeps = model.embedding is not None and model.embedding.weight is model.head.weight
@@ -128,15 +141,15 @@ class NativeDecoder:
         """Build the program over this rank's KV pool. Called once."""
         model, spec = self._model, self._model.spec
         group = pool.group
-        first = model.layers[0]
-        shape = HeadShape(len(model.layers), first.num_heads, first.num_kv_heads, group.page_tokens, group.head_dim)
+        num_heads = spec.attention.num_heads // self.parallel.place.shape.tp_size
+        shape = HeadShape(group.num_layers, num_heads, group.num_kv_heads, group.page_tokens, group.head_dim)
         self._program = program = Program(self._threads, self._level, shape, pool.pages)
         self._x = program.buffer(spec.hidden_size)
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
         self._samples = program.buffer(spec.hidden_size, of_samples=True)
-        qkv = program.buffer((first.num_heads + 2 * first.num_kv_heads) * spec.head_dim)
-        mixed = program.buffer(first.num_heads * spec.head_dim)
+        self._qkv = program.buffer(shape.qkv_width)
+        self._mixed = program.buffer(shape.num_heads * shape.dim)
         if spec.moe is not None:
             self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
             self._routes = program.buffer(spec.moe.top_k, torch.int64)
@@ -144,7 +157,8 @@ class NativeDecoder:
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
-            self._record_layer(local, layer, packed, qkv, mixed)
+            for sublayer, weights in zip(layer.sublayers, packed, strict=True):
+                self._record(local, sublayer.norm, weights)
         self._body = program.num_ops
         if model.norm is not None and self._head is not None:
             program.select(self._x, self._samples)
@@ -236,55 +250,68 @@ class NativeDecoder:
         """Return a stop after each layer's KV write, which calls `on_layer`."""
         return [SyncPoint(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
 
-    def _record_layer(self, local: int, layer: DecoderLayer, packed: PackedLayer, qkv: Buffer, mixed: Buffer) -> None:
-        """Record the operations of one layer."""
-        program, norm = self._program, layer.input_norm
-        program.linear(self._x, packed.qkv, qkv, norm=norm.weight, eps=norm.eps)
-        q_norm = None if layer.q_norm is None else layer.q_norm.weight
-        k_norm = None if layer.k_norm is None else layer.k_norm.weight
-        program.place(qkv, local, q_norm, k_norm, norm.eps)
-        self._marks.append(program.num_ops)
-        program.attend(local, mixed)
-        if self.parallel.place.shape.tp_size == 1:
-            program.linear(mixed, packed.out, self._x, add=True)
-        else:
-            program.linear(mixed, packed.out, self._part)
-            self._stops.append(SyncPoint(program.num_ops, self._reduce_sum))
-        norm = layer.post_norm
-        if packed.gate_up is None or packed.down is None:
-            program.norm(self._x, norm.weight, norm.eps, self._normed)
-            self._stops.append(SyncPoint(program.num_ops, partial(self._add_mlp, layer)))
+    def _record(self, local: int, norm: RMSNorm, weights: PackedOperation) -> None:
+        """Record one sublayer of this rank's layer `local`."""
+        if isinstance(weights, PackedAttention):
+            self._record_attention(local, norm, weights)
+            return
+        if isinstance(weights, PackedOutside):
+            self._program.norm(self._x, norm.weight, norm.eps, self._normed)
+            self._stop(partial(self._add_outside, weights.op))
             return
         alone = self.parallel.wide.size == 1
         out = self._x if alone else self._part
-        if packed.mixture is None:
-            program.gated(self._x, packed.gate_up, norm=norm.weight, eps=norm.eps)
-            program.linear(None, packed.down, out, add=alone)
+        if isinstance(weights, PackedMLP):
+            self._program.gated(self._x, weights.gate_up, norm=norm.weight, eps=norm.eps)
+            self._program.linear(None, weights.down, out, add=alone)
         else:
-            mixture = packed.mixture.layer
-            program.linear(self._x, packed.mixture.router, self._scores, norm=norm.weight, eps=norm.eps)
-            program.route(self._scores, self._routes, self._shares, normalise=mixture.router.moe.norm_top_k)
-            program.experts(
-                self._x, packed.gate_up, packed.down, self._routes, self._shares, out,
-                norm=norm.weight, eps=norm.eps, counts=mixture.counts, add=alone,
-            )  # fmt: skip
+            self._record_moe(norm, weights, out, add=alone)
         if not alone:
-            self._stops.append(SyncPoint(program.num_ops, self._add_up_mlp))
+            self._stop(self._add_feed_forward)
 
-    def _reduce_sum(self, num_tokens: int) -> None:
+    def _record_attention(self, local: int, norm: RMSNorm, weights: PackedAttention) -> None:
+        """Record the projections of one layer's heads, and attention between them."""
+        program, op = self._program, weights.op
+        program.linear(self._x, weights.qkv, self._qkv, norm=norm.weight, eps=norm.eps)
+        q_norm = None if op.q_norm is None else op.q_norm.weight
+        k_norm = None if op.k_norm is None else op.k_norm.weight
+        program.place(self._qkv, local, q_norm, k_norm, norm.eps)
+        self._marks.append(program.num_ops)
+        program.attend(local, self._mixed)
+        if self.parallel.place.shape.tp_size == 1:
+            program.linear(self._mixed, weights.out, self._x, add=True)
+        else:
+            program.linear(self._mixed, weights.out, self._part)
+            self._stop(self._add_attention)
+
+    def _record_moe(self, norm: RMSNorm, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
+        """Record the router and the experts of one layer."""
+        program, op = self._program, weights.op
+        program.linear(self._x, weights.router, self._scores, norm=norm.weight, eps=norm.eps)
+        program.route(self._scores, self._routes, self._shares, normalise=op.router.moe.norm_top_k)
+        program.experts(
+            self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
+            norm=norm.weight, eps=norm.eps, counts=op.counts, add=add,
+        )  # fmt: skip
+
+    def _stop(self, action: Callable[[int], None]) -> None:
+        """Stop the program here for `action`."""
+        self._stops.append(SyncPoint(self._program.num_ops, action))
+
+    def _add_attention(self, num_tokens: int) -> None:
         """Add the attention output, summed over the tensor ranks, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
 
-    def _add_up_mlp(self, num_tokens: int) -> None:
+    def _add_feed_forward(self, num_tokens: int) -> None:
         """Add the feed-forward output, summed over the ranks of `Parallel.wide`, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.wide.reduce_sum(part))
 
-    def _add_mlp(self, layer: DecoderLayer, num_tokens: int) -> None:
+    def _add_outside(self, op: FeedForward, num_tokens: int) -> None:
         """Add a feed-forward output for which tokens travel between ranks."""
         normed = self._program.view(self._normed, num_tokens)
-        self._program.view(self._x, num_tokens).add_(layer.mlp(normed))
+        self._program.view(self._x, num_tokens).add_(op(normed))
 
 
 def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.config import MoeSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.moe import Routes
 from pdserve.model.native.weights import Packed
 

@@ -1,4 +1,4 @@
-"""Packs a decoder's weights layer by layer as they are loaded, and drops the originals. Called by `NativeDecoder`."""
+"""Packs a decoder's weights, one operation after the other, as they arrive, and drops the originals."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from pdserve.model.decoder import DecoderLayer
-from pdserve.model.layers.dense import DenseMLP, Linear
+from pdserve.model.decoder import Attention
+from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, TPMoE
 from pdserve.model.native.layers import NativeFeedForward, PackedExperts, PackedRouter
@@ -16,26 +16,40 @@ from pdserve.model.params import ParamSlots
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedLayer:
-    """Packed linear layers of one decoder layer.
+class PackedAttention:
+    """Packed projections of an `Attention`."""
 
-    `gate_up` and `down` hold one layer, or one layer per expert of `mixture`. They are None when the whole feed-forward
-    runs in Python at a stop.
-    """
-
+    op: Attention
     qkv: Packed
     out: Packed
-    gate_up: Packed | None = None
-    down: Packed | None = None
-    mixture: PackedMoe | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMLP:
+    """Packed linear layers of a `DenseMLP`."""
+
+    gate_up: Packed
+    down: Packed
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedMoe:
-    """The router and the layer object of a MoE layer, apart from its experts."""
+    """Packed linear layers of a `TPMoE`; `gate_up` and `down` hold one layer per expert."""
 
+    op: TPMoE
     router: Packed
-    layer: TPMoE
+    gate_up: Packed
+    down: Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedOutside:
+    """A feed-forward that runs in Python at a stop of the program. It calls the CPU kernels on packed weights."""
+
+    op: FeedForward
+
+
+PackedOperation = PackedAttention | PackedMLP | PackedMoe | PackedOutside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,23 +61,23 @@ class Packer:
     params: ParamSlots
     packing: Callable[[], AbstractContextManager[object]]
 
-    def layer(self, layer: DecoderLayer) -> PackedLayer:
-        """Pack one layer. Takes ownership of its weights."""
-        qkv, out = self.linear(layer.qkv), self.linear(layer.out)
-        mlp = layer.mlp
-        if isinstance(mlp, DenseMLP):
-            gate_up, down = self.linear(mlp.gate_up, num_parts=2), self.linear(mlp.down)
-            if not mlp.wide.spans_replicas:
-                return PackedLayer(qkv, out, gate_up, down)
-            mlp.product = NativeFeedForward(gate_up, down)
-            return PackedLayer(qkv, out)
-        assert isinstance(mlp, TPMoE | ExpertParallelMoe) and isinstance(mlp.experts, Experts), mlp
-        gate_up, down = self.experts(mlp.experts)
-        router = self.linear(mlp.router.linear, format="bf16")
-        if isinstance(mlp, TPMoE) and not mlp.wide.spans_replicas:
-            return PackedLayer(qkv, out, gate_up, down, PackedMoe(router, mlp))
-        mlp.route, mlp.experts = PackedRouter(router, mlp.router.moe), PackedExperts(gate_up, down)
-        return PackedLayer(qkv, out)
+    def operation(self, op: Attention | FeedForward) -> PackedOperation:
+        """Pack one operation of a layer. Takes ownership of its weights."""
+        if isinstance(op, Attention):
+            return PackedAttention(op, self.linear(op.qkv), self.linear(op.out))
+        if isinstance(op, DenseMLP):
+            gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
+            if not op.wide.spans_replicas:
+                return PackedMLP(gate_up, down)
+            op.product = NativeFeedForward(gate_up, down)
+            return PackedOutside(op)
+        assert isinstance(op, TPMoE | ExpertParallelMoe) and isinstance(op.experts, Experts), op
+        gate_up, down = self.experts(op.experts)
+        router = self.linear(op.router.linear, format="bf16")
+        if isinstance(op, TPMoE) and not op.wide.spans_replicas:
+            return PackedMoe(op, router, gate_up, down)
+        op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
+        return PackedOutside(op)
 
     def experts(self, experts: Experts) -> tuple[Packed, Packed]:
         """Pack all experts' gate and up, and down. Drops the originals."""

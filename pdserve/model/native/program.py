@@ -62,6 +62,11 @@ class HeadShape:
     page_tokens: int
     dim: int
 
+    @property
+    def qkv_width(self) -> int:
+        """Items of a token's Q, K and V together."""
+        return (self.num_heads + 2 * self.num_kv_heads) * self.dim
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
@@ -182,7 +187,7 @@ class Program:
     def place(self, qkv: Buffer, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
         """Record: normalise and rotate the heads of `qkv` `[heads + 2 * kv_heads] * dim`; write K and V to pages."""
         heads = self._heads
-        assert qkv.width == (heads.num_heads + 2 * heads.num_kv_heads) * heads.dim and 0 <= layer < heads.layers
+        assert qkv.width == heads.qkv_width and 0 <= layer < heads.layers
         norms = self._norm(q_norm, heads.dim), self._norm(k_norm, heads.dim)
         self._op(self._library.pdk_op_place(self._handle, qkv.number, layer, *norms, eps))
 

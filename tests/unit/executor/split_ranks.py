@@ -21,7 +21,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
-from pdserve.model.decoder import kv_layout
+from pdserve.model.config import kv_layout
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel
@@ -188,7 +188,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     spec, cpu = read_spec(path), torch.device("cpu")
     model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
     pool = KVPool(kv_layout(spec, 16, "float32").groups[0].of_rank(parallel.place), 12, cpu)
-    attention, table = Recorded(TorchAttention(pool, spec.num_heads, cpu)), PageTable(1, 12)
+    attention, table = Recorded(TorchAttention(pool, spec.attention.num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
     parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])

@@ -11,7 +11,7 @@ import torch
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ParallelConfig
 from pdserve.memory.layout import KVGroup
-from pdserve.model.decoder import kv_layout
+from pdserve.model.config import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of

@@ -17,8 +17,7 @@ from pdserve.executor.factory import prepare_device
 from pdserve.executor.interface import BatchPlan, Executor, run
 from pdserve.executor.memory_sizing import CPU_CAP_BYTES, pool_tokens
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
-from pdserve.model.config import read_model_spec
-from pdserve.model.decoder import kv_layout
+from pdserve.model.config import kv_layout, read_model_spec
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family

@@ -20,6 +20,7 @@ from pdserve.executor.backend_choice import choose_level
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.model.config import read_model_spec
+from pdserve.model.decoder import Attention
 from pdserve.model.layers.moe import Experts
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.layers import AttentionInProgram
@@ -153,7 +154,8 @@ def test_weights_are_packed_and_let_go_of_but_known(family: Family, tiny_checkpo
     assert small.weight_bytes < native.weight_bytes
     model = native._model
     assert isinstance(model, NativeDecoder)
-    assert all(layer.qkv.weight.numel() == 0 for layer in model._model.layers)
+    attentions = [op for layer in model._model.layers for op in layer.operations if isinstance(op, Attention)]
+    assert len(attentions) == model.num_layers and all(op.qkv.weight.numel() == 0 for op in attentions)
     assert all(
         isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.moe_layers.values()
     )

@@ -14,7 +14,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import ConfigError, ModelError
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.model_runner import cut_plan
-from pdserve.model.decoder import kv_layout
+from pdserve.model.config import kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of

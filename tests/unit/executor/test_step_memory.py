@@ -13,7 +13,9 @@ from pdserve.executor import factory
 from pdserve.executor.graphs import graph_sizes
 from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
-from pdserve.model.config import ModelSpec, MoeSpec, spec_from_config
+from pdserve.model.config import ModelSpec, spec_from_config
+from pdserve.model.families.family import pre_norm_layer
+from pdserve.model.layer_spec import MoeSpec
 
 CUDA = torch.device("cuda")
 LAYOUT = KVLayout(
@@ -41,8 +43,9 @@ def test_a_step_holds_at_least_its_widest_activations_and_logits() -> None:
     logits = 256 * 151_936 * 4
     assert gate_up_and_product + logits < step_bytes(spec, 2, 2048, 256) < 4 * (gate_up_and_product + logits)
     assert step_bytes(spec, 2, 2048, 0, tp_size=4) < step_bytes(spec, 2, 2048, 0)
-    moe = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, norm_top_k=True, layers=tuple(range(36)))
-    routed = step_bytes(dataclasses.replace(spec, moe=moe), 2, 2048, 0)
+    moe = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, norm_top_k=True)
+    layers = (pre_norm_layer(spec.attention, moe),) * 36
+    routed = step_bytes(dataclasses.replace(spec, layers=layers), 2, 2048, 0)
     assert routed > 2048 * 8 * (3 * 768 + 2 * 4096) * 2, "each token's row for each of its experts"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,10 @@ from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
-from pdserve.model.decoder import Decoder, kv_layout
+from pdserve.model.config import ModelSpec, kv_layout
+from pdserve.model.decoder import Decoder
 from pdserve.model.gpu import decode_attention
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MoeSpec, SublayerSpec
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.loader import read_spec
 from tests.tiny import Family
@@ -62,17 +64,26 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     return recorder
 
 
+def _sized(spec: ModelSpec, kv_heads: int) -> Iterator[SublayerSpec]:
+    """The first layer's sublayers, with other numbers of heads and experts."""
+    for sublayer in spec.layers[0].sublayers:
+        op = sublayer.op
+        if isinstance(op, AttentionSpec):
+            op = dataclasses.replace(op, num_heads=2 * kv_heads, num_kv_heads=kv_heads)
+        elif isinstance(op, MoeSpec):
+            op = dataclasses.replace(op, num_experts=NUM_EXPERTS)
+        yield dataclasses.replace(sublayer, op=op)
+
+
 class Serving:
     """A model of uninitialised weights over a pool of nothing."""
 
     def __init__(self, checkpoint: Path, kv_heads: int) -> None:
         device, spec = torch.device(DEVICE), read_spec(checkpoint)
-        spec = dataclasses.replace(spec, num_layers=1, num_heads=2 * kv_heads, num_kv_heads=kv_heads)
-        if spec.moe is not None:
-            spec = dataclasses.replace(spec, moe=dataclasses.replace(spec.moe, num_experts=NUM_EXPERTS))
+        spec = dataclasses.replace(spec, layers=(DecoderLayerSpec(tuple(_sized(spec, kv_heads))),))
         self._model = Decoder(spec, torch.float16, device, TritonKernels())
         self._pool = KVPool(kv_layout(spec, PAGE_TOKENS, "float16").groups[0], 1, device)
-        self._attention = TritonAttention(self._pool, spec.num_heads, device)
+        self._attention = TritonAttention(self._pool, spec.attention.num_heads, device)
         self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
 
     def warm_up(self, max_rows: int) -> None:

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from pdserve.base.parallel import dealt
 from pdserve.errors import ConfigError
-from pdserve.model.config import MoeSpec
 from pdserve.model.eplb import Row, balanced, balancedness, moves_between, num_copies
+from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.expert_parallel import ExpertTable, plan_dispatch
 from pdserve.model.placement import first_placement, num_slots_for, slots_of
 
+LAYERS = (0, 2)
 
-def moe(num_experts: int, layers: tuple[int, ...] = (0, 2)) -> MoeSpec:
-    return MoeSpec(num_experts=num_experts, top_k=1, intermediate_size=8, norm_top_k=True, layers=layers)
+
+def moe(num_experts: int) -> MoeSpec:
+    return MoeSpec(num_experts=num_experts, top_k=1, intermediate_size=8, norm_top_k=True)
 
 
 @st.composite
@@ -94,7 +96,7 @@ def test_experts_that_stay_keep_their_slots() -> None:
 
 
 def test_places_left_over_hold_copies() -> None:
-    assert first_placement(moe(6), 4, 0, "trivial").rows == dict.fromkeys((0, 2), (0, 1, 2, 3, 4, 5, 0, 1))
+    assert first_placement(moe(6), LAYERS, 4, 0, "trivial").rows == dict.fromkeys(LAYERS, (0, 1, 2, 3, 4, 5, 0, 1))
     assert num_slots_for(moe(6), 2, 0) == 3 and num_slots_for(moe(6), 2, 1) == 4
     with pytest.raises(ConfigError, match="6") as error:
         num_slots_for(moe(6), 2, 7)
@@ -104,10 +106,10 @@ def test_places_left_over_hold_copies() -> None:
 def test_a_file_says_where_experts_start_or_what_they_had_to_do(tmp_path: Path) -> None:
     file = tmp_path / "where.json"
     file.write_text(json.dumps({"physical_to_logical_map": [[3, 2, 1, 0], [0, 0, 0, 0], [0, 2, 1, 3]]}))
-    assert first_placement(moe(4), 2, 0, str(file)).rows == {0: (3, 2, 1, 0), 2: (0, 2, 1, 3)}
+    assert first_placement(moe(4), LAYERS, 2, 0, str(file)).rows == {0: (3, 2, 1, 0), 2: (0, 2, 1, 3)}
     counts = [[10, 10, 0, 0], [0, 0, 0, 0], [0, 5, 5, 0]]
     file.write_text(json.dumps({"logical_count": [counts, counts]}))
-    for layer, row in first_placement(moe(4), 2, 0, str(file)).rows.items():
+    for layer, row in first_placement(moe(4), LAYERS, 2, 0, str(file)).rows.items():
         assert balancedness(counts[layer], 2, row) == 1.0
 
 
@@ -128,7 +130,7 @@ def test_a_file_says_where_experts_start_or_what_they_had_to_do(tmp_path: Path) 
 def test_a_file_that_does_not_fit_is_refused_by_name(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "where.json").write_text(text)
     with pytest.raises(ConfigError, match=named) as error:
-        first_placement(moe(4), 2, 0, str(tmp_path / "where.json"))
+        first_placement(moe(4), LAYERS, 2, 0, str(tmp_path / "where.json"))
     assert error.value.field == "init_expert_location"
 
 
@@ -136,7 +138,7 @@ def test_an_expert_twice_on_a_rank_is_refused(tmp_path: Path) -> None:
     row = {"physical_to_logical_map": [[0, 0, 1, 2]] * 3}
     (tmp_path / "where.json").write_text(json.dumps(row))
     with pytest.raises(ConfigError, match="rank 0 an expert twice"):
-        first_placement(moe(3), 2, 1, str(tmp_path / "where.json"))
+        first_placement(moe(3), LAYERS, 2, 1, str(tmp_path / "where.json"))
 
 
 @given(situations(), st.integers(1, 20), st.integers(1, 3), st.integers(0, 1000))

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
+from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from tests.driver import Driver, build, random_prompt
@@ -25,15 +26,17 @@ _TOP_TO_GGUF = {value: key for key, value in gguf_file._TOP_NAMES.items()}
 def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None) -> Path:
     """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer."""
     spec = read_spec(checkpoint)
+    attention, mlp = spec.layers[0].operations
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden_size)
     writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_rope_freq_base(spec.rope.theta)
+    writer.add_feed_forward_length(mlp.intermediate_size)
+    writer.add_head_count(attention.num_heads)
+    writer.add_head_count_kv(attention.num_kv_heads)
+    writer.add_key_length(attention.head_dim)
+    writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     writer.add_eos_token_id(1)
     if divisors is not None:
@@ -41,7 +44,7 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         values = tensor.numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = spec.num_heads if "q_proj" in name else spec.num_kv_heads
+            heads = attention.num_heads if "q_proj" in name else attention.num_kv_heads
             pairs = values.reshape(heads, 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
         writer.add_tensor(_gguf_name(name), values)

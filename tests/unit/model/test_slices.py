@@ -144,7 +144,7 @@ def test_a_rank_with_whole_experts_reads_no_others(tmp_path: Path, monkeypatch: 
     spec = read_spec(path)
     assert spec.moe is not None
     whole = _load(path, ParallelShape().place(0)).params.samples()
-    placement, ranks = first_placement(spec.moe, 4, 0, "trivial"), []
+    placement, ranks = first_placement(spec.moe, spec.moe_layers, 4, 0, "trivial"), []
     for rank in range(4):
         recorder = Recorder()
         monkeypatch.setattr(loader, "safe_open", recorder)
