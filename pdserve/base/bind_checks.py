@@ -19,6 +19,7 @@ import re
 import socket
 from collections.abc import Sequence
 
+from pdserve.base.host_addresses import IPAddress, parse_address
 from pdserve.base.proof import MIN_TOKEN_CHARS, is_weak
 from pdserve.errors import ConfigError
 
@@ -71,13 +72,12 @@ def url_host(host: str) -> str:
 
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_.])?")
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 def is_host(host: str) -> bool:
     """Whether `host` is an IP address without brackets or a valid host name."""
-    return _address(host) is not None or _NAME.fullmatch(host) is not None
+    return parse_address(host) is not None or _NAME.fullmatch(host) is not None
 
 
 def canonical_host(host: str) -> str:
@@ -88,7 +88,7 @@ def canonical_host(host: str) -> str:
     """
     if not is_host(host):
         return host
-    address = _address(host)
+    address = parse_address(host)
     if address is not None:
         return str(address)
     name = _plain(host)
@@ -105,7 +105,7 @@ class _Pattern:
     name: str
     port: int | None
 
-    def matches(self, address: Address | None, name: str, port: int) -> bool:
+    def matches(self, address: IPAddress | None, name: str, port: int) -> bool:
         if self.port not in (None, port):
             return False
         if self.network is not None:
@@ -121,7 +121,7 @@ class HostPatterns:
 
     def allow(self, host: str, port: int) -> bool:
         """Whether a pattern matches `port` of `host`, which is written without brackets."""
-        address, name = _address(host), _plain(host)
+        address, name = parse_address(host), _plain(host)
         return any(pattern.matches(address, name, port) for pattern in self._patterns)
 
 
@@ -162,16 +162,6 @@ def _parse(word: str) -> _Pattern:
         if _NAME.fullmatch(name) is None:
             raise ValueError(f"{word!r} is malformed") from None
         return _Pattern(None, f".{_plain(name)}" if host.startswith("*.") else _plain(name), number)
-
-
-def _address(host: str) -> Address | None:
-    """Parse `host` as an address, an IPv4-mapped IPv6 address as IPv4; None for a name."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return address if mapped is None else mapped
 
 
 def _plain(name: str) -> str:

@@ -1,7 +1,10 @@
-"""Closes ports that a library keeps open for the life of the process but needs only at its start. Linux only.
+"""Filters at the listening TCP sockets of this process, in Linux's socket layer. Used for ports that a library opens.
 
-A socket filter that passes no packet is attached to the listening socket. The kernel then drops new connections;
-accepted connections stay open, and the library notices nothing.
+    close_port(1234)                      drops all new connections
+    allow_sources([1234], ["10.0.0.2"])   drops new connections from all other addresses; replaces the former filter
+
+The kernel runs the filter on each packet that reaches the listening socket, and on each packet of the connections that
+it accepted since. Connections from before have no filter or the former one. The library notices nothing.
 """
 
 from __future__ import annotations
@@ -13,13 +16,23 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
+
+from pdserve.base.host_addresses import parse_address
 
 log = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER = 26
-_RETURN_NOTHING = struct.pack("HBBI", 0x06, 0, 0, 0)
-"""A classic BPF instruction: keep 0 bytes of the packet."""
+_NETWORK_HEADER = (1 << 32) - 0x100000
+"""`SKF_NET_OFF`: loads at this offset and above read the IP header."""
+_IPV4_SOURCE, _IPV6_SOURCE = 12, 8
+"""Offsets of the source address in the IP header."""
+_LOAD_BYTE, _LOAD_WORD, _LOAD_KEPT, _KEEP = 0x30, 0x20, 0x60, 0x02
+_SHIFT_RIGHT, _IF_EQUAL, _JUMP, _RETURN = 0x74, 0x15, 0x05, 0x06
+_PASS, _DROP = (1 << 32) - 1, 0
+"""Bytes of the packet that the filter keeps."""
+Instruction = tuple[int, int, int, int]
+"""Of classic BPF: code, instructions to skip if true, and if false, operand."""
 
 
 @contextlib.contextmanager
@@ -32,14 +45,80 @@ def ports_closed_afterwards() -> Iterator[None]:
     yield
     for inode, listener in _listeners():
         if inode not in before:
-            _close(listener)
+            attach_filter(listener, ())
 
 
 def close_port(port: int) -> None:
     """Close a TCP port of this process; no effect without such a listener. Logs a warning if the kernel refuses."""
+    allow_sources((port,), ())
+
+
+def allow_sources(ports: Collection[int], addresses: Iterable[str] | None) -> None:
+    """Accept new connections at these TCP ports of this process only from these IP addresses; None: from all.
+
+    Ports without a listener are ignored. Logs a warning for each port where the kernel refuses the filter.
+    """
+    sources = None if addresses is None else tuple(addresses)
     for _, listener in _listeners():
-        if listener.getsockname()[1] == port:
-            _close(listener)
+        if listener.getsockname()[1] in ports:
+            attach_filter(listener, sources)
+
+
+def listening_ports() -> frozenset[int]:
+    """Return the TCP ports at which this process listens."""
+    return frozenset(listener.getsockname()[1] for _, listener in _listeners())
+
+
+def attach_filter(listener: socket.socket, addresses: Iterable[str] | None) -> None:
+    """Accept new connections at `listener` only from these IP addresses; None: from all.
+
+    Logs a warning if the kernel refuses.
+    """
+    passes_all: list[Instruction] = [(_RETURN, 0, 0, _PASS)]
+    program = passes_all if addresses is None else filter_program(addresses)
+    packed = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    memory = ctypes.create_string_buffer(packed, len(packed))
+    option = struct.pack("HP", len(program), ctypes.addressof(memory))
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
+    except OSError as error:
+        log.warning("port %d stays open: the kernel refuses the filter: %s", listener.getsockname()[1], error)
+
+
+def filter_program(addresses: Iterable[str]) -> list[Instruction]:
+    """Return the filter that passes only packets from these IP addresses.
+
+    Text that is no IP address is ignored. An IPv4-mapped IPv6 address is the IPv4 address, as it is in the packets.
+    """
+    parsed = (parse_address(address) for address in addresses)
+    wanted = sorted({address.packed for address in parsed if address is not None})
+    ipv4: list[Instruction] = [(_LOAD_WORD, 0, 0, _NETWORK_HEADER + _IPV4_SOURCE)]
+    ipv6: list[Instruction] = []
+    for number in range(4):
+        ipv6 += [(_LOAD_WORD, 0, 0, _NETWORK_HEADER + _IPV6_SOURCE + 4 * number), (_KEEP, 0, 0, number)]
+    for address in wanted:
+        words = struct.unpack(f"!{len(address) // 4}I", address)
+        if len(words) == 1:
+            ipv4 += [(_IF_EQUAL, 0, 1, words[0]), (_RETURN, 0, 0, _PASS)]
+            continue
+        for number, word in enumerate(words):  # a word that differs skips the rest of this address
+            ipv6 += [(_LOAD_KEPT, 0, 0, number), (_IF_EQUAL, 0, 2 * (len(words) - number) - 1, word)]
+        ipv6.append((_RETURN, 0, 0, _PASS))
+    drop: Instruction = (_RETURN, 0, 0, _DROP)
+    if not wanted:
+        return [drop]
+    return [
+        (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
+        (_SHIFT_RIGHT, 0, 0, 4),
+        (_IF_EQUAL, 3, 0, 4),
+        (_IF_EQUAL, 1, 0, 6),
+        drop,
+        (_JUMP, 0, 0, len(ipv4) + 1),
+        *ipv4,
+        drop,
+        *ipv6,
+        drop,
+    ]
 
 
 def _listeners() -> Iterator[tuple[int, socket.socket]]:
@@ -61,13 +140,3 @@ def _listeners() -> Iterator[tuple[int, socket.socket]]:
             is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
             if is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 yield status.st_ino, duplicate
-
-
-def _close(listener: socket.socket) -> None:
-    program = ctypes.create_string_buffer(_RETURN_NOTHING, len(_RETURN_NOTHING))
-    try:
-        listener.setsockopt(
-            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program))
-        )  # fmt: skip
-    except OSError as error:
-        log.warning("port %d could not be closed and stays open: %s", listener.getsockname()[1], error)

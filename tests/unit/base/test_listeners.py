@@ -1,4 +1,4 @@
-"""Ports that are closed after the start: strangers reach them no more, connections from before go on."""
+"""Ports with a filter: only the given addresses reach them, connections from before go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.base import listeners
-from pdserve.base.listeners import close_port, ports_closed_afterwards
+from pdserve.base.listeners import allow_sources, close_port, filter_program, listening_ports, ports_closed_afterwards
 
 BRIEFLY_S = 0.2
 HOSTS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
@@ -27,15 +27,21 @@ def listening(family: int = socket.AF_INET) -> Iterator[socket.socket]:
         yield server
 
 
-def connect(server: socket.socket) -> socket.socket:
-    """A client."""
-    return socket.create_connection(server.getsockname()[:2], timeout=BRIEFLY_S)
+def connect(server: socket.socket, source: str | None = None) -> socket.socket:
+    """A client, at the address `source`."""
+    bound = None if source is None else (source, 0)
+    return socket.create_connection(server.getsockname()[:2], timeout=BRIEFLY_S, source_address=bound)
 
 
-def check_open(server: socket.socket) -> None:
-    with connect(server) as client, server.accept()[0] as accepted:
+def check_open(server: socket.socket, source: str | None = None) -> None:
+    with connect(server, source) as client, server.accept()[0] as accepted:
         client.sendall(b"x")
         assert accepted.recv(1) == b"x"
+
+
+def check_closed(server: socket.socket, source: str | None = None) -> None:
+    with pytest.raises(TimeoutError):
+        connect(server, source)
 
 
 @pytest.mark.parametrize("family", HOSTS)
@@ -47,8 +53,7 @@ def test_what_was_opened_inside_takes_no_more_connections(family: int) -> None:
             check_open(server)
             client = opened.enter_context(connect(server))
             accepted = opened.enter_context(server.accept()[0])
-        with pytest.raises(TimeoutError):
-            connect(server)
+        check_closed(server)
         client.sendall(b"before")
         assert accepted.recv(10) == b"before"
         check_open(older)
@@ -57,8 +62,7 @@ def test_what_was_opened_inside_takes_no_more_connections(family: int) -> None:
 def test_a_port_is_closed_by_its_number() -> None:
     with listening() as server, listening() as other:
         close_port(server.getsockname()[1])
-        with pytest.raises(TimeoutError):
-            connect(server)
+        check_closed(server)
         check_open(other)
 
 
@@ -68,4 +72,78 @@ def test_a_kernel_that_refuses_is_told_of(monkeypatch: pytest.MonkeyPatch, caplo
         port = server.getsockname()[1]
         close_port(port)
         check_open(server)
-    assert f"port {port} could not be closed and stays open" in caplog.text
+    assert f"port {port} stays open: the kernel refuses the filter" in caplog.text
+
+
+def port_of(server: socket.socket) -> int:
+    return int(server.getsockname()[1])
+
+
+def test_only_the_given_addresses_connect_and_open_connections_go_on() -> None:
+    with listening() as server, connect(server, "127.0.0.2") as before, server.accept()[0] as accepted:
+        allow_sources([port_of(server)], ["127.0.0.1", "127.0.0.3"])
+        check_closed(server, "127.0.0.2")
+        for source in ("127.0.0.1", "127.0.0.3"):
+            check_open(server, source)
+        before.sendall(b"x")
+        assert accepted.recv(1) == b"x"
+
+
+def test_a_new_set_replaces_the_former_one_and_an_accepted_connection_keeps_its_own() -> None:
+    with listening() as server:
+        allow_sources([port_of(server)], ["127.0.0.2"])
+        with connect(server, "127.0.0.2") as client, server.accept()[0] as accepted:
+            allow_sources([port_of(server)], ["127.0.0.1", "fd00::9"])
+            check_open(server, "127.0.0.1")
+            check_closed(server, "127.0.0.2")
+            client.sendall(b"x" * 100_000)
+            assert accepted.recv(1) == b"x"
+        allow_sources([port_of(server)], ["a name", ""])
+        check_closed(server)
+        allow_sources([port_of(server)], None)
+        check_open(server, "127.0.0.2")
+
+
+def test_ipv6_addresses_are_compared_in_full() -> None:
+    with listening(socket.AF_INET6) as server:
+        for others in (["::2"], ["1::1"], ["0:1::1"], ["::1:0:1"], ["127.0.0.1", "0.0.0.1"], []):
+            allow_sources([port_of(server)], others)
+            check_closed(server)
+        allow_sources([port_of(server)], ["fe80::1%lo", "1::1", "::1", "127.0.0.1"])
+        check_open(server)
+
+
+def test_a_socket_of_both_families_compares_what_is_in_the_packets() -> None:
+    with (
+        listening(socket.AF_INET6) as probe,
+        socket.create_server(("::", 0), family=probe.family, dualstack_ipv6=True) as server,
+    ):
+        for allowed, family in (("::ffff:127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
+            allow_sources([port_of(server)], [allowed])
+            for each, host in HOSTS.items():
+                try:
+                    socket.create_connection((host, port_of(server)), timeout=BRIEFLY_S).close()
+                except TimeoutError:
+                    assert each != family, host
+                else:
+                    assert each == family, host
+
+
+def test_the_kernel_takes_a_filter_of_many_addresses() -> None:
+    addresses = [f"10.0.{high}.{low}" for high in range(2) for low in range(50)] + [f"fd00::{n}" for n in range(100)]
+    with listening() as server, listening(socket.AF_INET6) as other:
+        ports = [port_of(server), port_of(other)]
+        assert listening_ports() >= set(ports)
+        allow_sources(ports, addresses)
+        check_closed(server)
+        check_closed(other)
+        allow_sources(ports, [*addresses, *HOSTS.values()])
+        check_open(server)
+        check_open(other)
+
+
+def test_a_filter_passes_no_packet_of_another_protocol() -> None:
+    """Neither version 4 nor 6: the instruction after both comparisons drops it."""
+    program = filter_program(["127.0.0.1"])
+    assert program[2][3] == 4 and program[3][3] == 6
+    assert program[4] == filter_program([])[0]
