@@ -118,6 +118,9 @@ class TimedCopies:
     def open_receiver(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
 
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """See `CopyEngine`."""
+
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
 

@@ -4,7 +4,7 @@
     python -m benchmarks.bench_receivers --late-ports   # what lands through a later engine at a fenced one's ports
 
 The second takes three minutes: the system gives a port with former connections to nobody for one. It shows what
-`SpentPorts` is for: without it a sender that was stopped goes on into the engine of another peer.
+`EnginePorts` is for: without it a sender that was stopped goes on into the engine of another peer.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def late_bytes(*, remembered: int) -> str:
     receiving.MAX_SPENT = remembered
     with _transport("mooncake", LATE_BYTES) as (transport, memory):
         first = transport.open_receiver("one")
+        transport.allow_sources("one", ["127.0.0.1"])
         command = [sys.executable, "-m", "benchmarks.bench_receivers", "--send", first, str(memory.ctypes.data)]
         unlimited = {name: value for name, value in os.environ.items() if not name.startswith("MC_M")}
         sender = subprocess.Popen(command, env=unlimited)
@@ -101,6 +102,7 @@ def late_bytes(*, remembered: int) -> str:
             while not remembered and _ports_of(second) != _ports_of(first):  # its two ports the other way round
                 transport.fence("other")
                 second = transport.open_receiver("other")
+            transport.allow_sources("other", ["127.0.0.1"])
             memory[:] = 7
             sender.send_signal(signal.SIGCONT)
             time.sleep(LANDS_S)

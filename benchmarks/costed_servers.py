@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
@@ -189,6 +189,9 @@ class HeldEngine:
     def open_receiver(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
         self.post(ReceiverOpened(peer, self.address, None, rank))
+
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """See `CopyEngine`."""
 
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""

@@ -101,6 +101,7 @@ def play(transport: Transport, share: torch.Tensor, process: Sender, how: str, p
     synchronize(share)
     assert process.stdin is not None
     process.stdin.write(f"{transport.open_receiver(peer)}\n".encode())
+    transport.allow_sources(peer, ["127.0.0.1"])
     process.stdin.flush()
     wait_for(share, process)
     share.fill_(0)  # a sender that writes without a pause is in the middle of the share soon

@@ -12,6 +12,7 @@ CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
 """SGLang's names, the newer one first: the share of writes to peers that fail, for tests."""
+DATA_PORT_FILTER = "PDSERVE_DATA_PORT_FILTER"
 TRITON_INTERPRET = "TRITON_INTERPRET"
 """Defined by Triton."""
 
@@ -71,6 +72,18 @@ def control_token() -> str:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ConfigError(f"{CONTROL_TOKEN} must be printable ASCII without spaces")
     return token
+
+
+def filters_data_ports() -> bool:
+    """Whether the ports of transfer engines accept connections from known addresses only; the default is True.
+
+    Raises:
+        ConfigError: `PDSERVE_DATA_PORT_FILTER` is neither 0 nor 1.
+    """
+    text = os.environ.get(DATA_PORT_FILTER, "").strip() or "1"
+    if text not in ("0", "1"):
+        raise ConfigError(f"{DATA_PORT_FILTER} must be 0 or 1, got {text!r}")
+    return text == "1"
 
 
 def worker_proof_secret() -> bytes | None:

@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import logging
 
+from pdserve.base.host_addresses import outward_addresses
 from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent
 from pdserve.config import ServerConfig
@@ -138,7 +139,7 @@ def _serve(
     leader.report(
         RankReady(
             facts=rank_facts(built),
-            memory=None if copying is None else RankMemory.of("", built.executor.buffers),
+            memory=None if copying is None else RankMemory.of("", built.executor.buffers, outward_addresses()),
             samples=built.executor.weight_samples(),
             drain_timeout_s=0.0 if copying is None else copying.workers.drain_timeout_s,
             fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,

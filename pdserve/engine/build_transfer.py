@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve import __version__
 from pdserve.base.clock import Clock
+from pdserve.base.host_addresses import outward_addresses
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact
@@ -82,7 +83,7 @@ def open_transfer(
     mailbox.attach(socket)
     directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
     stack.callback(directory.close)
-    own = RankMemory.of("", built.executor.buffers)
+    own = RankMemory.of("", built.executor.buffers, outward_addresses())
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,

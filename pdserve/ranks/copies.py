@@ -126,6 +126,11 @@ class RankCopies:
         if rank == self._rank:
             self._engine.open_receiver(0, peer)
 
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """See `CopyEngine`."""
+        if rank == self._rank:
+            self._engine.allow_sources(0, peer, addresses)
+
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
         self._add((Fencing(peer), rank), rank)

@@ -8,7 +8,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 from pdserve.base.clock import ManualClock
@@ -223,6 +223,9 @@ class SimCopyEngine:
         address = f"{self._endpoint}/{peer}"
         self._receivers.add(address)
         self._report(ReceiverOpened(peer, address, None))
+
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """See `CopyEngine`. The simulated engines accept connections from all hosts."""
 
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""

@@ -148,7 +148,8 @@ class ZmqControlSocket:
         """See `EventSource`."""
         events: list[FrameArrived | PeerHandshakeFailed | HandshakesFailed] = []
         while len(events) < _MAX_TAKEN and _readable(self._pull):
-            events.append(FrameArrived(self._pull.recv(zmq.NOBLOCK)))
+            message = self._pull.recv(zmq.NOBLOCK, copy=False)
+            events.append(FrameArrived(message.bytes, _source(message)))
         now = time.monotonic()
         if now - self._looked_s >= _LOOK_EVERY_S:
             self._looked_s = now
@@ -259,6 +260,14 @@ class ZmqControlSocket:
 
 def _readable(socket: zmq.Socket[bytes]) -> bool:
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _POLLIN)
+
+
+def _source(message: zmq.Frame) -> str:
+    """Return the IP address that `message` came from; empty for old versions of zmq's protocol."""
+    try:
+        return str(message.get("Peer-Address"))
+    except zmq.ZMQError:
+        return ""
 
 
 def _said(monitor: zmq.Socket[bytes]) -> list[tuple[int, int]]:

@@ -163,11 +163,6 @@ class CopyWorkers:
         )
 
     @property
-    def address(self) -> str:
-        """See `Transport.address`: any process may write there, and no `fence` ends it."""
-        return self._transport.address()
-
-    @property
     def drain_timeout_s(self) -> float:
         """See `CopyEngine`."""
         return self._transport.drain_timeout_s
@@ -221,6 +216,10 @@ class CopyWorkers:
         """See `CopyEngine`."""
         self._receivers.submit(peer, lambda: self._post(self._open_receiver(peer)))
 
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """See `CopyEngine`."""
+        self._receivers.submit(peer, lambda: self._allow_sources(peer, addresses))
+
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""
         self._receivers.submit(peer, lambda: self._post(self._fence(peer)))
@@ -251,6 +250,12 @@ class CopyWorkers:
         except Exception as error:
             log.exception("no receiving engine for %s", peer)
             return ReceiverOpened(peer, "", _internal(error))
+
+    def _allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        try:
+            self._transport.allow_sources(peer, addresses)
+        except Exception:
+            log.exception("connections of %s from %s may be refused", peer, ", ".join(addresses))
 
     def _fence(self, peer: str) -> PeerFenced:
         try:

@@ -17,9 +17,10 @@ Address = tuple[str, int]
 
 
 class FrameArrived(msgspec.Struct, frozen=True, tag=True):
-    """A frame arrived on the control socket."""
+    """A frame arrived on the control socket, from the IP address `source`; empty: not known."""
 
     frame: bytes
+    source: str = ""
 
 
 class PrefillFound(msgspec.Struct, frozen=True, tag=True):
@@ -212,6 +213,13 @@ class CopyEngine(Protocol):
         """Open a receiving engine for `peer` at local rank `rank`; posts `ReceiverOpened`. Never blocks.
 
         `peer` names one session with a peer: a later session has another name.
+        """
+        ...
+
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        """Let the receiving engine for `peer` at local rank `rank` accept connections from these addresses, too.
+
+        Names among the addresses are ignored. Never blocks; no event follows.
         """
         ...
 

@@ -199,8 +199,8 @@ class KVManager:
                 self.send_side.on_reached(event)
             case Notified():
                 self.receive_side.on_notified(event)
-            case FrameArrived(frame=frame):
-                self._apply(self.sessions.arrived(frame))
+            case FrameArrived(frame=frame, source=source):
+                self._apply(self.sessions.arrived(frame, source))
             case PrefillFound():
                 self._apply(self.sessions.found(event))
             case PrefillNotFound():

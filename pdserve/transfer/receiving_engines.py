@@ -1,6 +1,7 @@
 """Receiving engines, one for each session with a sender, and the fences that end them. Scheduler thread only.
 
     open   ─> every rank opens an engine for the session   ─> opened: the addresses go into our Hello
+    allow  ─> every engine accepts connections from more addresses of the peer's hosts
     fence  ─> every rank destroys that engine              ─> fenced: writes of that session cannot land any more
 
 A rank that cannot confirm a fence (`shm`, while the sender's process lives) repeats it after `RETRY_S`. Owned by
@@ -14,6 +15,7 @@ import dataclasses
 from pdserve.base.clock import Clock
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyEngine, PeerFenced, ReceiverOpened
+from pdserve.transfer.wire import Hello
 
 RETRY_S = 1.0
 """Seconds after an unconfirmed fence until the rank is fenced again."""
@@ -51,12 +53,25 @@ class SessionReceivers:
         self._num_ranks = num_ranks
         self._receivers: dict[str, _Receiver] = {}
 
-    def open(self, name: str) -> None:
-        """Open an engine for session `name` on every rank; `opened` returns the addresses when all ranks have one."""
+    def open(self, name: str, endpoint: str) -> None:
+        """Open an engine for session `name` with the peer at `endpoint` on every rank.
+
+        `opened` returns the addresses when all ranks have one. The engines accept connections from the endpoint's host.
+        """
         assert name not in self._receivers, name
         self._receivers[name] = _Receiver()
         for rank in range(self._num_ranks):
             self._engine.open_receiver(rank, name)
+        self._allow(name, (endpoint.rpartition(":")[0].strip("[]"),))
+
+    def allow(self, name: str, source: str, answer: Hello) -> None:
+        """Accept connections of session `name` from the hosts of the peer's ranks, and from `source`.
+
+        The peer's handshake `answer` came from there. That address differs where the peer is behind NAT.
+        """
+        receiver = self._receivers.get(name)
+        if receiver is not None and receiver.fence_begun_at is None:
+            self._allow(name, (source, *(address for rank in answer.ranks for address in rank.host_addresses)))
 
     def opened(self, event: ReceiverOpened) -> ReceiverAddresses | None:
         """Apply one rank's result. Repeated reports, and reports for ended sessions, return None."""
@@ -116,6 +131,11 @@ class SessionReceivers:
     def num_fencing(self) -> int:
         """Number of ended sessions whose senders may still write."""
         return sum(receiver.fence_begun_at is not None for receiver in self._receivers.values())
+
+    def _allow(self, name: str, addresses: tuple[str, ...]) -> None:
+        known = tuple(dict.fromkeys(address for address in addresses if address))
+        for rank in range(self._num_ranks):
+            self._engine.allow_sources(rank, name, known)
 
     def _take_free(self, now: float) -> list[str]:
         free = [name for name, it in self._receivers.items() if it.free_at is not None and now >= it.free_at]

@@ -90,8 +90,7 @@ class Sessions:
         self._secret = hashlib.blake2b(secret.encode(), digest_size=32).digest()
         self._peers: dict[str, Peer] = {}
         self.last_refusal: str | None = None
-        """The last handshake that either side refused (peer, field and reason), for `/get_server_info`; None: none yet.
-        """
+        """The last refused handshake (peer, field and reason), for `/get_server_info`; None: none yet."""
         self._dialled: dict[Address, tuple[str, ...]] = {}
         """Instances behind an address; empty while the directory looks the address up."""
         self._seq = itertools.count(1)
@@ -196,8 +195,8 @@ class Sessions:
         self._dialled.pop(event.address, None)
         return [DialFailed(event.address, event.failure)]
 
-    def arrived(self, frame: bytes) -> list[Notice]:
-        """Handle a frame from the network; a frame that does not decode is counted and dropped."""
+    def arrived(self, frame: bytes, source: str) -> list[Notice]:
+        """Handle a frame from the network address `source`; a frame that does not decode is counted and dropped."""
         try:
             packet = self._wire.decode(frame)
         except ProtocolError as error:
@@ -211,7 +210,7 @@ class Sessions:
             return []
         match packet.body:
             case Hello():
-                return self._hello(packet, packet.body)
+                return self._hello(packet, packet.body, source)
             case Reset():
                 return self._reset(packet, packet.body)
             case Ping(nonce=nonce, endpoint=endpoint) if nonce:
@@ -317,7 +316,7 @@ class Sessions:
         number = next(self._number)
         peer = self._add(instance, endpoint, self._mint(instance, number))
         peer.receiver = f"{instance}#{number}"
-        self._receivers.open(peer.receiver)
+        self._receivers.open(peer.receiver, endpoint)
         return peer
 
     def _mint(self, instance: str, number: int) -> int:
@@ -338,7 +337,7 @@ class Sessions:
         self._peers[instance] = peer
         return peer
 
-    def _hello(self, packet: Packet, hello: Hello) -> list[Notice]:
+    def _hello(self, packet: Packet, hello: Hello, source: str) -> list[Notice]:
         notices: list[Notice] = []
         peer = self._peers.get(packet.sender)
         if peer is None or peer.session != hello.session:
@@ -365,6 +364,8 @@ class Sessions:
         peer.hello = hello
         if not hello.answer:
             self.send(peer, self._answer_to(hello))
+        elif peer.receiver is not None:
+            self._receivers.allow(peer.receiver, source, hello)
         if first or peer.state is not PeerState.READY:
             peer.state = PeerState.READY
             notices.append(PeerReady(peer))

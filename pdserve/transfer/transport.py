@@ -5,7 +5,7 @@
     scheduler thread   open_transport, register, address, close
     copy workers       connect, write, write_and_notify (several at once, also to the same peer)
     kv-disconnect      disconnect (copy workers and, at the end, the scheduler thread call it as well)
-    kv-receivers       open_receiver, fence (several at once)
+    kv-receivers       open_receiver, allow_sources, fence (several at once)
     any                take_notifications (one at a time)
 """
 
@@ -110,12 +110,23 @@ class Transport(Protocol):
         """Open a receiving engine for `peer` (an instance id) alone, and return its address, which is for no other
         peer.
 
-        While the engine is open, calls return the same address; after a `fence`, one that was never used before.
+        While the engine is open, calls return the same address; after a `fence`, one that was never used before. The
+        engine may accept no connection before `allow_sources`.
 
         A copy worker or control thread, after `register`; may block for some seconds (RDMA registers memory).
 
         Raises:
             TransferError: the engine does not start.
+        """
+        ...
+
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Let the receiving engine of `peer` accept connections from these IP addresses, too.
+
+        An engine over TCP accepts connections from no address before the first call. Names among the addresses, unknown
+        peers, and all calls where the engine does not listen on TCP are ignored.
+
+        A control thread.
         """
         ...
 

@@ -24,6 +24,7 @@ from typing import Annotated
 
 import msgspec
 
+from pdserve.base.host_addresses import MAX_HOST_ADDRESSES
 from pdserve.base.parallel import ParallelShape
 from pdserve.protocol.codec import Codec, Seal
 from pdserve.protocol.failure import Failure
@@ -58,16 +59,22 @@ class WireRegion(msgspec.Struct, frozen=True):
     num_bytes: Count
 
 
-class RankMemory(msgspec.Struct, frozen=True):
-    """Memory of one rank that peers write to: its transport address, and its pool of each layout group."""
+class RankMemory(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Memory of one rank that peers write to: its transport address, and its pool of each layout group.
+
+    `host_addresses` are the IP addresses of the rank's host, from which its connections come; empty: not known.
+    """
 
     transport_address: EngineAddress
     kv_regions: tuple[WireRegion, ...]
+    host_addresses: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOST_ADDRESSES)] = ()
 
     @classmethod
-    def of(cls, transport_address: str, buffers: Iterable[tuple[int, int]]) -> RankMemory:
+    def of(
+        cls, transport_address: str, buffers: Iterable[tuple[int, int]], host_addresses: tuple[str, ...] = ()
+    ) -> RankMemory:
         """Return the memory of a rank whose pools are `buffers`, `(address, bytes)` each."""
-        return cls(transport_address, tuple(WireRegion(*buffer) for buffer in buffers))
+        return cls(transport_address, tuple(WireRegion(*buffer) for buffer in buffers), host_addresses)
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -47,6 +47,12 @@ class Rig:
         self._peers.append(uuid.uuid4().hex)
         return self._peers[-1]
 
+    def open(self, peer: str) -> str:
+        """The address of an engine that senders of this host may connect to."""
+        address = self.transport.open_receiver(peer)
+        self.transport.allow_sources(peer, ["127.0.0.1"])
+        return address
+
     def send(self, address: str, share: slice, value: int, **environment: str) -> Sender:
         """A process that writes; returns once the last byte of its share has arrived."""
         sender = self.begin(self._factory, address, share, value, **environment)
@@ -102,14 +108,14 @@ def local_rig(request: pytest.FixtureRequest, opened: Open, monkeypatch: pytest.
 def test_pages_of_a_sender_that_was_stopped_in_mid_write_are_reused_at_once(rig: Rig) -> None:
     ours, others = slice(0, SHARE), slice(SHARE, 2 * SHARE)
     peer, other = rig.peer(), rig.peer()
-    address = rig.transport.open_receiver(peer)
-    assert rig.transport.open_receiver(peer) == address, "it is open"
+    address = rig.open(peer)
+    assert rig.open(peer) == address, "it is open"
     sender = rig.send(address, ours, FIRST)
-    rig.send(rig.transport.open_receiver(other), others, SECOND)
+    rig.send(rig.open(other), others, SECOND)
     sender.signal(signal.SIGSTOP)
     assert rig.transport.fence(peer) and rig.transport.fence_drain_timeout_s == 0.0
     rig.memory.bytes[ours] = OURS
-    renewed = rig.transport.open_receiver(peer)
+    renewed = rig.open(peer)
     assert renewed != address
     sender.signal(signal.SIGCONT)
     assert sender.failed.wait(BOUND_S)
@@ -121,7 +127,7 @@ def test_pages_of_a_sender_that_was_stopped_in_mid_write_are_reused_at_once(rig:
 
 def test_a_sender_that_runs_is_cut_off_in_mid_write(rig: Rig) -> None:
     share, peer = slice(0, SHARE), rig.peer()
-    sender = rig.send(rig.transport.open_receiver(peer), share, FIRST)
+    sender = rig.send(rig.open(peer), share, FIRST)
     assert rig.transport.fence(peer)
     rig.memory.bytes[share] = OURS
     assert sender.failed.wait(BOUND_S)
@@ -136,18 +142,18 @@ def test_who_has_never_been_told_an_address_is_fenced(rig: Rig) -> None:
 def test_a_sender_with_our_memory_in_reach_is_fenced_by_its_death_alone(local_rig: Rig) -> None:
     rig, share = local_rig, slice(0, SHARE)
     peer = rig.peer()
-    address = rig.transport.open_receiver(peer)
+    address = rig.open(peer)
     sender = rig.send(address, share, FIRST, UCX_TLS="all")
     sender.signal(signal.SIGSTOP)
     assert not rig.transport.fence(peer)
-    renewed = rig.transport.open_receiver(peer)
+    renewed = rig.open(peer)
     assert renewed != address
     assert not rig.transport.fence(peer), "what it has it keeps"
     sender.signal(signal.SIGCONT)
     assert sender.failed.wait(BOUND_S), "it can be told to stop, but who knows whether it does"
     assert not rig.transport.fence(peer)
     other = rig.peer()
-    second = rig.send(rig.transport.open_receiver(other), slice(SHARE, 2 * SHARE), SECOND, UCX_TLS="all")
+    second = rig.send(rig.open(other), slice(SHARE, 2 * SHARE), SECOND, UCX_TLS="all")
     sender.stop()
     assert rig.transport.fence(peer) and not rig.transport.fence(other)
     rig.memory.bytes[share] = OURS
@@ -177,7 +183,7 @@ def test_no_foreign_byte_comes_in_a_thousand_fences(rig: Rig, part: int) -> None
         try:
             while (turn := next(rounds)) < NUM_FENCES and not failures:
                 ours[:] = OURS
-                sender = rig.begin(factory, rig.transport.open_receiver(peer), share, FIRST)
+                sender = rig.begin(factory, rig.open(peer), share, FIRST)
                 wait_until(lambda: bool(ours[0] == FIRST), "the sender's bytes arrive")
                 if turn % 2:
                     sender.signal(signal.SIGSTOP)

@@ -1,5 +1,6 @@
 """A stranger at the data ports of the transfer engines: the servers answer what they answered before, and no page that
-they keep has changed. What a stranger can do who knows an engine's protocol and an address: docs/security.md.
+they keep has changed. From another address than the peer's it cannot connect. What a stranger on the peer's host can do
+who knows an engine's protocol and an address: docs/security.md.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import requests
 
 from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.harness import Pair, assert_idle, running_pair, until
-from tests.e2e.test_keys import data_ports, say_all
+from tests.e2e.test_keys import data_ports, reachable, say_all
 from tests.tiny import Family
 
 PAGE_SIZE, NUM_PAGES = 16, 20
@@ -31,6 +32,8 @@ NUM_CONNECTIONS = 100
 """As many as Mooncake's engine lets wait while it reads from one."""
 DEADLINE_S = 30.0
 BRIEFLY_S = 1.0
+ELSEWHERE = ("127.0.0.66", "127.1.2.3")
+"""Addresses of strangers; both servers are at 127.0.0.1."""
 
 MOONCAKE_HEADER = struct.Struct("<QQB7x")
 """Length, address, and what is to be done; the answer is a status."""
@@ -69,7 +72,9 @@ def ask(pair: Pair) -> tuple[Any, ...]:
 
 @contextlib.contextmanager
 def nothing_changes(pair: Pair) -> Iterator[list[tuple[str, int]]]:
-    """With the data ports of both. In the answer, in what is free and kept, in the peers and in the audits."""
+    """With the data ports of decode that prefill reaches. In the answer, in what is free and kept, in the peers and in
+    the audits.
+    """
 
     def seen() -> Any:
         answer = ask(pair)
@@ -79,10 +84,22 @@ def nothing_changes(pair: Pair) -> Iterator[list[tuple[str, int]]]:
         return answer, [(one["memory"], one["failures"], one["audit"]) for one in states], peers
 
     before = seen()
-    ports = [data_ports(worker) for worker in pair.workers]
-    assert all(ports), "engines listen"
-    yield [*ports[0], *ports[1]]
+    ports = reachable(data_ports(pair.decode))
+    assert ports, "decode has an engine for prefill"
+    yield ports
     assert seen() == before
+
+
+def test_from_another_address_no_port_is_reached(pair: Pair) -> None:
+    """From the peer's not all are: base engines accept no connection, nor do Mooncake's engines that send."""
+    with nothing_changes(pair) as admitting:
+        ports = [data_ports(worker) for worker in pair.workers]
+        assert set(admitting) < set(ports[1])
+        for source in ELSEWHERE:
+            assert [reachable(each, source) for each in ports] == [[], []]
+        sending = reachable(ports[0])
+        assert set(sending) < set(ports[0])
+        assert not sending or pair.decode.state()["facts"]["transfer_backend"] == "nixl"
 
 
 def test_junk(pair: Pair) -> None:

@@ -6,7 +6,10 @@ which has no token but the key that is derived from it, and no API key.
 from __future__ import annotations
 
 import contextlib
+import errno
+import selectors
 import socket
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,7 @@ TOKEN = "a-token-of-these-two-servers"
 KEY, ROOT = "key-of-clients", "key-of-the-admin"
 CLIENT, ADMIN = {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {ROOT}"}
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "4096", "--dtype", "float32")
+CONNECTS_S = 0.3
 BODY = {"text": "hello", "sampling_params": {"max_new_tokens": 4, "temperature": 0}}
 
 
@@ -124,6 +128,25 @@ def data_ports(worker: Server) -> list[tuple[str, int]]:
     )
 
 
+def reachable(ports: list[tuple[str, int]], source: str = "127.0.0.1") -> list[tuple[str, int]]:
+    """The ports that take a connection from `source`; the others drop it."""
+    with contextlib.ExitStack() as opened, selectors.DefaultSelector() as selector:
+        for address in ports:
+            client = opened.enter_context(socket.socket())
+            client.setblocking(False)
+            client.bind((source, 0))
+            assert client.connect_ex(address) in (0, errno.EINPROGRESS)
+            selector.register(client, selectors.EVENT_WRITE, address)
+        found, deadline = [], time.monotonic() + CONNECTS_S
+        while selector.get_map() and (left_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left_s):
+                selector.unregister(key.fileobj)
+                assert isinstance(key.fileobj, socket.socket)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    found.append(key.data)
+        return sorted(found)
+
+
 def say_all(host: str, port: int) -> None:
     """What strangers say, each in a connection of its own, which they leave at once."""
     for said in STRANGERS.values():
@@ -150,7 +173,10 @@ def test_a_stranger_on_every_port_changes_nothing(router: Server, workers: tuple
         for worker in workers:
             ports = data_ports(worker)
             assert ports, "mooncake listens"
-            for host, port in ports:
+            assert reachable(ports, "127.0.0.66") == []
+            admitting = reachable(ports)
+            assert bool(admitting) is (worker is workers[1]), "prefill's host reaches the engine that decode has for it"
+            for host, port in admitting:
                 say_all(host, port)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
+from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 
 DRAIN_TIMEOUT_S = 30.0
 BATCH_COPIES = 1024
@@ -69,7 +69,7 @@ class AscendTransport:
         self._sender: Any = None
         self._base = AscendReceiver(*self._start("Decode"))
         self._receivers = ReceivingEngines(
-            SpentPorts(),
+            EnginePorts(),
             lambda: AscendReceiver(*self._start("Decode")),
             lambda receiver: _register(receiver.native, self._regions.regions),
         )
@@ -112,6 +112,9 @@ class AscendTransport:
     def open_receiver(self, peer: str) -> str:
         """Create a `Decode` engine for `peer`, which registers all memory again."""
         return self._receivers.open(peer).address
+
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Do nothing: which sources its engines need is not known."""
 
     def fence(self, peer: str) -> bool:
         """Destroy the engine of `peer`. Not measured: writes under way drain for `fence_drain_timeout_s`."""

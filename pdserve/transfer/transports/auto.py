@@ -97,6 +97,11 @@ class AutoTransport:
         """Open a receiver on all transports, since the peer's choice is not known."""
         return _address_of({name: way.open_receiver(peer) for name, way in self._ways.items()})
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Allow the addresses on all transports."""
+        for way in self._ways.values():
+            way.allow_sources(peer, addresses)
+
     def fence(self, peer: str) -> bool:
         """Fence on all transports; True when all fences succeed."""
         fenced = [way.fence(peer) for way in self._ways.values()]

@@ -56,6 +56,10 @@ class FailingTransport:
         """See `Transport`."""
         return self._inner.open_receiver(peer)
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """See `Transport`."""
+        self._inner.allow_sources(peer, addresses)
+
     def fence(self, peer: str) -> bool:
         """See `Transport`."""
         return self._inner.fence(peer)

@@ -30,6 +30,9 @@ class FakeTransport:
         """Return the same address as `address`."""
         return "fake"
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Do nothing: writes never land."""
+
     def fence(self, peer: str) -> bool:
         """Return True: writes never land."""
         return True

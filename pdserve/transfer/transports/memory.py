@@ -84,6 +84,9 @@ class MemoryTransport:
             self._hub.join(self._receivers[peer], self._regions)
         return self._receivers[peer]
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Do nothing: peers are in this process."""
+
     def fence(self, peer: str) -> bool:
         """Make the peer's address unreachable."""
         if peer in self._receivers:

@@ -18,7 +18,9 @@ The design follows from these measurements of the engine:
 
 The base engine, which exists from the start, sends over RDMA, and receives from peers that use `address`.
 
-Both ports of an engine listen on all interfaces whatever its address, and are not authenticated.
+Both ports of an engine listen on all interfaces whatever its address, and are not authenticated. So they are filtered:
+a receiving engine accepts connections from its peer's addresses only. Engines that send over TCP accept none, as the
+base engine before `address`. Over RDMA the base engine accepts all: a receiving engine connects back to the sender.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.mooncake_engine import MooncakeEngine, MooncakeReceiver
-from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
+from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 
 MAX_OUTSTANDING = 1024
 TCP_ENGINES = 2
@@ -89,9 +91,13 @@ class MooncakeTransport:
         self._timeout_s = 3.0 * tcp_timeout_s
         self._start = (host, protocol, ib_device)
         self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
-        self._base = MooncakeEngine(*self._start)
+        self._ports = EnginePorts.of_tcp_engines(self.name)
+        self._base_ports: frozenset[int] = frozenset()
+        if protocol == "rdma":
+            self._base = MooncakeEngine(*self._start)
+        else:
+            self._base, self._base_ports = self._ports.start(lambda: MooncakeEngine(*self._start))
         self._regions = RegionSet()
-        self._ports = SpentPorts()
         self._receivers = ReceivingEngines(self._ports, lambda: MooncakeReceiver(*self._start), self._prepare)
         self._peers: LinkedPeers[MooncakeEngine, str] = LinkedPeers(self._open_link)
 
@@ -112,6 +118,7 @@ class MooncakeTransport:
 
     def address(self) -> str:
         """`host:port/incarnation`."""
+        self._ports.allow(self._base_ports, None)
         return self._base.address
 
     def open_receiver(self, peer: str) -> str:
@@ -119,6 +126,10 @@ class MooncakeTransport:
         again.
         """
         return self._receivers.open(peer).address
+
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Let both ports of the engine of `peer` accept connections from these addresses."""
+        self._receivers.allow_sources(peer, addresses)
 
     def fence(self, peer: str) -> bool:
         """Destroy the engine of `peer`, in some milliseconds."""
@@ -173,8 +184,8 @@ class MooncakeTransport:
         return Link(engines, session, owned=owned, num_permits=MAX_OUTSTANDING)
 
     def _new_sender(self) -> MooncakeEngine:
-        """Create a sending engine. It also listens and has all local memory registered, so it must not use a spent
-        port.
+        """Create a sending engine. It also listens, though to no address, and has all local memory registered, so it
+        must not use a spent port.
         """
         return self._ports.start(lambda: MooncakeEngine(*self._start))[0]
 

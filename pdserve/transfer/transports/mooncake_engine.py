@@ -18,8 +18,11 @@ from typing import Any
 
 import psutil
 
+from pdserve.base.host_addresses import LOOPBACK
+from pdserve.base.listeners import attach_filter
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
+from pdserve.transfer.transports.receiving import UNREACHABLE_HINT
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +31,6 @@ BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
 """One millisecond as a `struct timeval`."""
 MAX_STARTS = 16
 MAX_TURNED_AWAY = 4096
-LOOPBACK = "127.0.0.1"
 PORT_TAKEN = "Address already in use"
 INSTALL_HELP = (
     "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
@@ -117,9 +119,11 @@ class MooncakeEngine:
         try:
             code = answers.get(timeout=PROBE_TIMEOUT_S)
         except queue.Empty:
-            raise TransferError(f"the transfer engine at {session} does not answer", code="peer_unreachable") from None
+            message = f"the transfer engine at {session} does not answer. {UNREACHABLE_HINT}"
+            raise TransferError(message, code="peer_unreachable") from None
         if code != 0:
-            raise TransferError(f"no transfer engine at {session}: code {code}", code="peer_unreachable")
+            message = f"no transfer engine at {session}: code {code}. {UNREACHABLE_HINT}"
+            raise TransferError(message, code="peer_unreachable")
 
     def submit_batch(self, session: str, copies: Sequence[Copy]) -> int:
         """Start a batch; 0 when the engine refuses. Each batch must go through `finish_batch` once."""
@@ -177,17 +181,18 @@ def speed_up_shutdown(port: int) -> None:
     The destructor joins the engine's accept thread and holds the GIL meanwhile. That thread accepts a connection, reads
     from it with a timeout of 5 s per read, and only then checks whether to stop. A silent connection would block all
     threads of this process. This function replaces the listening socket by one with a timeout of 1 ms, and wakes the
-    thread with one connection. It also shuts down the connections that the thread reads from. If a step fails, the
-    destructor waits as before.
+    thread with one connection, which a filter at the port must let through. It also shuts down the connections that the
+    thread reads from. If a step fails, the destructor waits as before.
     """
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=True):
-            with own_socket(descriptor) as listener, socket.create_server((LOOPBACK, 0)) as other:
+            with own_socket(descriptor) as listener, socket.create_server((LOOPBACK[0], 0)) as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
                 os.dup2(other.fileno(), descriptor, inheritable=False)
                 listener.setblocking(False)
                 close_pending(listener)
-                loopback = "::1" if listener.family == socket.AF_INET6 else LOOPBACK
+                attach_filter(listener, LOOPBACK)
+                loopback = LOOPBACK[listener.family == socket.AF_INET6]
                 socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
     with contextlib.suppress(OSError, psutil.Error):
         for descriptor in sockets_at(port, listening=False):

@@ -28,7 +28,7 @@ from pdserve.transfer.transports.host_info import (
     place_of,
     wanted_nics,
 )
-from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
+from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 
 DRAIN_TIMEOUT_S = 30.0
 STALL_S = 15.0
@@ -141,7 +141,7 @@ class MoriTransport:
         self._abandoned: list[Any] = []  # the engine still writes into the states of transfers that were given up
         self._base = MoriEngine(native, host)
         self._receivers = ReceivingEngines(
-            SpentPorts(), lambda: MoriEngine(native, host), lambda engine: engine.register(self._regions.regions)
+            EnginePorts(), lambda: MoriEngine(native, host), lambda engine: engine.register(self._regions.regions)
         )
 
     @classmethod
@@ -170,6 +170,9 @@ class MoriTransport:
     def open_receiver(self, peer: str) -> str:
         """Create a receiving engine for `peer`, which registers all memory again."""
         return self._receivers.open(peer).address()
+
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Do nothing: which sources its engine needs is not known."""
 
     def fence(self, peer: str) -> bool:
         """Drop the engine of `peer`. Not measured: writes under way drain for `fence_drain_timeout_s`."""

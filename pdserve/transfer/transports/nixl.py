@@ -17,6 +17,8 @@ The design follows from these measurements of the engine:
   The engine's notification tells the peer, on the same connection as the bytes.
 - The call that starts a transfer to a process of the same host also makes the copy, in the caller's thread. It holds
   the agent's lock meanwhile: two threads write, each through its own agent. Where a NIC copies, they share one agent.
+- UCX listens on all interfaces without authentication, and the target of a transfer may connect back to the sender. So
+  all agents accept connections from the peer's addresses only; the base agent accepts none before `address`.
 - Naming copies by index into lists prepared once per peer takes a fifth of the time of naming them by address.
 """
 
@@ -34,6 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pdserve.base.host_addresses import LOOPBACK, MAX_HOST_ADDRESSES, outward_addresses, peer_addresses
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.host_info import choose_protocol, decode_card, encode_card, not_an_address, wanted_nics
@@ -48,7 +51,7 @@ from pdserve.transfer.transports.nixl_engine import (
     load_native,
     spans_by_kind,
 )
-from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts
+from pdserve.transfer.transports.receiving import UNREACHABLE_HINT, EnginePorts, ReceivingEngines
 
 BATCH_COPIES = 4096
 STALL_S = 15.0
@@ -57,6 +60,8 @@ SLOWEST_BYTES_PER_S = 10e6
 PROBE_TIMEOUT_S = 3.0
 TCP_DRAIN_TIMEOUT_S = 11.0
 RDMA_DRAIN_TIMEOUT_S = 30.0
+SYN_RETRIES = 2
+"""UCX blocks while it connects to a host that does not answer: for 7 s with this value, 135 s with the kernel's."""
 PREFIX = "nixl:"
 GREETING = b"nixl"
 NETWORKS = frozenset(("tcp", "self", "ib", "rc", "ud", "dc"))
@@ -84,6 +89,8 @@ class NixlEndpointInfo(msgspec.Struct, frozen=True):
     host: str = ""
     local_socket: str = ""
     """Name of the socket at which a sender on `host` identifies itself before it writes; empty: not required."""
+    host_addresses: tuple[str, ...] = ()
+    """Addresses of the host, from which the agent may connect back to a sender."""
 
 
 def encode_address(card: NixlEndpointInfo) -> str:
@@ -101,6 +108,7 @@ def decode_address(address: str) -> NixlEndpointInfo:
 
 def set_environment(ib_device: str | None) -> None:
     """Set the engine's environment variables that the user left unset. Must run before the engine is imported."""
+    os.environ.setdefault("UCX_TCP_SYN_CNT", str(SYN_RETRIES))
     if nics := wanted_nics(ib_device):
         os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{nic}:1" for nic in nics))
 
@@ -171,14 +179,15 @@ class NixlTransport:
         self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
         self._native = native
         self._host = host_identity()
-        self._base = NixlReceiver(native)
+        self._ports = EnginePorts.of_tcp_engines(self.name)
+        self._base, self._base_ports = self._ports.start(lambda: NixlReceiver(native))
         self._notes: deque[bytes] = deque()
         """Notes taken from receiving agents, in particular from agents that were about to be destroyed."""
         self._trouble: str | None = None
         """Why an agent's notes cannot be read, as text: the exception would keep a reference to the agent. None:
         readable.
         """
-        self._receivers = ReceivingEngines(SpentPorts(), lambda: NixlReceiver(native), self._prepare, self._take_notes)
+        self._receivers = ReceivingEngines(self._ports, lambda: NixlReceiver(native), self._prepare, self._take_notes)
         self._local_peers: LocalPeers | None = None
         if reaches_memory(os.environ.get("UCX_TLS", "")):
             self._local_peers = LocalPeers("kv-nixl", _greet)
@@ -206,6 +215,7 @@ class NixlTransport:
 
     def address(self) -> str:
         """Return the engine's metadata and all regions, as text of some hundred characters."""
+        self._ports.allow(self._base_ports, None)
         return self._address_of(self._base, None)
 
     def open_receiver(self, peer: str) -> str:
@@ -213,6 +223,10 @@ class NixlTransport:
         receiver = self._receivers.open(peer)
         receiver.address = receiver.address or self._address_of(receiver, peer)
         return receiver.address
+
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Let the ports of the agent of `peer` accept connections from these addresses."""
+        self._receivers.allow_sources(peer, addresses)
 
     def fence(self, peer: str) -> bool:
         """Destroy the agent of `peer`, in some milliseconds.
@@ -293,19 +307,34 @@ class NixlTransport:
     def _address_of(self, receiver: NixlReceiver, peer: str | None) -> str:
         regions = (NixlRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
         local_socket = "" if self._local_peers is None else self._local_peers.open(peer)
-        return encode_address(NixlEndpointInfo(receiver.agent.metadata(), tuple(regions), self._host, local_socket))
+        card = NixlEndpointInfo(
+            receiver.agent.metadata(), tuple(regions), self._host, local_socket, outward_addresses()
+        )
+        return encode_address(card)
 
     def _open_link(self, peer: NixlPeer) -> Link[Sender]:
         """Open a link over new agents. Raises TransferError (settled over TCP) when no peer answers."""
         peer.introduce()
         num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers
-        senders = [Sender(self._native, self._known, peer.card.metadata, peer.there) for _ in range(num_senders)]
+        senders = [self._new_sender(peer) for _ in range(num_senders)]
         link = Link(senders, senders[0].peer, owned=True, num_permits=1)
         (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
-        for _ in senders:  # each connects with its first write; the link alternates between them
-            self._write_all(link, [(one, (kind.name, probe.kind))], PROBE_TIMEOUT_S)
+        try:
+            for _ in senders:  # each connects with its first write; the link alternates between them
+                self._write_all(link, [(one, (kind.name, probe.kind))], PROBE_TIMEOUT_S)
+        except TransferError as error:
+            message = f"no agent of the peer answers: {error}. {UNREACHABLE_HINT}"
+            raise TransferError(message, code=error.code, settled=error.settled) from None
         return link
+
+    def _new_sender(self, peer: NixlPeer) -> Sender:
+        """Create a sending agent, which also listens, to the peer only. Raises TransferError when no peer answers."""
+        sender, ports = self._ports.start(lambda: Sender(self._native, self._known))
+        same_host = LOOPBACK if peer.card.host == self._host else ()
+        self._ports.allow(ports, peer_addresses([*peer.card.host_addresses[:MAX_HOST_ADDRESSES], *same_host]))
+        sender.connect(peer.card.metadata, peer.there)
+        return sender
 
     def _write_all(
         self, link: Link[Sender], batches: Sequence[tuple[Ranges, tuple[str, str]]], stall_s: float, note: bytes = b""

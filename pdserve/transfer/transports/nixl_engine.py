@@ -24,12 +24,15 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.host_info import place_of
 from pdserve.transfer.transports.nixl_blocks import Ranges, Span, Spans, SpansByKind, block_indices, choose_block
+from pdserve.transfer.transports.receiving import UNREACHABLE_HINT
 
 FIRST_POLL_S = 0.00002
 LONGEST_POLL_S = 0.0003
 IDLE_SLEEP_US = 100_000
 """Longest sleep of the engine's idle thread, in microseconds; an incoming message wakes it at once."""
 MAX_LISTS = 4
+NO_CONNECTION = "nixlBackendError"
+"""Name of the exception when UCX cannot connect."""
 MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
 """Module names. The first selects one of the others, but its package installs both of them."""
 INSTALL_HELP = (
@@ -174,26 +177,32 @@ class NixlReceiver:
 class Sender:
     """An agent that writes to one peer, and its prepared lists of blocks. Several threads may call `run`."""
 
-    def __init__(
-        self,
-        native: Any,
-        regions: Sequence[tuple[MemoryRegion, KindOfMemory]],
-        metadata: bytes,
-        there: SpansByKind,
-    ) -> None:
-        """Create the agent, which connects with the first write. Raises TransferError when `metadata` are invalid."""
+    def __init__(self, native: Any, regions: Sequence[tuple[MemoryRegion, KindOfMemory]]) -> None:
+        """Create the agent. `connect` comes before the first `run`."""
         self._agent = Agent(native, answers=False)
         for region, kind in regions:
             self._agent.register(region, kind)
+        self.peer = ""
+        self._here = spans_by_kind(regions)
+        self._there: SpansByKind = {}
+        self._lock = threading.Lock()
+        self._lists: dict[tuple[str, str], dict[int, tuple[Any, Any]]] = {}
+
+    def connect(self, metadata: bytes, there: SpansByKind) -> None:
+        """Connect to the peer with these metadata and regions. Blocks while the peer's host does not answer.
+
+        Raises:
+            TransferError: `metadata` are invalid, or no peer answers.
+        """
         try:
             name = self._agent.native.add_remote_agent(metadata)
         except Exception as error:
+            if type(error).__name__ == NO_CONNECTION:
+                message = f"nixl cannot connect to the peer. {UNREACHABLE_HINT}"
+                raise TransferError(message, code="peer_unreachable") from None
             raise TransferError(f"nixl refuses the peer: {error!r}", code="bad_address", retryable=False) from None
         self.peer = name.decode() if isinstance(name, bytes) else str(name)
-        self._here = spans_by_kind(regions)
         self._there = there
-        self._lock = threading.Lock()
-        self._lists: dict[tuple[str, str], dict[int, tuple[Any, Any]]] = {}
 
     def run(
         self, ranges: Ranges, kinds: tuple[str, str], note: bytes, given_up: Callable[[], bool], deadline: float

@@ -4,20 +4,26 @@
     peer B ── its own address ──> engine B ──┴─> the same pools
 
 A sender that was stopped and continues after the fence retries at the ports that it knew. So no later engine of this
-process may listen there (`SpentPorts`): Mooncake's engine accepted 58 MB that way.
+process may listen there (`EnginePorts`): Mooncake's engine accepted 58 MB that way.
+
+Engines over TCP do not authenticate their peers. So their ports drop new connections from all addresses but those of
+the peer (`EnginePorts.allow`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Generic, TypeVar
 
-import psutil
-
+from pdserve.base import listeners
+from pdserve.base.env import DATA_PORT_FILTER, filters_data_ports
+from pdserve.base.host_addresses import peer_addresses
+from pdserve.base.listeners import listening_ports
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transports.link import Destroyable
 
@@ -27,20 +33,34 @@ E = TypeVar("E", bound=Destroyable)
 MAX_SPENT = 800
 """Most remembered ports; Mooncake takes its two from a range of 2,000."""
 MAX_TRIES = 64
+MAX_SOURCES = 128
+"""Most addresses of a peer whose connections its engine accepts, the first ones."""
+UNREACHABLE_HINT = f"If its process runs, it may drop connections from this host: see {DATA_PORT_FILTER}"
 
 
-def listening_ports() -> frozenset[int]:
-    """Return the TCP ports at which this process listens."""
-    found = psutil.Process().net_connections("tcp")
-    return frozenset(one.laddr.port for one in found if one.status == psutil.CONN_LISTEN)
+class EnginePorts:
+    """Listening ports of engines, and those of destroyed receiving engines, the newest `MAX_SPENT`. Thread-safe.
 
+    With `filtered` the ports of a new engine accept connections from no address until `allow`. Else they are open to
+    all.
+    """
 
-class SpentPorts:
-    """Ports of receiving engines that were destroyed, the newest `MAX_SPENT`. Thread-safe."""
-
-    def __init__(self) -> None:
+    def __init__(self, *, filtered: bool = False) -> None:
+        self._filtered = filtered
         self._lock = threading.Lock()
         self._spent: OrderedDict[int, None] = OrderedDict()
+
+    @classmethod
+    def of_tcp_engines(cls, name: str) -> EnginePorts:
+        """Return the ports of engines called `name` that do not authenticate peers, and log whether they are filtered.
+
+        Raises:
+            ConfigError: the value of `PDSERVE_DATA_PORT_FILTER` is invalid.
+        """
+        filtered = filters_data_ports()
+        sources = "the addresses of its peer only" if filtered else "ALL ADDRESSES"
+        log.info("each %s engine accepts connections from %s (%s=%d)", name, sources, DATA_PORT_FILTER, filtered)
+        return cls(filtered=filtered)
 
     def start(self, make: Callable[[], E]) -> tuple[E, frozenset[int]]:
         """Create an engine with `make` that listens at no spent port; return it and the ports that it opened.
@@ -58,12 +78,18 @@ class SpentPorts:
                     engine = make()
                     ports = listening_ports() - before
                     if self._spent.keys().isdisjoint(ports):
+                        self.allow(ports, ())
                         return engine, ports
                     unfit.append(engine)
         finally:
             for engine in unfit:
                 engine.destroy()
         raise TransferError("every port that the engine took is known to a fenced peer", code="engine_failed")
+
+    def allow(self, ports: Collection[int], addresses: Iterable[str] | None) -> None:
+        """Accept new connections at `ports` only from these IP addresses; None: from all."""
+        if self._filtered:
+            listeners.allow_sources(ports, addresses)
 
     def spend(self, ports: frozenset[int]) -> None:
         """Mark the ports of a fenced peer's engine as spent."""
@@ -73,6 +99,15 @@ class SpentPorts:
                 self._spent.move_to_end(port)
             while len(self._spent) > MAX_SPENT:
                 self._spent.popitem(last=False)
+
+
+@dataclasses.dataclass(eq=False)
+class _Opened(Generic[E]):
+    """A receiving engine, its ports, and the known addresses of its peer."""
+
+    engine: E
+    ports: frozenset[int]
+    sources: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
 class ReceivingEngines(Generic[E]):
@@ -85,7 +120,7 @@ class ReceivingEngines(Generic[E]):
 
     def __init__(
         self,
-        ports: SpentPorts,
+        ports: EnginePorts,
         start: Callable[[], E],
         prepare: Callable[[E], None],
         before_end: Callable[[E], None] = lambda engine: None,
@@ -97,7 +132,7 @@ class ReceivingEngines(Generic[E]):
         self._changed = threading.Condition()
         self._busy: set[str] = set()
         """Peers whose engine is being started or destroyed."""
-        self._engines: dict[str, tuple[E, frozenset[int]]] = {}
+        self._engines: dict[str, _Opened[E]] = {}
         self._undead: set[str] = set()
         """Peers with an engine that could not be destroyed: their writes may land for ever."""
         self._closed = False
@@ -112,26 +147,38 @@ class ReceivingEngines(Generic[E]):
             with self._changed:
                 found = self._engines.get(peer)
             if found is not None:
-                return found[0]
-            engine, ports = self._make()
+                return found.engine
+            opened = self._make()
             with self._changed:
                 if not self._closed:
-                    self._engines[peer] = engine, ports
-                    return engine
-        engine.destroy()
+                    self._engines[peer] = opened
+                    return opened.engine
+        opened.engine.destroy()
         raise TransferError("the transport is closed", code="closed", retryable=False)
+
+    def allow_sources(self, peer: str, addresses: Iterable[str]) -> None:
+        """Also accept connections of `peer` from these addresses; see `peer_addresses`. Unknown peers are ignored."""
+        with self._turn(peer):
+            with self._changed:
+                opened = self._engines.get(peer)
+            if opened is None:
+                return
+            for address in addresses:
+                if len(opened.sources) < MAX_SOURCES:
+                    opened.sources[address] = None
+            self._ports.allow(opened.ports, peer_addresses(opened.sources))
 
     def fence(self, peer: str) -> bool:
         """Destroy the engine of `peer`. Returns False when that failed, now or before."""
         with self._turn(peer):
             with self._changed:
-                engine, ports = self._engines.pop(peer, (None, frozenset()))
-                if engine is not None:
-                    self._before_end(engine)
-            if engine is not None:
-                self._ports.spend(ports)  # before they are free
+                opened = self._engines.pop(peer, None)
+                if opened is not None:
+                    self._before_end(opened.engine)
+            if opened is not None:
+                self._ports.spend(opened.ports)  # before they are free
                 try:
-                    engine.destroy()
+                    opened.engine.destroy()
                 except Exception:
                     log.exception("the engine that %s writes to could not be destroyed", peer)
                     self._undead.add(peer)
@@ -140,19 +187,19 @@ class ReceivingEngines(Generic[E]):
     def visit(self, look: Callable[[E], None]) -> None:
         """Call `look` with each engine; none of them is destroyed meanwhile."""
         with self._changed:
-            for engine, _ in self._engines.values():
-                look(engine)
+            for opened in self._engines.values():
+                look(opened.engine)
 
     def close(self) -> None:
         """Destroy all engines; no more are started."""
         with self._changed:
             self._closed = True
-            engines = [engine for engine, _ in self._engines.values()]
+            all_opened = list(self._engines.values())
             self._engines.clear()
-        for engine in engines:
-            engine.destroy()
+        for opened in all_opened:
+            opened.engine.destroy()
 
-    def _make(self) -> tuple[E, frozenset[int]]:
+    def _make(self) -> _Opened[E]:
         try:
             engine, ports = self._ports.start(self._start)
         except ConfigError as error:
@@ -162,7 +209,7 @@ class ReceivingEngines(Generic[E]):
         except BaseException:
             engine.destroy()
             raise
-        return engine, ports
+        return _Opened(engine, ports)
 
     @contextlib.contextmanager
     def _turn(self, peer: str) -> Iterator[None]:

@@ -243,6 +243,9 @@ class ShmTransport:
         """Open a socket for `peer`, and return its address."""
         return self._share.address(peer)
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        """Do nothing: the kernel identifies peers at their sockets."""
+
     def fence(self, peer: str) -> bool:
         """Close the socket of `peer`. True once all processes that mapped our memory as that peer are dead.
 

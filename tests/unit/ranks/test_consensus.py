@@ -9,7 +9,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -68,6 +68,8 @@ class Engine:
 
     def open_receiver(self, rank: int, peer: str) -> None:
         self.opening.append(peer)
+
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None: ...
 
     def fence(self, rank: int, peer: str) -> None:
         self.fencing.append(peer)

@@ -45,6 +45,8 @@ class Net:
         self.sides: dict[str, Side] = {}
         self.everybody: list[Side] = []
         self.drop: Callable[[Packet], bool] = lambda packet: False
+        self.sources: dict[str, str] = {}
+        """Addresses that frames of an instance come from."""
 
     def pump(self) -> None:
         """Deliver until nothing moves, and all acks are out."""
@@ -57,7 +59,7 @@ class Net:
             self.seen.append(packet)
             side = self.sides.get(endpoint)
             if side is not None and not self.drop(packet):
-                side.kv.handle(FrameArrived(frame))
+                side.kv.handle(FrameArrived(frame, self.sources.get(packet.sender, "")))
 
     def report_engines(self) -> bool:
         """What engines have to report of receivers is handled."""
@@ -110,6 +112,7 @@ class KitEngine:
         self.fences = True
         """What fences end with."""
         self.fenced: list[tuple[int, str]] = []
+        self.allowed: list[tuple[int, str, tuple[str, ...]]] = []
         self.events: list[TransferEvent] = []
         """Reports that `Net.pump` delivers."""
         self._addresses = addresses
@@ -136,6 +139,9 @@ class KitEngine:
 
     def open_receiver(self, rank: int, peer: str) -> None:
         self.events.append(ReceiverOpened(peer, self._addresses[rank], None, rank))
+
+    def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
+        self.allowed.append((rank, peer, tuple(addresses)))
 
     def fence(self, rank: int, peer: str) -> None:
         self.fenced.append((rank, peer))
@@ -179,6 +185,7 @@ class Side:
         num_heads: int = 1,
         shape: ParallelShape = SINGLE.shape,
         others: Sequence[RankMemory] = (),
+        host_addresses: tuple[str, ...] = (),
         dp_size: int = 1,
         dp_attention: bool = False,
         decode_sizes: Mapping[str, int] | None = None,
@@ -196,7 +203,7 @@ class Side:
         )
         layout = KVLayout((group,))
         first = buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes)
-        ranks = (RankMemory.of(transport_address or instance, [first]), *others)
+        ranks = (RankMemory.of(transport_address or instance, [first], host_addresses), *others)
         self.engine = KitEngine(notifies, [rank.transport_address for rank in ranks])
         args = KVArgs(
             instance=instance,

@@ -49,7 +49,8 @@ class Taking:
     def take(self) -> None:
         for event in self.socket.take():
             match event:
-                case FrameArrived(frame=frame):
+                case FrameArrived(frame=frame, source=source):
+                    assert source == HOST
                     self.frames.append(frame)
                 case PeerHandshakeFailed(endpoint=endpoint):
                     self.failed_at.append(endpoint)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from pdserve.base.listeners import listening_ports
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports import local_peers, receiving
@@ -20,7 +21,7 @@ from pdserve.transfer.transports.auto import AutoTransport
 from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.local_peers import LocalPeers, call
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.transports.receiving import ReceivingEngines, SpentPorts, listening_ports
+from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 from tests.unit.transfer.waiting import DEADLINE_S, wait_until
 
 
@@ -42,7 +43,7 @@ def make(start: Callable[[], Listener] = Listener) -> ReceivingEngines[Listener]
     def prepare(engine: Listener) -> None:
         engine.is_prepared = True
 
-    return ReceivingEngines(SpentPorts(), start, prepare)
+    return ReceivingEngines(EnginePorts(), start, prepare)
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_what_an_engine_has_to_say_is_taken_before_it_is_destroyed() -> None:
     """So are the notes of writes to an agent that is fenced."""
     taken: list[bool] = []
     engines = ReceivingEngines(
-        SpentPorts(), Listener, lambda engine: None, lambda engine: taken.append(engine.port in listening_ports())
+        EnginePorts(), Listener, lambda engine: None, lambda engine: taken.append(engine.port in listening_ports())
     )
     engines.open("a")
     assert engines.fence("a") and engines.fence("b")
@@ -92,7 +93,7 @@ def test_no_engine_ever_listens_where_a_fenced_peer_looks_for_its_own() -> None:
 def test_ports_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "MAX_SPENT", 2)
     monkeypatch.setattr(receiving, "MAX_TRIES", 3)
-    ports = SpentPorts()
+    ports = EnginePorts()
     first = Listener()
     first.destroy()
     ports.spend(frozenset([first.port]))
@@ -160,6 +161,58 @@ def test_nothing_is_opened_once_it_is_closed_and_what_was_being_opened_ends() ->
     thread.join(DEADLINE_S)
     assert [error.code for error in errors] == ["closed"]
     assert made[0].port not in listening_ports()
+
+
+def connects(engine: Listener, source: str) -> bool:
+    """Whether the engine takes a connection from `source`."""
+    try:
+        socket.create_connection(("127.0.0.1", engine.port), timeout=0.2, source_address=(source, 0)).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_an_engine_accepts_connections_from_its_peers_addresses_alone() -> None:
+    engines = ReceivingEngines(EnginePorts(filtered=True), Listener, lambda engine: None)
+    first, other = engines.open("a"), engines.open("b")
+    assert not connects(first, "127.0.0.1")
+    engines.allow_sources("a", ["127.0.0.2", "prefill-0.svc"])
+    assert connects(first, "127.0.0.2") and not connects(first, "127.0.0.3")
+    engines.allow_sources("a", ["127.0.0.3"])
+    engines.allow_sources("nobody", ["127.0.0.4"])
+    assert all(connects(first, source) for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"))
+    assert not connects(first, "127.0.0.4") and not connects(other, "127.0.0.2")
+    engines.close()
+
+
+def test_a_peer_has_a_bounded_number_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(receiving, "MAX_SOURCES", 2)
+    engines = ReceivingEngines(EnginePorts(filtered=True), Listener, lambda engine: None)
+    engine = engines.open("a")
+    engines.allow_sources("a", ["127.0.0.2", "127.0.0.2", "10.0.0.2", "127.0.0.3"])
+    assert connects(engine, "127.0.0.2") and not connects(engine, "127.0.0.3")
+    engines.close()
+
+
+@pytest.mark.parametrize(("value", "filtered"), [("", True), ("1", True), (" 0 ", False)])
+def test_the_filter_can_be_switched_off_and_the_log_tells(
+    value: str, filtered: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    monkeypatch.setenv("PDSERVE_DATA_PORT_FILTER", value)
+    ports = EnginePorts.of_tcp_engines("some")
+    assert ("its peer only" in caplog.text) is filtered and ("ALL ADDRESSES" in caplog.text) is not filtered
+    engine, found = ports.start(Listener)
+    assert connects(engine, "127.0.0.2") is not filtered
+    ports.allow(found, None)
+    assert connects(engine, "127.0.0.2")
+    engine.destroy()
+
+
+def test_a_wrong_switch_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_DATA_PORT_FILTER", "off")
+    with pytest.raises(ConfigError, match="PDSERVE_DATA_PORT_FILTER must be 0 or 1, got 'off'"):
+        EnginePorts.of_tcp_engines("some")
 
 
 @pytest.fixture

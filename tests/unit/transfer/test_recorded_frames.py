@@ -2,6 +2,9 @@
 
 A change of these bytes is a change of the protocol: raise `CONTROL_VERSION`, and record anew with
 `python -m tests.unit.transfer.test_recorded_frames > tests/unit/transfer/recorded_frames.txt`.
+
+A new field that packets omit while it has its default changes no recorded bytes. The file then gets more packets, which
+have the field: the last three lines have `RankMemory.host_addresses`.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdserve.transfer.wire import CONTROL_VERSION, Body, Packet
+from pdserve.transfer.wire import CONTROL_VERSION, Body, Hello, Packet
 from tests.fuzz.structs import sample
 
 RECORDED = Path(__file__).parent / "recorded_frames.txt"
@@ -36,6 +39,9 @@ def record() -> Iterator[str]:
         for _ in range(OF_EACH):
             packet = sample(Packet, rng, {"body": sample(kind, rng)})
             yield f"{kind.__struct_config__.tag} {msgspec.msgpack.encode(packet).hex()}"
+    for _ in range(OF_EACH):
+        body = sample(Hello, rng, {"host_addresses": ("10.0.0.2", "fd00::2")})
+        yield f"Hello {msgspec.msgpack.encode(sample(Packet, rng, {'body': body})).hex()}"
 
 
 @pytest.mark.parametrize(("tag", "packet"), recorded(), ids=lambda value: value if isinstance(value, str) else "")
@@ -47,6 +53,12 @@ def test_a_packet_has_the_recorded_bytes(tag: str, packet: bytes) -> None:
 
 def test_every_body_is_recorded() -> None:
     assert {tag for tag, _ in recorded()} == {kind.__struct_config__.tag for kind in get_args(Body)}
+
+
+def test_packets_with_and_without_the_addresses_of_hosts_are_recorded() -> None:
+    hellos = [msgspec.msgpack.decode(packet, type=Packet).body for tag, packet in recorded() if tag == "Hello"]
+    addresses = {rank.host_addresses for hello in hellos if isinstance(hello, Hello) for rank in hello.ranks}
+    assert addresses == {(), ("10.0.0.2", "fd00::2")}
 
 
 if __name__ == "__main__":

@@ -71,6 +71,24 @@ def test_a_handshake_makes_both_ready_and_is_acknowledged() -> None:
     assert prefill.kv.quiet and decode.kv.quiet
 
 
+def test_an_engine_accepts_connections_from_the_hosts_of_its_peer_alone() -> None:
+    net = Net()
+    net.sources = {"prefill-1": "192.0.2.9", "decode-1": "192.0.2.10"}
+    prefill = Side(net, "prefill-1", endpoint="[fd00::3]:1", host_addresses=("10.0.0.4", "192.0.2.9", "10.0.0.5"))
+    decode = Side(net, "decode-1", host_addresses=("10.0.0.6",))
+    decode.kv.sessions.dial(ADDRESS)
+    found(decode, prefill)
+    assert decode.engine.allowed == [(0, "prefill-1#1", ("fd00::3",))], "before the peer hears of the engine"
+    net.pump()
+    assert decode.engine.allowed[1:] == [(0, "prefill-1#1", ("192.0.2.9", "10.0.0.4", "10.0.0.5"))]
+    answer = next(packet for packet in net.seen if packet.sender == "prefill-1" and isinstance(packet.body, Hello))
+    assert prefill.engine.allowed == []
+    decode.engine.fences = False
+    decode.kv.handle(PeerGone("prefill-1"))
+    decode.kv.handle(FrameArrived(Wire(TOKEN).encode(answer), "192.0.2.66"))
+    assert len(decode.engine.allowed) == 2, "the session has ended"
+
+
 @pytest.mark.parametrize(
     ("changes", "field"),
     [

@@ -75,7 +75,7 @@ class Member:
     def turn(self) -> None:
         for event in self.mailbox.drain():
             if isinstance(event, FrameArrived):
-                self.sessions.arrived(event.frame)
+                self.sessions.arrived(event.frame, event.source)
             else:
                 assert isinstance(event, HandshakesFailed | PeerHandshakeFailed)
                 self.told.append(event)
@@ -140,7 +140,7 @@ def test_a_hello_with_a_nonsense_endpoint_does_not_stop_the_server(members: list
             answer=False,
         )
         packet = Packet(sender=f"x{number}", receiver="prefill", seq=1, body=hello)
-        prefill.sessions.arrived(Wire("t").encode(packet))
+        prefill.sessions.arrived(Wire("t").encode(packet), "")
         prefill.turn()
     _shake_hands(members)
 

@@ -61,6 +61,11 @@ class ScriptedTransport:
             raise RuntimeError("a bug")
         return f"{len(self.receivers)}"
 
+    def allow_sources(self, peer: str, addresses: Sequence[str]) -> None:
+        self.receivers.append(("allow", peer))
+        if peer.startswith("crash"):
+            raise RuntimeError("a bug")
+
     def fence(self, peer: str) -> bool:
         self.receivers.append(("fence", peer))
         if peer.startswith("crash"):
@@ -125,7 +130,7 @@ def test_pieces_become_absolute_copies_and_one_connection(
     assert transport.connects == ["peer"]
     assert transport.written[0][1] == [Copy(1016, 5032, 8), Copy(1000, 5000, 8), Copy(2064, 9064, 64)]
     assert len({thread for _, _, thread in transport.written}) == 1
-    assert (workers.address, workers.drain_timeout_s, workers.fence_drain_timeout_s) == ("here", 3.0, 2.0)
+    assert (workers.drain_timeout_s, workers.fence_drain_timeout_s) == (3.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -320,10 +325,14 @@ def test_closing_leaves_a_thread_behind_rather_than_hang(
 
 
 def test_what_becomes_of_receiving_engines_is_told_as_values(
-    workers: CopyWorkers, mailbox: Mailbox[TransferEvent]
+    workers: CopyWorkers,
+    transport: ScriptedTransport,
+    mailbox: Mailbox[TransferEvent],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     for peer in ("good", "refused", "crash", "alive"):
         workers.open_receiver(0, peer)
+        workers.allow_sources(0, peer, ["10.0.0.2"])
         workers.fence(0, peer)
     events = events_of(mailbox, 8)
     opened = {event.peer: event for event in events if isinstance(event, ReceiverOpened)}
@@ -332,6 +341,8 @@ def test_what_becomes_of_receiving_engines_is_told_as_values(
     assert opened["refused"].failure is not None and opened["refused"].failure.code == "engine_failed"
     assert opened["crash"].failure is not None and opened["crash"].failure.code == "internal"
     assert fenced == {"good": True, "refused": True, "crash": False, "alive": False}
+    assert [order for order, peer in transport.receivers if peer == "good"] == ["open", "allow", "fence"]
+    assert "connections of crash from 10.0.0.2 may be refused" in caplog.text
 
 
 def test_receiving_engines_of_a_peer_are_seen_to_in_order_and_those_of_others_meanwhile(
