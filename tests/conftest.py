@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """A run takes all tests, or with `-m "not slow"` none of the slow ones, or a share of these."""
     parser.addoption("--slow-share", type=float, help="fraction of the slow tests to run, 0 to 1")
     parser.addoption("--slow-seed", default="", help="which ones: a text, in CI the commit")
+    parser.addoption("--new-interpreters", action="store_true", help="no fork server: e2e servers start as users' do")
 
 
 def is_in_share(item: pytest.Item, share: float, seed: str) -> bool:

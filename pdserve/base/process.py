@@ -109,8 +109,19 @@ class Child:
         self._exited = False
         self._asked = False
         self._changed = threading.Condition()
+        self._process = self._spawn(argv, env)
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self._readers = [
+            threading.Thread(target=self._read, args=(stream,), name=f"{name}-reader", daemon=True)
+            for stream in (self._process.stdout, self._process.stderr)
+        ]
+        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
+        for thread in (*self._readers, self._watcher):
+            thread.start()
+
+    def _spawn(self, argv: Sequence[str], env: Mapping[str, str] | None) -> subprocess.Popen[str]:
         wrapper = [sys.executable, "-I", "-S", "-c", _EXEC_BOUND_TO_PARENT, str(os.getpid())]
-        self._process = subprocess.Popen(
+        return subprocess.Popen(
             [*wrapper, *argv],
             env=None if env is None else dict(env),
             stdin=subprocess.DEVNULL,
@@ -120,14 +131,6 @@ class Child:
             text=True,
             errors="replace",
         )
-        assert self._process.stdout is not None and self._process.stderr is not None
-        self._readers = [
-            threading.Thread(target=self._read, args=(stream,), name=f"{name}-reader", daemon=True)
-            for stream in (self._process.stdout, self._process.stderr)
-        ]
-        self._watcher = threading.Thread(target=self._watch, name=f"{name}-watcher", daemon=True)
-        for thread in (*self._readers, self._watcher):
-            thread.start()
 
     @property
     def pid(self) -> int:

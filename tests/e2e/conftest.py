@@ -1,10 +1,26 @@
-"""What a failed end-to-end test shows: the last lines of every server that was running."""
+"""How servers of end-to-end tests start, and what a failed test shows: the last lines of every running server."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server(pytestconfig: pytest.Config) -> Iterator[None]:
+    """All tests of this process share one, which starts with the first server."""
+    from tests.e2e import harness
+    from tests.e2e.fork_server import ForkServer
+
+    if sys.platform != "linux" or pytestconfig.getoption("--new-interpreters"):
+        yield
+        return
+    harness.fork_server = ForkServer()
+    yield
+    harness.fork_server.close()
+    harness.fork_server = None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -20,9 +20,12 @@ import psutil
 import requests
 
 from pdserve.base.process import Child, ServerReady, end_all
+from tests.e2e.fork_server import ForkedChild, ForkServer
 
 RUNNING: weakref.WeakSet[Server] = weakref.WeakSet()
 """Whose last lines a failure shows: every server that no test has let go of."""
+fork_server: ForkServer | None = None
+"""Starts servers, if it is set; otherwise each server is a new interpreter."""
 READY_S = 120.0
 GRACE_S = 15.0
 PYTHON = sys.executable
@@ -47,7 +50,11 @@ class Server:
         RUNNING.add(self)
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         env |= variables or {}
-        self.child = Child(name, [*before, PYTHON, "-m", module, *flags], env=env, on_line=self.lines.append)
+        argv = [*before, PYTHON, "-m", module, *flags]
+        if fork_server is None or before:
+            self.child = Child(name, argv, env=env, on_line=self.lines.append)
+        else:
+            self.child = ForkedChild(fork_server, name, argv, env=env, on_line=self.lines.append)
         self.ready: ServerReady | None = None
         self.headers: dict[str, str] = {}
         """With questions about its state: a key, where it wants one."""
