@@ -79,6 +79,10 @@ class CounterWindow:
         self._largest = -1
         self._used = 0  # bit i: counter `_largest - i`
 
+    def __len__(self) -> int:
+        """Used counters that are remembered, at most `WINDOW`."""
+        return self._used.bit_count()
+
     def take(self, counter: int) -> None:
         """Mark `counter` as used.
 
@@ -122,6 +126,11 @@ class SessionVerifier:
         self._max_sessions = max_sessions
         self._sessions: dict[str, _Known] = {}
         self._floor_s = -float("inf")
+
+    @property
+    def num_sessions(self) -> int:
+        """Sessions that are remembered, at most `max_sessions`."""
+        return len(self._sessions)
 
     def challenge(self, client_nonce: str, now_s: float) -> tuple[str, str]:
         """Return the server's nonce, and its proof over both nonces. ProofError if `client_nonce` is malformed."""

@@ -157,8 +157,8 @@ def build_executor(
         config.memory, held, device, context_length=context_length, max_rows=max_rows,
         num_sharing=local.count * config.parallel.dp_size,
         reserved_bytes=bytes_behind_pool(
-            spec, torch_dtype(dtype).itemsize, chunk=_chunk(config, context_length), max_rows=max_rows,
-            sizes=_captured_sizes(config.kernels, max_rows), max_pages=pages_for(context_length, page_tokens),
+            spec, torch_dtype(dtype).itemsize, chunk=longest_chunk(config, context_length), max_rows=max_rows,
+            sizes=captured_sizes(config.kernels, max_rows), max_pages=pages_for(context_length, page_tokens),
             tp_size=place.shape.tp_size,
         ) if device.type == "cuda" else 0,
     )  # fmt: skip
@@ -183,7 +183,7 @@ def build_executor(
         decode=None if native is None else (native.decode, native.most_at_once), returns_prompt_results=not fixed,
     )  # fmt: skip
     with startup.part(WARM_UP):
-        _make_ready(executor, config, max_rows, context_length)
+        make_ready(executor, config, max_rows, context_length)
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
@@ -193,28 +193,28 @@ def build_executor(
     return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
 
 
-def _chunk(config: ServerConfig, context_length: int) -> int:
+def longest_chunk(config: ServerConfig, context_length: int) -> int:
     """Tokens of the longest prompt, or prefill chunk, of a step."""
     chunk = config.schedule.chunked_prefill_size or DEFAULT_CHUNK
     return min(chunk, context_length) if chunk > 0 else context_length
 
 
-def _captured_sizes(kernels: KernelConfig, max_rows: int) -> tuple[int, ...]:
+def captured_sizes(kernels: KernelConfig, max_rows: int) -> tuple[int, ...]:
     """Batch sizes at which decode steps are captured, where they can be."""
     if kernels.disable_cuda_graph:
         return ()
     return graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS))
 
 
-def _make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, context_length: int) -> None:
+def make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, context_length: int) -> None:
     """On CUDA, compile kernels and capture decode steps where possible; logs the reason where not."""
     if executor.device.type != "cuda":
         return
     if not executor.can_capture:
         _LOG.info("decode steps are not captured: the model is split over ranks, or attention runs with torch")
         return
-    executor.warm_up(_chunk(config, context_length))
-    sizes = _captured_sizes(config.kernels, max_rows)
+    executor.warm_up(longest_chunk(config, context_length))
+    sizes = captured_sizes(config.kernels, max_rows)
     if sizes:
         executor.capture_decode(sizes)
     else:

@@ -61,9 +61,13 @@ Arrival = Callable[[], IntArray]
 
 
 class OpenedGrammar:
-    """A compiled grammar, shared by all rows that follow it. `opening` gives a matcher in the initial state."""
+    """A compiled grammar, shared by all rows that follow it. `opening` gives a matcher in the initial state.
 
-    def __init__(self) -> None:
+    `now` is the clock of `SUSPECT_S`, in seconds.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
         self.opening: Future[Matcher] = Future()
         self.spent_s = 0.0
         self._suspect_until = 0.0
@@ -79,7 +83,7 @@ class OpenedGrammar:
         Raises:
             GrammarError: the slow tokens have exceeded the budget.
         """
-        now = time.monotonic()
+        now = self._now()
         if slow_s > (SUSPECT_SLOW_S if self._suspect_until > now else SLOW_S):
             self._suspect_until = now + SUSPECT_S
             raise GrammarError("it takes too long to follow")

@@ -197,7 +197,7 @@ class PromptLogprobComputer:
 
     def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Reduce this rank's logits `[c, share]` of a few positions to lines of `PromptLogprobTensors`."""
-        total = self._over_ranks(_logsumexp(logits)).logsumexp(0)
+        total = self._over_ranks(logsumexp_of_rows(logits)).logsumexp(0)
         own_logit = self._of_ids(logits, self._targets[some, None])
         ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
         picked = self._of_ids(logits, self._ids[self._owners[some]]) - total[:, None]
@@ -237,8 +237,8 @@ def _widths(prompt_logprob_params: Sequence[PromptLogprobParams]) -> tuple[int, 
     )
 
 
-def _logsumexp(logits: Tensor) -> Tensor:
-    """Return the logsumexp of each row of `[c, n]`.
+def logsumexp_of_rows(logits: Tensor) -> Tensor:
+    """Return the logsumexp of each row of `[c, n]`, the same bits however many rows there are.
 
     A single row is repeated: torch would split it over its threads, and add in another order.
     """

@@ -190,7 +190,7 @@ class LLM:
             EngineDeadError: the LLM was shut down, or a server died before the call.
         """
         given = as_prompts(prompts)
-        params = _one_each(sampling_params, len(given))
+        params = one_each(sampling_params, len(given))
         priorities = _priorities(priority, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.prompts(given))
@@ -215,7 +215,7 @@ class LLM:
         errors are those of `generate`.
         """
         given = as_conversations(messages)
-        params = _one_each(sampling_params, len(given))
+        params = one_each(sampling_params, len(given))
         fields = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -327,7 +327,7 @@ def _trusting(deployment: Deployment) -> Deployment:
     return dataclasses.replace(deployment, servers=tuple(servers))
 
 
-def _one_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+def one_each(given: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if given is None or isinstance(given, SamplingParams | Mapping):
         return [SamplingParams.of(given)] * count
     if not isinstance(given, Sequence) or isinstance(given, str):

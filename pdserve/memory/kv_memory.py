@@ -159,13 +159,14 @@ class PageTable:
         self.pages: npt.NDArray[np.int32] = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
         self.num_rows = num_rows
         self.max_pages_per_row = max_pages_per_row
-        self._free = list(range(num_rows - 1, -1, -1))
+        self.free_rows = list(range(num_rows - 1, -1, -1))
+        """The last one is opened next. Only the table changes it."""
         self._is_open = bytearray(num_rows)
 
     @property
     def num_free(self) -> int:
         """Free rows."""
-        return len(self._free)
+        return len(self.free_rows)
 
     @property
     def open_rows(self) -> list[int]:
@@ -174,9 +175,9 @@ class PageTable:
 
     def open(self, pages: Sequence[int]) -> int | None:
         """Take a row and write `pages` into it; None when no row is free."""
-        if not self._free:
+        if not self.free_rows:
             return None
-        row = self._free.pop()
+        row = self.free_rows.pop()
         self._is_open[row] = 1
         self.pages[row, : len(pages)] = pages
         return row
@@ -189,14 +190,14 @@ class PageTable:
         """Return `row` to the free list."""
         assert self._is_open[row], f"row {row} closed twice"
         self._is_open[row] = 0
-        self._free.append(row)
+        self.free_rows.append(row)
 
     def audit(self) -> list[str]:
         """Return one sentence for each inconsistency: every row must be either open or free, exactly once."""
         closed = set(range(self.num_rows)) - set(self.open_rows)
-        free, found = set(self._free), list[str]()
-        if len(free) != len(self._free):
-            found.append(f"rows: the free list has {len(self._free) - len(free)} rows twice")
+        free, found = set(self.free_rows), list[str]()
+        if len(free) != len(self.free_rows):
+            found.append(f"rows: the free list has {len(self.free_rows) - len(free)} rows twice")
         if free - closed:
             found.append(
                 f"rows: {len(free - closed)} of {self.num_rows} are both open and free: {sorted(free - closed)}"

@@ -14,7 +14,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.base.native import Unavailable, library
 
@@ -30,7 +30,7 @@ _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE, of Linux 5.14; older kernels refuse it."""
 _NICENESS = 10
 """Niceness of the thread, so that computing threads come first."""
-_QUIET_S = 1.0
+QUIET_S = 1.0
 """Seconds since the last allocation after which no request is likely to wait."""
 
 
@@ -42,13 +42,22 @@ class Prefault:
 
     `buffers`: (address, bytes) of pools in host memory, each of `num_pages` pages. They must live until `close`;
     `owner`, which may own them, is kept alive until then. Where `madvise` is used and the system refuses it, memory is
-    committed at its first use.
+    committed at its first use. `commit(begin, end)` commits memory between two addresses.
     """
 
     def __init__(
-        self, buffers: Sequence[tuple[int, int]], num_pages: int, num_ahead: int, owner: object = None
+        self,
+        buffers: Sequence[tuple[int, int]],
+        num_pages: int,
+        num_ahead: int,
+        owner: object = None,
+        *,
+        quiet_s: float = QUIET_S,
+        commit: Callable[[int, int], None] | None = None,
     ) -> None:
         self._owner = owner
+        self._quiet_s = quiet_s
+        self._commit = commit or populate
         self._buffers = [(address, num_bytes // num_pages) for address, num_bytes in buffers]
         self._step = max(1, _STEP_BYTES // sum(page_bytes for _, page_bytes in self._buffers))
         self._num_pages = num_pages
@@ -93,35 +102,38 @@ class Prefault:
         try:
             while self._committed < self._num_pages and not self._closing:
                 if self._reaches(self._num_ahead):
-                    self._rest(None, self._num_ahead // 2)
-                elif self._reaches(self._few) and (left_s := self._taken_s + _QUIET_S - time.monotonic()) > 0:
-                    self._rest(left_s, self._few)
+                    self.pause(None, self._num_ahead // 2)
+                elif self._reaches(self._few) and (left_s := self._taken_s + self._quiet_s - time.monotonic()) > 0:
+                    self.pause(left_s, self._few)
                 else:
-                    self._commit()
+                    self._commit_step()
         except OSError as error:
             log.info("KV memory is committed as it is used: %s", error)
         finally:
             self._begun.set()
 
-    def _rest(self, seconds: float | None, wake_at: int) -> None:
-        """Pause for `seconds` at most (None: no limit), or until fewer than `wake_at` pages are committed ahead."""
+    def pause(self, seconds: float | None, wake_at: int) -> None:
+        """Pause for `seconds` at most (None: no limit), or until fewer than `wake_at` pages are committed ahead.
+
+        Called on the thread.
+        """
         self._begun.set()
         self._wake_at = wake_at
         if self._reaches(wake_at) and not self._closing:
             self._told.wait(seconds)
         self._told.clear()
 
-    def _commit(self) -> None:
+    def _commit_step(self) -> None:
         """Commit the next step."""
         begin = max(self._committed, self._highest + 1)
         end = min(self._num_pages, begin + self._step, self._highest + 1 + self._num_ahead)
         for address, page_bytes in self._buffers:
-            _populate(address + begin * page_bytes, address + end * page_bytes)
+            self._commit(address + begin * page_bytes, address + end * page_bytes)
         self._committed = end
         self._begun.set()
 
 
-def _populate(begin: int, end: int) -> None:
+def populate(begin: int, end: int) -> None:
     """Commit `[begin, end)`, by the native library where it is available.
 
     During `madvise` the process cannot map memory or start threads, which need the same kernel lock.

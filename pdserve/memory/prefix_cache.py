@@ -206,6 +206,11 @@ class RadixTree:
         self._dropped(len(freed))
         return freed
 
+    @property
+    def num_queued(self) -> int:
+        """Entries of the eviction heap, at most one for each node."""
+        return len(self._heap)
+
     def nodes(self) -> Iterator[RadixNode]:
         """Yield all nodes but the root, parents before their children. For the audit."""
         open_nodes = list(self._root.children.values())

@@ -35,7 +35,7 @@ _CONFIG_KEYS = {
     "max_position_embeddings": "context_length",
     "head_dim": "attention.key_length",
 }
-_LAYER_NAMES = {
+LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -48,11 +48,13 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_TOP_NAMES = {
+"""HF names of a layer's tensors, by gguf name."""
+TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+"""HF names of the other tensors, by gguf name."""
 _TOKEN_LISTS = frozenset(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
 _LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 ROPE_DIVISORS = "rope_freqs.weight"
@@ -189,11 +191,11 @@ def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
 def hf_name(name: str, path: Path) -> str:
     """Return the HF name of a gguf tensor. Raises ModelError for an unknown tensor."""
     layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
-    if name not in _TOP_NAMES:
+    if layer is not None and layer[2] in LAYER_NAMES:
+        return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{layer[3]}"
+    if name not in TOP_NAMES:
         raise ModelError(f"{path} has a tensor {name} that pdserve does not use")
-    return _TOP_NAMES[name]
+    return TOP_NAMES[name]
 
 
 def _unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:

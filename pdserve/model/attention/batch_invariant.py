@@ -26,7 +26,7 @@ from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 
 BLOCK = 128
 """Keys per block: the largest page size, so that pages of a power of two of tokens fill blocks exactly."""
-_SCORE_BYTES = 16 << 20
+SCORE_BYTES = 16 << 20
 """Upper bound of the scores of one product in bytes, where the sizes allow it; about the size of the caches."""
 _PROBE_COUNTS = (1, 2, 5, 56)
 """Batch sizes of the probe's bmm calls: a product alone must have the bits of one product among many."""
@@ -117,7 +117,7 @@ class BatchInvariantAttention:
         num_blocks = -(-int(ends.max()) // BLOCK)
         row_bytes = len(offsets) * self._pool.group.num_kv_heads * num_blocks * BLOCK * 4
         widths = {size // self._group: size for size in reversed(self._sizes) if size >= self._group}
-        narrow = tuple(width for width, size in widths.items() if size * row_bytes <= _SCORE_BYTES)
+        narrow = tuple(width for width, size in widths.items() if size * row_bytes <= SCORE_BYTES)
         pieces = []
         for tile in cut(int(ends[0] - starts[0]), tuple(sorted(narrow)) or (min(widths),)):
             new = np.arange(tile.start, tile.start + tile.rows)

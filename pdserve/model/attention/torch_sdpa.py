@@ -21,11 +21,11 @@ from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 
 _QUERY_BLOCK = 512
 """Query tokens per SDPA call under a mask: each block skips the keys after its last query."""
-_ALONE = 1 << 14
+MIN_ALONE_PRODUCT = 1 << 14
 """Product of new tokens and total tokens from which a row with several new tokens is attended alone. Grouping gains
 such a row nothing, and padding costs time.
 """
-_TOGETHER = 1 << 18
+MAX_GROUP_PRODUCT = 1 << 18
 """Upper bound of the same product, summed over a group of other rows, padding included."""
 
 
@@ -84,7 +84,7 @@ class TorchAttention:
         """Compute gather indices and masks for one step."""
         host = batch.host
         widths = host.ends - host.starts
-        alone = (widths > 1) & (widths * host.ends >= _ALONE)
+        alone = (widths > 1) & (widths * host.ends >= MIN_ALONE_PRODUCT)
         kinds = np.where(alone, -1, np.ceil(np.log2(widths)))
         groups = [
             self._group(batch, rows)
@@ -99,7 +99,7 @@ class TorchAttention:
         """Group `rows`, which have similar numbers of new tokens. Groups of decode rows have no size limit."""
         for bucket in self._gather.buckets(host.ends, rows):
             width = int((host.ends - host.starts)[bucket].max())
-            most = len(bucket) if width == 1 else max(1, _TOGETHER // (width * int(host.ends[bucket[-1]])))
+            most = len(bucket) if width == 1 else max(1, MAX_GROUP_PRODUCT // (width * int(host.ends[bucket[-1]])))
             yield from (bucket[i : i + most] for i in range(0, len(bucket), most))
 
     def _group(self, batch: ForwardBatch, rows: IntArray) -> RowGroup:

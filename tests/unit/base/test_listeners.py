@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
 
-from pdserve.base import listeners
 from pdserve.base.listeners import allow_sources, close_port, filter_program, listening_ports, ports_closed_afterwards
 
 BRIEFLY_S = 0.2
+SO_ATTACH_FILTER, SO_LOCK_FILTER = 26, 44
+PASS_ALL = struct.pack("HBBI", 0x06, 0, 0, 0xFFFFFFFF)
+"""A classic BPF instruction: keep the whole packet."""
 HOSTS = {socket.AF_INET: "127.0.0.1", socket.AF_INET6: "::1"}
 
 
@@ -66,9 +70,13 @@ def test_a_port_is_closed_by_its_number() -> None:
         check_open(other)
 
 
-def test_a_kernel_that_refuses_is_told_of(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(listeners, "_SO_ATTACH_FILTER", 0x7FFF)
+def test_a_kernel_that_refuses_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    """It refuses another filter on a socket whose filter is locked."""
+    program = ctypes.create_string_buffer(PASS_ALL, len(PASS_ALL))
     with listening() as server:
+        filter_of_one = struct.pack("HP", 1, ctypes.addressof(program))
+        server.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, filter_of_one)
+        server.setsockopt(socket.SOL_SOCKET, SO_LOCK_FILTER, 1)
         port = server.getsockname()[1]
         close_port(port)
         check_open(server)

@@ -6,32 +6,28 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 
 from pdserve.base.process import Child, ChildError, ServerReady, end_all, parse_ready
+from tests.waiting import wait_until
 
 READY_S = 20.0
 SERVES = """
-import sys, time
+import signal, sys
 print("oops", file=sys.stderr, flush=True)
 print("hello", flush=True)
 print('PDSERVE_READY {"role": "prefill", "url": "http://127.0.0.1:5", "bootstrap_port": 6}', flush=True)
-time.sleep(60)
+signal.pause()
 """
 COUNTS_SIGNALS = """
-import signal, sys, time
-asked = []
-signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+import signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print('PDSERVE_READY {"role": "prefill", "url": "http://127.0.0.1:5", "bootstrap_port": 6}', flush=True)
-while not asked:
-    time.sleep(0.01)
-end = time.monotonic() + 0.5
-while time.monotonic() < end:
-    time.sleep(0.01)
-sys.exit(40 + len(asked))
+signal.sigwait([signal.SIGTERM])
+again = signal.sigtimedwait([signal.SIGTERM], 0.5)
+sys.exit(41 + (again is not None))
 """
 STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SERVES
 
@@ -49,10 +45,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_gone(pid: int) -> None:
-    deadline = time.monotonic() + READY_S
-    while not gone(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there"
-        time.sleep(0.01)
+    wait_until(lambda: gone(pid), f"the end of process {pid}", READY_S)
 
 
 def test_readiness_is_the_announced_line_and_other_lines_are_passed_on() -> None:
@@ -94,7 +87,7 @@ def test_a_program_that_cannot_be_run_is_reported() -> None:
 
 
 def test_a_child_that_never_gets_ready_times_out() -> None:
-    child = Child("p", python("import time; time.sleep(60)"))
+    child = Child("p", python("import signal; signal.pause()"))
     try:
         with pytest.raises(ChildError, match="not ready within"):
             child.wait_ready(0.2)
@@ -131,12 +124,12 @@ def test_the_death_of_a_child_is_noticed() -> None:
 
 def test_children_die_with_their_parent() -> None:
     parent_script = f"""
-import time
+import signal
 from pdserve.base.process import Child
 child = Child("p", [{sys.executable!r}, "-c", {STUBBORN!r}])
 child.wait_ready({READY_S})
 print(child.pid, flush=True)
-time.sleep(60)
+signal.pause()
 """
     parent = subprocess.Popen(python(parent_script), stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None

@@ -15,10 +15,10 @@ from pdserve.base import run_folders
 from pdserve.base.run_folders import make_run_folder, sweep
 
 LEAVE_ONE = """
-import sys, time
+import signal
 from pdserve.base.run_folders import make_run_folder
 print(make_run_folder(1000), flush=True)
-time.sleep(600)
+signal.pause()
 """
 
 

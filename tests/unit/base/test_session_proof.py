@@ -28,11 +28,12 @@ class Both:
     def __init__(self, client: str = TOKEN, server: str = TOKEN, *, max_sessions: int = MAX_SESSIONS) -> None:
         self.now_s = 5.0
         self.verifier = SessionVerifier(worker_key(server), max_sessions=max_sessions)
-        self.session = Session(worker_key(client))
+        self._key = worker_key(client)
+        self.session = Session(self._key)
 
     def begin(self) -> Session:
         """A new session, which the server's proof has opened."""
-        self.session = Session(self.session._key)
+        self.session = Session(self._key)
         self.session.accept(*self.verifier.challenge(self.session.nonce, self.now_s))
         return self.session
 
@@ -128,7 +129,15 @@ def test_the_window_moves_with_the_largest_counter(step: int) -> None:
             window.take(counter)
     if step > 1:
         window.take(7 + step - 1)
-    assert window._used.bit_length() <= WINDOW
+
+
+@pytest.mark.parametrize("step", [1, 2, WINDOW - 1, WINDOW])
+def test_no_more_counters_are_remembered_than_the_window_has(step: int) -> None:
+    window = CounterWindow()
+    for counter in range(0, 3 * WINDOW, step):
+        window.take(counter)
+        assert len(window) <= WINDOW
+    assert len(window) == -(-WINDOW // step)
 
 
 def test_a_session_ends_with_its_challenge() -> None:
@@ -140,7 +149,7 @@ def test_a_session_ends_with_its_challenge() -> None:
     both.now_s += 2
     assert isinstance(both.refused(session.header(*ASKED)), ProofExpiredError)
     both.take(both.begin().header(*ASKED))
-    assert len(both.verifier._sessions) == 1, "old ones are forgotten"
+    assert both.verifier.num_sessions == 1, "old ones are forgotten"
 
 
 def test_a_server_that_was_started_anew_takes_nothing_recorded() -> None:
@@ -163,13 +172,13 @@ def test_challenges_cost_no_memory_and_sessions_are_bounded() -> None:
     both = Both(max_sessions=3)
     for _ in range(1000):
         both.verifier.challenge(both.session.nonce, both.now_s)
-    assert not both.verifier._sessions
+    assert both.verifier.num_sessions == 0
     headers = []
     for _ in range(6):
         both.now_s += 1
         headers.append(both.begin().header(*ASKED))
         both.take(headers[-1])
-    assert len(both.verifier._sessions) == 3
+    assert both.verifier.num_sessions == 3
     for header in headers:
         both.refused(header)
 

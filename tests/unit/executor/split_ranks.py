@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from pathlib import Path
 from typing import Literal
@@ -30,6 +29,7 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, random_prompt
+from tests.waiting import wait_until
 
 LoadFormat = Literal["auto", "dummy"]
 NUM_PAGES = 120
@@ -266,10 +266,7 @@ def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) ->
         if step == place.shape.pp_size and place.rank == 0:
             launched.touch()
         elif step == 0 and place.is_last_stage and place.rank:
-            deadline = time.monotonic() + 60.0
-            while not launched.exists():
-                assert time.monotonic() < deadline, "the first stage waits for tokens before it goes on"
-                time.sleep(0.01)
+            wait_until(launched.exists, "the first stage goes on before it has tokens", 60.0)
         if len(under_way) == min(2, place.shape.pp_size):
             settle()
         plan = []

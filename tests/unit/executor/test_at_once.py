@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
 
 import pytest
 import torch
 
+from pdserve.base.native import best_level
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow
+from pdserve.executor.kernel_choice import make_native
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.decoder import kv_layout
+from pdserve.model.loader import empty_model, read_spec
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
+from pdserve.model.parallel import Parallel, SingleRank, StageRanks
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import GREEDY, Driver, build, random_prompt
@@ -28,17 +36,16 @@ def driver_of(path: Path, *, page_size: int = 16, quantization: Literal["int8"] 
     return Driver(build(path, dtype="bfloat16", page_size=page_size, max_rows=MOST_ROWS, quantization=quantization))
 
 
-def count_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Rows of each step that was computed by one call, from now on."""
-    at_once, found = driver.built.executor._at_once, list[int]()
-    assert at_once is not None
-    decode = at_once._decode
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step that was computed by one call; of models that are built after this."""
+    decode, found = NativeDecoder.decode, list[int]()
 
-    def counting(facts, tokens, pages):  # type: ignore[no-untyped-def]
+    def counting(self, facts, tokens, pages):  # type: ignore[no-untyped-def]
         found.append(facts.shape[1])
-        return decode(facts, tokens, pages)
+        return decode(self, facts, tokens, pages)
 
-    monkeypatch.setattr(at_once, "_decode", counting)
+    monkeypatch.setattr(NativeDecoder, "decode", counting)
     return found
 
 
@@ -51,13 +58,15 @@ def test_tokens_and_kv_are_the_same_to_the_bit(
     page_size: int,
     quantization: Literal["int8"] | None,
     tiny_checkpoint: TinyCheckpoint,
+    counts: list[int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Any rows in any step: chunks of prompts, rows that decode, few and many, those that came just now."""
     path = tiny_checkpoint(family)
-    one, two = (driver_of(path, page_size=page_size, quantization=quantization) for _ in range(2))
-    two.built.executor._at_once = None
-    counts = count_of(one, monkeypatch)
+    one = driver_of(path, page_size=page_size, quantization=quantization)
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeDecoder, "most_at_once", 0)
+        two = driver_of(path, page_size=page_size, quantization=quantization)
     choice = random.Random(page_size)
     prompts = [random_prompt(choice.randrange(1, 70), VOCAB_SIZE, seed) for seed in range(MOST_ROWS)]
     known, computed, rows = [len(prompt) for prompt in prompts], [0] * MOST_ROWS, list[int]()
@@ -86,15 +95,13 @@ def test_tokens_and_kv_are_the_same_to_the_bit(
     assert len(counts) > 10 and max(counts) > 5
     for ours, theirs in zip(one.built.executor.pools, two.built.executor.pools, strict=True):
         torch.testing.assert_close(ours.pages, theirs.pages, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(one.built.executor._tokens.tensor, two.built.executor._tokens.tensor)
+    left = [(row, computed[i], known[i], True) for i, row in enumerate(rows)]
+    assert one.step(*left) == two.step(*left), "the tokens that were chosen last are where they should be"
 
 
 @needs_kernels
-def test_what_is_asked_for_besides_goes_the_long_way(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_asked_for_besides_goes_the_long_way(tiny_checkpoint: TinyCheckpoint, counts: list[int]) -> None:
     driver = driver_of(tiny_checkpoint("llama"))
-    counts = count_of(driver, monkeypatch)
 
     def decoding(sampling: CoreSamplingParams = GREEDY, logprobs: Logprobs | None = None) -> int:
         row = driver.open([5, 6, 7], 40, sampling, logprobs=logprobs)
@@ -137,14 +144,13 @@ def test_what_is_asked_for_besides_goes_the_long_way(
 
 
 @needs_kernels
-def test_it_comes_behind_a_step_that_waits_to_be_computed(
-    tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_comes_behind_a_step_that_waits_to_be_computed(tiny_checkpoint: TinyCheckpoint, counts: list[int]) -> None:
     """A step with layer events is computed when it is waited for, or by the next one."""
     prompt = random_prompt(20, VOCAB_SIZE)
     wanted = driver_of(tiny_checkpoint("llama")).generate([prompt], 3)[0]
     driver = driver_of(tiny_checkpoint("llama"))
-    counts, executor = count_of(driver, monkeypatch), driver.built.executor
+    executor = driver.built.executor
+    counts.clear()
     row = driver.open(prompt, 40)
     first = executor.launch(BatchPlan(0, (BatchRow("a", row, 0, 20, True),)), layer_events=True)
     second = executor.launch(BatchPlan(1, (BatchRow("a", row, 20, 21, True),)))
@@ -159,37 +165,55 @@ def test_it_comes_behind_a_step_that_waits_to_be_computed(
 def test_what_goes_wrong_is_raised_where_the_step_is_resolved(
     tiny_checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*anything: object) -> list[int]:
+        raise MemoryError("the kernels ran out of memory")
+
+    monkeypatch.setattr(NativeDecoder, "decode", fail)
     driver = driver_of(tiny_checkpoint("llama"))
     executor = driver.built.executor
     row = driver.open([5], 40)
     driver.step((row, 0, 1, True))
-
-    def fail(*anything: object) -> list[int]:
-        raise MemoryError("the kernels ran out of memory")
-
-    monkeypatch.setattr(executor._at_once, "_decode", fail)
     handle = executor.launch(BatchPlan(9, (BatchRow("a", row, 1, 2, True),)))
     with pytest.raises(MemoryError):
         executor.resolve(handle)
 
 
-def test_torch_computes_no_step_at_once_and_nobody_does_beside_the_scheduler(tiny_checkpoint: TinyCheckpoint) -> None:
-    path = tiny_checkpoint("llama")
-    assert build(path, dtype="bfloat16", cpu_kernels="torch").executor._at_once is None
+@needs_kernels
+def test_a_thread_beside_the_scheduler_computes_no_step_at_once(
+    tiny_checkpoint: TinyCheckpoint, counts: list[int]
+) -> None:
+    """The page table may have changed when the step is computed."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
+        model=ModelConfig(model_path=str(tiny_checkpoint("llama")), dtype="bfloat16"),
         memory=MemoryConfig(page_size=16, max_total_tokens=1024),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
         schedule=ScheduleConfig(disable_overlap_schedule=False),
     )
-    executor = build_executor(config, max_rows=2).executor
-    executor.close()
-    assert executor._at_once is None, "the page table may have changed when the step is computed"
+    driver = Driver(build_executor(config, max_rows=2))
+    try:
+        driver.generate([[5, 6, 7]], 4)
+    finally:
+        driver.built.executor.close()
+    assert not counts
+
+
+class SharedExperts(SingleRank):
+    """A rank whose feed-forward layers are split over two replicas."""
+
+    @property
+    def wide(self) -> DPAttentionGroup:
+        ranks = StageRanks(self)
+        ranks.size, ranks.spans_replicas = 2, True
+        return ranks
 
 
 @needs_kernels
-def test_a_model_that_python_has_a_part_in_computes_no_step_at_once(tiny_checkpoint: TinyCheckpoint) -> None:
-    model = build(tiny_checkpoint("llama"), dtype="bfloat16").executor._model
-    assert isinstance(model, NativeDecoder) and model.most_at_once == FEW_SAMPLES
-    model._stops.append(None)  # type: ignore[arg-type]
-    assert model.most_at_once == 0
+@pytest.mark.parametrize(("parallel", "most"), [(SingleRank(), FEW_SAMPLES), (SharedExperts(), 0)])
+def test_a_model_that_python_has_a_part_in_computes_no_step_at_once(
+    parallel: Parallel, most: int, tiny_checkpoint: TinyCheckpoint
+) -> None:
+    path = tiny_checkpoint("llama")
+    decoder = empty_model(read_spec(path), "bfloat16", torch.device("cpu"), parallel=parallel)
+    model = make_native(decoder, ModelConfig(model_path=str(path)), best_level(), nullcontext)
+    model.bind(KVPool(kv_layout(decoder.spec, 16, "bfloat16").groups[0], 4, torch.device("cpu")))
+    assert model.most_at_once == most

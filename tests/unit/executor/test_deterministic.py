@@ -132,9 +132,9 @@ def test_any_number_of_threads(checkpoint: Path, expected: Answer, threads: int)
 def test_narrow_pieces_for_long_contexts_change_nothing(
     driver: Driver, expected: Answer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fixed_blocks, "_SCORE_BYTES", 1 << 15)
+    monkeypatch.setattr(fixed_blocks, "SCORE_BYTES", 1 << 15)
     assert answer(driver, others=3, chunk=64).same_bits(expected)
-    monkeypatch.setattr(fixed_blocks, "_SCORE_BYTES", 1)
+    monkeypatch.setattr(fixed_blocks, "SCORE_BYTES", 1)
     assert answer(driver).same_bits(expected)
 
 

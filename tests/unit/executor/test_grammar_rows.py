@@ -14,6 +14,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from pdserve.base.clock import ManualClock
 from pdserve.errors import GrammarError
 from pdserve.executor import grammar_rows
 from pdserve.executor.grammar_rows import GrammarRows
@@ -182,7 +183,8 @@ def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
     assert failed == (0,), "it has less time"
     for row in (slow, other, again):
         driver.close(row)
-    prepared = grammar_rows.OpenedGrammar()
+    clock = ManualClock()
+    prepared = grammar_rows.OpenedGrammar(clock.now)
     prepared.check(grammar_rows.SLOW_S)
     with pytest.raises(GrammarError, match="too long"):
         prepared.check(2 * grammar_rows.SLOW_S)
@@ -190,7 +192,7 @@ def test_a_grammar_that_is_slow_to_follow_fails_and_others_go_on(
     prepared.check(0.05)
     with pytest.raises(GrammarError, match="too long"):
         prepared.check(0.06)
-    monkeypatch.setattr(prepared, "_suspect_until", 0.0)
+    clock.advance(grammar_rows.SUSPECT_S)
     prepared.check(0.06)
 
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
-from pdserve.executor import factory
-from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.factory import LoadedEngine, build_executor, make_ready
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.input_batch import read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
@@ -92,7 +91,7 @@ def test_flags_say_what_is_captured_at_start(
 ) -> None:
     executor = Starting()
     config = ServerConfig(model=ModelConfig(model_path="m"), kernels=kernels)
-    factory._make_ready(cast(LocalExecutor, executor), config, max_rows, 64)
+    make_ready(cast(LocalExecutor, executor), config, max_rows, 64)
     assert executor.is_warm and executor.captured == captured
 
 

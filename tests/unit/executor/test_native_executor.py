@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,16 +19,21 @@ from pdserve.config.cli import parse_server_args
 from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
-from pdserve.executor.backend_choice import choose_level
+from pdserve.executor.backend_choice import choose_level, make_native
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
-from pdserve.model.config import read_model_spec
-from pdserve.model.decoder import Attention
+from pdserve.memory.kv_memory import PageTable
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.config import kv_layout, read_model_spec
+from pdserve.model.decoder import Attention, Decoder
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.dense import DenseMLP
 from pdserve.model.layers.moe import Experts
+from pdserve.model.loader import empty_model, fill_model
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.layers import AttentionInProgram
 from pdserve.model.parallel import SingleRank
-from pdserve.model.params import ParamSlots
+from pdserve.model.params import ParamSlots, TensorSource
 from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
@@ -37,6 +45,18 @@ from tests.unit.model.native_kit import needs_kernels
 CPU = torch.device("cpu")
 TP2, PP2, BOTH = (ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((2, 1), (1, 2), (2, 2)))
 PROMPT = random_prompt(37, VOCAB_SIZE)
+
+
+def empty_native(path: Path, quantization: Literal["int8"] | None = None) -> tuple[Decoder, NativeDecoder]:
+    """A model without weights in bfloat16, and the native model that takes it over."""
+    decoder = empty_model(read_model_spec(path), "bfloat16", CPU)
+    config = ModelConfig(model_path=str(path), quantization=quantization)
+    return decoder, make_native(decoder, config, native.best_level(), nullcontext)
+
+
+def fill(decoder: Decoder, path: Path) -> None:
+    """Load the weights."""
+    fill_model(decoder, path, load_format="auto", seed=0)
 
 
 def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -123,38 +143,47 @@ def test_prompt_logprobs_leave_the_next_token_as_it_is(tiny_checkpoint: Callable
 
 @needs_kernels
 def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoint: Callable[[Family], Path]) -> None:
-    built = build(tiny_checkpoint("llama"), dtype="bfloat16")
-    model, executor = built.executor._model, built.executor
-    assert isinstance(model, NativeDecoder)
-    driver = Driver(built)
-    row = driver.open(PROMPT, 48, top_logprobs=0)
-    driver.step((row, 0, 16, False))
-    plan = BatchPlan(1, (BatchRow("a", row, 16, 32, True),))
-    batch = build_batch(read_plan(plan, built.table, executor._params.num_prompt, 16), executor._tokens.tensor)
-    page, seen = int(built.table.pages[row, 1]), []
+    path = tiny_checkpoint("llama")
+    decoder, model = empty_native(path)
+    fill(decoder, path)
+    pool = KVPool(kv_layout(model.spec, 16, "bfloat16").groups[0], 4, CPU)
+    pool.pages[: pool.num_pages] = float("nan")
+    model.bind(pool)
+    table = PageTable(1, 3)
+    row = table.open([2, 1, 0])
+    assert row is not None
+    tokens = torch.tensor([PROMPT], dtype=torch.int32)
+
+    def computes(start: int, end: int) -> ForwardBatch:
+        plan = BatchPlan(1, (BatchRow("a", row, start, end, True),))
+        return build_batch(read_plan(plan, table, np.array([len(PROMPT)]), 16), tokens)
+
+    seen = []
 
     def on_layer(layer: int) -> None:
-        missing = executor.pools[0].pages[page].isnan().flatten(1).any(1).tolist()
+        missing = pool.pages[1].isnan().flatten(1).any(1).tolist()
         seen.append((layer, missing))
 
-    marked = model.forward(batch, AttentionInProgram(), on_layer).clone()
+    with torch.inference_mode():
+        model.forward(computes(0, 16), AttentionInProgram())
+        marked = model.forward(computes(16, 32), AttentionInProgram(), on_layer).clone()
+        assert torch.equal(model.forward(computes(16, 32), AttentionInProgram()), marked)
     assert seen == [(layer, [other > layer for other in range(model.num_layers)]) for layer in range(model.num_layers)]
-    assert torch.equal(model.forward(batch, AttentionInProgram()), marked)
 
 
 @needs_kernels
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_weights_are_packed_and_let_go_of_but_known(family: Family, tiny_checkpoint: Callable[[Family], Path]) -> None:
     path = tiny_checkpoint(family)
-    native, plain, small = (
+    packed, plain, small = (
         build(path, dtype="bfloat16", cpu_kernels=kernels, quantization=quantization).executor
         for kernels, quantization in (("native", None), ("torch", None), ("auto", "int8"))
     )
-    assert native.weights_fingerprint == plain.weights_fingerprint == small.weights_fingerprint
-    assert small.weight_bytes < native.weight_bytes
-    model = native._model
-    assert isinstance(model, NativeDecoder)
-    attentions = [op for layer in model._model.layers for op in layer.operations if isinstance(op, Attention)]
+    assert packed.weights_fingerprint == plain.weights_fingerprint == small.weights_fingerprint
+    assert small.weight_bytes < packed.weight_bytes
+    decoder, model = empty_native(path)
+    fill(decoder, path)
+    attentions = [op for layer in decoder.layers for op in layer.operations if isinstance(op, Attention)]
     assert len(attentions) == model.num_layers and all(op.qkv.weight.numel() == 0 for op in attentions)
     assert all(
         isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.moe_layers.values()
@@ -167,21 +196,34 @@ def test_a_layer_is_packed_as_soon_as_it_is_read(
     quantization: Literal["int8"] | None, tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that a model is never in memory twice: of the originals no more than one layer's are there at a time."""
-    plain = build(tiny_checkpoint("llama"), dtype="bfloat16", cpu_kernels="torch").executor.weight_bytes
-    unpacked, given = [], ParamSlots._given
+    path = tiny_checkpoint("llama")
+    plain = build(path, dtype="bfloat16", cpu_kernels="torch").executor.weight_bytes
+    decoder, _ = empty_native(path, quantization)
+    whole, num_read, unpacked = original_bytes(decoder), 0, list[int]()
+    put = ParamSlots.fill
 
-    def watched(slots: ParamSlots, name: str) -> None:
-        given(slots, name)
-        left = (slots._slots[name] for name in slots._filled & slots._slots.keys())
-        unpacked.append(sum(slot.numel() * slot.element_size() for slot in left))
+    def watched(slots: ParamSlots, name: str, source: TensorSource) -> None:
+        nonlocal num_read
+        put(slots, name, source)
+        num_read += 2 * math.prod(source.shape)
+        unpacked.append(num_read - (whole - original_bytes(decoder)))
 
-    monkeypatch.setattr(ParamSlots, "_given", watched)
-    built = build(tiny_checkpoint("llama"), dtype="bfloat16", quantization=quantization)
-    model = built.executor._model
-    assert isinstance(model, NativeDecoder) and model._model.embedding is not None
-    embedding = model._model.embedding.weight
-    assert max(unpacked) < plain / 2 + embedding.numel() * embedding.element_size()
-    assert unpacked[-1] < plain / 4 + embedding.numel() * embedding.element_size()
+    monkeypatch.setattr(ParamSlots, "fill", watched)
+    fill(decoder, path)
+    assert decoder.embedding is not None
+    embedding = decoder.embedding.weight.nbytes
+    assert plain / 8 < max(unpacked) < plain / 2 + embedding
+    assert unpacked[-1] < plain / 4 + embedding
+
+
+def original_bytes(decoder: Decoder) -> int:
+    """Bytes of the linear layers' weights that the decoder itself has, filled or not."""
+    assert decoder.head is not None
+    linears = [decoder.head]
+    for op in (op for layer in decoder.layers for op in layer.operations):
+        assert isinstance(op, Attention | DenseMLP)
+        linears += [op.qkv, op.out] if isinstance(op, Attention) else [op.gate_up, op.down]
+    return sum(linear.weight.nbytes for linear in linears)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve.executor import prompt_logprobs
+from pdserve.executor.prompt_logprobs import logsumexp_of_rows
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
@@ -114,8 +115,8 @@ def test_a_position_alone_has_the_bits_that_it_has_among_others() -> None:
     try:
         for seed in range(40):
             logits = 5 * torch.randn(3, 49152, generator=torch.Generator().manual_seed(seed))
-            together = prompt_logprobs._logsumexp(logits)
+            together = logsumexp_of_rows(logits)
             torch.testing.assert_close(together, logits.logsumexp(-1))
-            assert torch.equal(together, torch.cat([prompt_logprobs._logsumexp(row[None]) for row in logits]))
+            assert torch.equal(together, torch.cat([logsumexp_of_rows(row[None]) for row in logits]))
     finally:
         torch.set_num_threads(threads)

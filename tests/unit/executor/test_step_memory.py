@@ -9,7 +9,7 @@ import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ScheduleConfig, ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.executor import factory
+from pdserve.executor.factory import captured_sizes, longest_chunk
 from pdserve.executor.graphs import graph_sizes
 from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
@@ -60,14 +60,14 @@ def test_graphs_share_the_largest_ones_tensors_and_have_lists_of_their_own() -> 
 @pytest.mark.parametrize(("flag", "expected"), [(None, 2048), (512, 512), (100_000, 4096), (-1, 4096)])
 def test_the_longest_step_is_a_chunk_or_without_chunks_a_whole_prompt(flag: int | None, expected: int) -> None:
     config = ServerConfig(schedule=ScheduleConfig(chunked_prefill_size=flag))
-    assert factory._chunk(config, context_length=4096) == expected
+    assert longest_chunk(config, context_length=4096) == expected
 
 
 def test_decode_steps_are_captured_up_to_the_flag_or_the_rows_that_there_are() -> None:
-    assert factory._captured_sizes(KernelConfig(cuda_graph_max_bs=24), 256) == (1, 2, 4, 8, 16, 24)
-    assert factory._captured_sizes(KernelConfig(cuda_graph_max_bs=24), 3) == (1, 2, 3)
-    assert factory._captured_sizes(KernelConfig(), 1000)[-1] == 256
-    assert factory._captured_sizes(KernelConfig(disable_cuda_graph=True), 256) == ()
+    assert captured_sizes(KernelConfig(cuda_graph_max_bs=24), 256) == (1, 2, 4, 8, 16, 24)
+    assert captured_sizes(KernelConfig(cuda_graph_max_bs=24), 3) == (1, 2, 3)
+    assert captured_sizes(KernelConfig(), 1000)[-1] == 256
+    assert captured_sizes(KernelConfig(disable_cuda_graph=True), 256) == ()
 
 
 def test_what_comes_after_the_pool_finds_room_whatever_fraction_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.llm.api import _one_each
+from pdserve.llm.api import one_each
 from pdserve.llm.outputs import InvalidRequestError
 from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
@@ -49,7 +49,7 @@ def test_dicts_take_the_names_of_sglang_too() -> None:
     expected = SamplingParams(max_tokens=3, min_tokens=1, seed=4, include_stop_str_in_output=True, json_schema="{}")
     assert SamplingParams.of(given) == expected
     assert SamplingParams.of(None) == SamplingParams()
-    assert _one_each([given, SamplingParams(n=2)], 2) == [expected, SamplingParams(n=2)]
+    assert one_each([given, SamplingParams(n=2)], 2) == [expected, SamplingParams(n=2)]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,6 @@ def test_conversations_one_or_many() -> None:
 
 def test_as_many_parameters_as_prompts() -> None:
     with pytest.raises(InvalidRequestError, match="1 entries for 2 prompts"):
-        _one_each([{}], 2)
+        one_each([{}], 2)
     with pytest.raises(InvalidRequestError, match="SamplingParams or a dict"):
-        _one_each("greedy", 2)  # type: ignore[arg-type]
+        one_each("greedy", 2)  # type: ignore[arg-type]

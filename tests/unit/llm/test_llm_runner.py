@@ -13,6 +13,7 @@ from pdserve.protocol.messages import FinishReason, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
+from tests.waiting import settle
 
 
 @dataclasses.dataclass
@@ -66,12 +67,6 @@ def jobs(count: int, n: int = 1) -> list[Job]:
         return GenerateRequest(rid=f"{number}.{j}", input_ids=[1], sampling=CoreSamplingParams())
 
     return [Job(number, str(number), [request(number, j) for j in range(n)]) for number in range(count)]
-
-
-async def settle() -> None:
-    """Let everything run that can."""
-    for _ in range(50):
-        await asyncio.sleep(0)
 
 
 async def test_no_more_than_fits_is_sent_and_the_idlest_server_gets_the_next() -> None:

@@ -28,12 +28,15 @@ def busy() -> tuple[KVMemory, Lease, Lease]:
 
 def drop_a_free_page(memory: KVMemory, one: Lease, two: Lease) -> None:
     allocator = memory.pages.allocator
-    allocator._free.pop()
-    allocator._is_free[9] = 0
+    pages = allocator.take(allocator.num_free)
+    assert pages is not None and pages[-1] == 9
+    allocator.give_back(pages[:-1])
 
 
 def forget_to_mark(memory: KVMemory, one: Lease, two: Lease) -> None:
-    memory.pages.allocator._is_free[9] = 0
+    allocator = memory.pages.allocator
+    listed, marked = allocator.free_pages()
+    allocator.free_pages = lambda: (listed, marked[:-1])  # type: ignore[method-assign]
 
 
 def own_a_free_page(memory: KVMemory, one: Lease, two: Lease) -> None:
@@ -89,7 +92,8 @@ def miscount_the_cache(memory: KVMemory, one: Lease, two: Lease) -> None:
 
 
 def keep_a_dead_lease(memory: KVMemory, one: Lease, two: Lease) -> None:
-    one._holds.clear()
+    memory.pages.end = lambda lease: None  # type: ignore[method-assign]
+    one.drop("request")
 
 
 def lose_an_aux_slot(memory: KVMemory, one: Lease, two: Lease) -> None:
@@ -97,15 +101,15 @@ def lose_an_aux_slot(memory: KVMemory, one: Lease, two: Lease) -> None:
 
 
 def lose_a_row(memory: KVMemory, one: Lease, two: Lease) -> None:
-    memory.table._is_open[memory.table.open_rows[0]] = 0
+    memory.table.free_rows.remove(2)
 
 
 def free_an_open_row(memory: KVMemory, one: Lease, two: Lease) -> None:
-    memory.table._free.append(memory.table.open_rows[0])
+    memory.table.free_rows.append(memory.table.open_rows[0])
 
 
 def free_a_row_twice(memory: KVMemory, one: Lease, two: Lease) -> None:
-    memory.table._free.append(memory.table._free[0])
+    memory.table.free_rows.append(memory.table.free_rows[0])
 
 
 ONE, TWO = "the lease of 'one' held by request", "the lease of 'two' held by request"
@@ -140,7 +144,7 @@ CASES: list[tuple[Damage, list[str]]] = [
     ),
     (keep_a_dead_lease, ["pages: lease of 'one' held by none has ended and still has 3 pages"]),
     (lose_an_aux_slot, ["aux: no owner of 1 of 2 (0)"]),
-    (lose_a_row, ["rows: 1 of 3 are lost: [0]"]),
+    (lose_a_row, ["rows: 1 of 3 are lost: [2]"]),
     (free_an_open_row, ["rows: 1 of 3 are both open and free: [0]"]),
     (free_a_row_twice, ["rows: the free list has 1 rows twice"]),
 ]
@@ -160,8 +164,7 @@ def test_an_empty_memory_is_in_order() -> None:
 
 def test_a_long_list_is_cut() -> None:
     memory = make_memory(40)
-    memory.pages.allocator._free.clear()
-    memory.pages.allocator._is_free[:] = bytes(40)
+    assert memory.pages.allocator.take(40) is not None
     assert memory.audit() == ["pages: no owner of 40 of 40 (0, 1, 2, 3, 4, 5, 6, 7, ...)"]
 
 

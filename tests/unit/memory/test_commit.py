@@ -8,7 +8,6 @@ import logging
 import math
 import mmap
 import queue
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from pdserve.memory.prefault import Prefault
 from pdserve.memory.shared import address_of, allocate, allocate_private
 from tests.driver import build
 from tests.tiny import Family
+from tests.waiting import wait_until
 
 PAGE = 1 << 20
 NUM_PAGES = 24
@@ -38,11 +38,7 @@ def committed(memory: mmap.mmap, num_pages: int = NUM_PAGES) -> int:
 
 
 def wait_for(memory: mmap.mmap, num_pages: int) -> None:
-    for _ in range(500):
-        if committed(memory) >= num_pages:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{committed(memory)} pages are committed, not {num_pages}")
+    wait_until(lambda: committed(memory) >= num_pages, f"{num_pages} pages are committed")
 
 
 def no_library() -> ctypes.CDLL:
@@ -65,11 +61,10 @@ needs_library = pytest.mark.skipif(not has_library(), reason="the native library
 def test_pages_are_committed_before_they_are_used(
     allocated: type, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(commit, "_QUIET_S", 0.0)
     if not native:
         monkeypatch.setattr(commit, "library", no_library)
     memories = [allocated(NUM_PAGES * PAGE) for _ in range(2)]
-    ahead = Prefault([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4)
+    ahead = Prefault([(address_of(memory), len(memory)) for memory in memories], NUM_PAGES, 4, quiet_s=0.0)
     try:
         assert all(committed(memory) >= 1 for memory in memories), "the first, when it is there"
         for memory in memories:
@@ -90,14 +85,13 @@ def test_pages_are_committed_before_they_are_used(
 def test_touched_memory_keeps_what_it_has() -> None:
     memory = allocate_private(PAGE)
     memory[:] = b"\xa5" * PAGE
-    commit._populate(address_of(memory), address_of(memory) + PAGE)
+    commit.populate(address_of(memory), address_of(memory) + PAGE)
     assert memory[:] == b"\xa5" * PAGE
 
 
-def test_what_is_left_is_committed_at_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_QUIET_S", 0.0)
+def test_what_is_left_is_committed_at_last() -> None:
     memory = allocate_private(NUM_PAGES * PAGE)
-    ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, 4)
+    ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, 4, quiet_s=0.0)
     try:
         for page in range(NUM_PAGES):
             ahead.used([page])
@@ -107,21 +101,19 @@ def test_what_is_left_is_committed_at_last(monkeypatch: pytest.MonkeyPatch) -> N
         ahead.close()
 
 
-def test_while_pages_are_taken_it_rests_unless_few_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_while_pages_are_taken_it_rests_unless_few_are_left() -> None:
     populated: list[tuple[int, int]] = []
     rests: queue.SimpleQueue[tuple[bool, int]] = queue.SimpleQueue()
 
     class Watched(Prefault):
-        def _rest(self, seconds: float | None, wake_at: int) -> None:
+        def pause(self, seconds: float | None, wake_at: int) -> None:
             rests.put((seconds is None, wake_at))
-            super()._rest(seconds, wake_at)
+            super().pause(seconds, wake_at)
 
     def populate(begin: int, end: int) -> None:
         populated.append((begin // PAGE, end // PAGE))
 
-    monkeypatch.setattr(commit, "_populate", populate)
-    monkeypatch.setattr(commit, "_QUIET_S", 1000.0)
-    ahead = Watched([(0, 40 * PAGE)], 40, 16)
+    ahead = Watched([(0, 40 * PAGE)], 40, 16, quiet_s=1000.0, commit=populate)
     for_good, until_quiet = (True, 8), (False, 2)
     try:
         assert rests.get(timeout=60) == for_good
@@ -153,10 +145,13 @@ def test_few_pages_ahead_do_not_keep_it_from_starting(num_ahead: int) -> None:
 def test_where_the_system_can_not_pages_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """It refuses to commit memory that may not be written."""
     monkeypatch.setattr(commit, "library", no_library)
-    monkeypatch.setattr(commit, "_POPULATE_WRITE", 9999)
     caplog.set_level(logging.INFO, logger=commit.log.name)
     memory = allocate_private(NUM_PAGES * PAGE)
+    libc = ctypes.CDLL(None, use_errno=True)
+    address = ctypes.c_void_p(address_of(memory))
+    assert libc.mprotect(address, ctypes.c_size_t(len(memory)), ctypes.c_int(mmap.PROT_READ)) == 0
     ahead = Prefault([(address_of(memory), len(memory))], NUM_PAGES, 4)
     ahead.used([1])
     ahead.close()

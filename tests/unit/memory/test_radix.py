@@ -193,7 +193,7 @@ def test_an_entry_of_the_heap_is_not_repeated() -> None:
     for _ in range(50):
         tree.unlock(locked(tree, "abc"))
         tree.use(tree.match(letters("x"), 1).node)
-    assert len(tree._heap) == 2
+    assert tree.num_queued == 2
     assert tree.evict(9) == [0, 1, 2, 3]
 
 

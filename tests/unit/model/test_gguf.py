@@ -19,8 +19,8 @@ from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny
 
-_TO_GGUF = {value: key for key, value in gguf_file._LAYER_NAMES.items()}
-_TOP_TO_GGUF = {value: key for key, value in gguf_file._TOP_NAMES.items()}
+_TO_GGUF = {value: key for key, value in gguf_file.LAYER_NAMES.items()}
+_TOP_TO_GGUF = {value: key for key, value in gguf_file.TOP_NAMES.items()}
 
 
 def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None) -> Path:

@@ -11,6 +11,7 @@ import torch
 
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
 from tests.unit.model.native_programs import begin, program, put, taken
+from tests.waiting import wait_until
 
 pytestmark = needs_kernels
 ROWS, WIDTH, RUNS = 5, 32, 400
@@ -62,10 +63,10 @@ def test_threads_without_work_sleep(announced: bool) -> None:
     p.run(0, p.num_ops)
     if announced:
         begin(p, ROWS, of_samples=True)
-    asleep = 0
-    for _ in range(1000):
-        asleep = asleep + 1 if all(map(sleeps, helpers)) else 0
-        if asleep == 20:
-            return
-        time.sleep(0.005)
-    pytest.fail("threads do not sleep")
+    looks = [0]
+
+    def stay_asleep() -> bool:
+        looks[0] = looks[0] + 1 if all(map(sleeps, helpers)) else 0
+        return looks[0] == 20
+
+    wait_until(stay_asleep, "threads without work sleep, at 20 looks in a row")

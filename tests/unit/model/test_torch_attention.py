@@ -66,8 +66,8 @@ def test_it_is_the_definition(
 ) -> None:
     spans = [(start, start + count) for start, count in rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_sdpa, "_ALONE", alone)
-        patch.setattr(torch_sdpa, "_TOGETHER", together)
+        patch.setattr(torch_sdpa, "MIN_ALONE_PRODUCT", alone)
+        patch.setattr(torch_sdpa, "MAX_GROUP_PRODUCT", together)
         got, expected = attended(spans, heads, page)
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
 

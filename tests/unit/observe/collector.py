@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import threading
-import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -32,7 +31,7 @@ class Collector:
 
     def __init__(self) -> None:
         self._spans: list[Seen] = []
-        self._lock = threading.Lock()
+        self._came = threading.Condition()
         collector = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -59,23 +58,22 @@ class Collector:
 
     def take(self, data: bytes) -> None:
         request = ExportTraceServiceRequest.FromString(data)
-        with self._lock:
+        with self._came:
             for resource in request.resource_spans:
                 service = next(a.value.string_value for a in resource.resource.attributes if a.key == "service.name")
                 for scope in resource.scope_spans:
                     self._spans += [_seen(span, service) for span in scope.spans]
+            self._came.notify_all()
 
     def spans(self) -> list[Seen]:
-        with self._lock:
+        with self._came:
             return list(self._spans)
 
     def wait(self, enough: Callable[[list[Seen]], bool], deadline_s: float = 30.0) -> list[Seen]:
         """Until the spans so far are enough."""
-        end = time.monotonic() + deadline_s
-        while not enough(self.spans()):
-            assert time.monotonic() < end, [span.name for span in self.spans()]
-            time.sleep(0.02)
-        return self.spans()
+        with self._came:
+            assert self._came.wait_for(lambda: enough(self._spans), deadline_s), [span.name for span in self._spans]
+            return list(self._spans)
 
     def close(self) -> None:
         self._server.shutdown()

@@ -17,7 +17,8 @@ from pdserve.observe.record import TTFT_PARTS
 from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
 from pdserve.protocol.replicas import merge_states
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, until
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 
