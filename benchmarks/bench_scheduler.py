@@ -26,8 +26,8 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
 from benchmarks import report
 from benchmarks.bench_serving import percentile
 from benchmarks.costed_states import POLICIES, STATES, Case, State
+from pdserve.base.process import freeze_heap
 from pdserve.config.groups import SchedulePolicy
-from pdserve.engine.build import freeze_heap
 
 PARTS = ("poll", "plan", "commit", "step")
 MARK_RUNNING, MARK_MS = 256, 1.0

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pdserve.base.bind_checks import url_host, warn_open
-from pdserve.base.process import ServerReady, announce_ready
+from pdserve.base.process import ServerReady, announce_ready, freeze_heap
 from pdserve.errors import ConfigError
 from pdserve.router.app import ROUTER, make_app
 from pdserve.router.config.config import RouterConfig
@@ -66,6 +66,7 @@ async def serve(config: RouterConfig) -> None:
         await web.TCPSite(runner, config.host, config.port, ssl_context=tls).start()
         port = runner.addresses[0][1]
         scheme = "http" if tls is None else "https"
+        freeze_heap()
         announce_ready(ServerReady(role="router", url=f"{scheme}://{url_host(config.host)}:{port}"))
         await stop.wait()
         await app[ROUTER].drain(config.shutdown_timeout_s, hurry)

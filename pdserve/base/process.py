@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -55,6 +56,15 @@ def die_with_parent(parent_pid: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent_pid:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def freeze_heap() -> None:
+    """Exclude all objects built so far from garbage collection: they live as long as the process.
+
+    Modules and weights are some hundred thousand objects. Without the freeze some steps take 15 ms longer.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 class ChildError(PdserveError):

@@ -16,10 +16,9 @@ import logging
 
 from pdserve.base.host_addresses import outward_addresses
 from pdserve.base.parallel import RankCoord
-from pdserve.base.process import die_with_parent
+from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler
-from pdserve.engine.build import freeze_heap
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.errors import RankError
