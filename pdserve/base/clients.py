@@ -79,6 +79,8 @@ class Keys:
 
     def find(self, authorization: str | None) -> str | None:
         """Return the valid key in the `Authorization` header; None without one."""
+        if not self.some:
+            return None
         return _find(authorization, (*self.api, *self.admin))
 
 
@@ -107,7 +109,9 @@ class ClientLimit:
         Raises:
             RequestError: 429, the client has reached its limit.
         """
-        if self._most is not None and self._running[client] >= self._most:
+        if self._most is None:
+            return contextlib.nullcontext()
+        if self._running[client] >= self._most:
             raise RequestError(
                 f"this client has {self._most} requests running (--max-concurrent-requests-per-client); "
                 "wait until one has ended",
@@ -153,6 +157,8 @@ def client_address(peer: str, forwarded_for: Sequence[str], proxies: Sequence[Ne
     `forwarded_for` are the header's values in order. Each proxy appends the address of its peer, so the last address
     that is no trusted proxy is the client. Earlier addresses may be forged.
     """
+    if not proxies:
+        return peer
     address = peer
     hops = [hop.strip() for value in forwarded_for for hop in value.split(",")]
     while hops and _trusted(address, proxies):

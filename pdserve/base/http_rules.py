@@ -82,6 +82,8 @@ MAX_TARGET_BYTES = 8190
 UNTYPED = ("", "application/octet-stream", "application/x-www-form-urlencoded")
 """Default content types of clients such as `curl -d`, Python's urllib and aiohttp."""
 CHANGING = ("POST", "PUT", "PATCH", "DELETE")
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"content-encoding"})
+_FRAMING_SIZES = frozenset(map(len, _FRAMING))
 ELSEWHERE = "web pages of this origin are not allowed; add the origin to --cors-allowed-origins"
 
 MAX_VALUES = 1_500_000
@@ -115,12 +117,17 @@ def framing_refusal(raw: RawHeaders, target_bytes: int) -> HttpRefusal | None:
     """
     if target_bytes > MAX_TARGET_BYTES:
         return HttpRefusal(414, f"path and query are longer than {MAX_TARGET_BYTES} bytes", "uri_too_long")
-    if sum(len(name) + len(value) for name, value in raw) > MAX_HEADER_BYTES:
+    num_bytes, framing, encodings = 0, set(), []
+    for name, value in raw:
+        num_bytes += len(name) + len(value)
+        if len(name) in _FRAMING_SIZES and (lower := name.lower()) in _FRAMING:
+            framing.add(lower)
+            if lower == b"content-encoding":
+                encodings.append(value.strip().lower())
+    if num_bytes > MAX_HEADER_BYTES:
         return HttpRefusal(400, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
-    names = [name.lower() for name, _ in raw]
-    if b"content-length" in names and b"transfer-encoding" in names:
+    if b"content-length" in framing and b"transfer-encoding" in framing:
         return HttpRefusal(400, "a request has Content-Length or Transfer-Encoding, not both", "ambiguous_length")
-    encodings = [value.strip().lower() for name, value in raw if name.lower() == b"content-encoding"]
     if any(encoding not in (b"", b"identity") for encoding in encodings):
         return HttpRefusal(415, "Content-Encoding: compressed bodies are not supported", "unsupported_encoding")
     return None
@@ -137,9 +144,10 @@ def page_refusal(
     """
     if (command or method in CHANGING) and not has_keys and from_elsewhere(headers, allowed):
         return HttpRefusal(403, ELSEWHERE, "origin_not_allowed")
-    if method not in CHANGING or not _has_body(headers):
+    given = headers.get("Content-Type", "")
+    if given == "application/json" or method not in CHANGING or not _has_body(headers):
         return None
-    kind = headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None
     if kind in UNTYPED and not _of_browser(headers):

@@ -83,14 +83,16 @@ class Access:
             return self._preflight(request)
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
-        if not self._may(request):
+        command = is_admin(request.method, request.path)
+        allowed = self._keys.may(request.headers.get("Authorization"), command=command)
+        if not allowed and not is_public(request.path):
             refusal = HttpRefusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
             return _refused(refusal, {"WWW-Authenticate": "Bearer"})
         page = page_refusal(
             request.method,
             request.headers,
             self._config.cors_allowed_origins,
-            command=is_admin(request.method, request.path),
+            command=command,
             has_keys=self._keys.some,
         )
         if page is not None:
@@ -158,12 +160,6 @@ class Access:
             _LOG.exception("%s %s", request.method, request.path)
             return error_response(500, f"internal error: {type(error).__name__}", "internal_error")
 
-    def _may(self, request: web.Request) -> bool:
-        if is_public(request.path):
-            return True
-        command = is_admin(request.method, request.path)
-        return self._keys.may(request.headers.get("Authorization"), command=command)
-
     async def _limited(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Call the handler; a generating request counts toward the client's limit."""
         if request.path not in GENERATING:
@@ -200,17 +196,18 @@ class Access:
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add headers to every response; called just before its headers are sent."""
-        response.headers["Server"] = "pdserve"
-        response.headers.setdefault("X-Content-Type-Options", "nosniff")
+        headers = response.headers
+        headers["Server"] = "pdserve"
+        headers.setdefault("X-Content-Type-Options", "nosniff")
         if not is_public(request.path):
-            response.headers.setdefault("Cache-Control", "no-store")
+            headers.setdefault("Cache-Control", "no-store")
         if REQUEST_ID in request:
-            response.headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+            headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         if self._config.cors_allowed_origins and "Origin" in request.headers:
-            response.headers["Vary"] = "Origin"
+            headers["Vary"] = "Origin"
             if self._allows(request):
-                response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-                response.headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
+                headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+                headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
 
 
 def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
@@ -223,6 +220,8 @@ def has_dots(raw_path: str) -> bool:
     A worker would resolve such a path to another one than the path that was checked here. The query is ignored.
     """
     path = raw_path.partition("?")[0]
+    if "." not in path and "%" not in path:
+        return False
     for _ in range(MAX_QUOTINGS):
         path, before = urllib.parse.unquote(path), path
         if path == before:
@@ -242,5 +241,8 @@ def is_admin(method: str, path: str) -> bool:
 
 def request_id(headers: Mapping[str, str], names: tuple[str, ...]) -> str:
     """Return the id in the first of the headers `names` with a valid one; else a new id."""
-    found = next((headers[name] for name in names if SAFE_ID.fullmatch(headers.get(name, ""))), None)
-    return found or f"req-{uuid.uuid4().hex}"
+    for name in names:
+        given = headers.get(name)
+        if given is not None and SAFE_ID.fullmatch(given):
+            return given
+    return f"req-{uuid.uuid4().hex}"

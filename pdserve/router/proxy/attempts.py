@@ -1,7 +1,7 @@
 """Attempts at a pair, which a lost worker or the router's shutdown can end. Made by `dispatch` and `app`.
 
     Attempt   health ── lost ──┐
-              Drain ── cut ────┴──> `ended` ──> `dispatch` waits for it; `relay` gets the exception
+              Drain ── cut ────┴──> `reason` ──> `dispatch` waits for it; `relay` gets the exception
     Drain     open ── close ──> 503 for new requests, running requests continue ── cut ──> running requests end
 
 An attempt without a first byte ends like any other failure: the request is retried, or answered with an error. A stream
@@ -28,37 +28,57 @@ WRITE_S = 2.0
 class Attempt:
     """One attempt at a pair, which lasts as long as its `with` block.
 
-    `ended` is done when a lost worker or the shutdown ended the attempt; its result is the reason.
+    `reason` is set when a lost worker or the shutdown ended the attempt.
     """
+
+    __slots__ = ("_changed", "_drain", "_goes_on_without", "_live", "begun", "pair", "reason")
 
     def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
         """`goes_on_without`: whether decode computes the prompt itself when the pair's prefill server is lost."""
         self._goes_on_without = goes_on_without
-        self._workers = [pair.decode] if pair.prefill is None else [pair.prefill, pair.decode]
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain
         self._live: WorkerStream | None = None
-        self.ended: asyncio.Future[ConnectionFailed | Refused] = asyncio.get_running_loop().create_future()
+        self._changed: asyncio.Future[None] | None = None
+        self.reason: ConnectionFailed | Refused | None = None
 
     def __enter__(self) -> Self:
-        for worker in self._workers:
-            worker.tries.add(self)
+        pair = self.pair
+        pair.decode.tries.add(self)
+        if pair.prefill is not None:
+            pair.prefill.tries.add(self)
         self._drain.enter(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for worker in self._workers:
-            worker.tries.discard(self)
-            worker.num_heard += self.num_bytes(worker)
+        pair = self.pair
+        pair.decode.tries.discard(self)
+        if pair.prefill is not None:
+            pair.prefill.tries.discard(self)
+        if self._live is not None:
+            self._live.worker.num_heard += self.num_bytes(self._live.worker)
         self._drain.leave(self)
 
     @property
     def waits(self) -> bool:
         """Whether no answer has begun and the attempt was not ended."""
-        return self._live is None and not self.ended.done()
+        return self._live is None and self.reason is None
+
+    async def change(self) -> None:
+        """Wait for the next call of `wake`."""
+        self._changed = asyncio.get_running_loop().create_future()
+        try:
+            await self._changed
+        finally:
+            self._changed = None
+
+    def wake(self, _: object = None) -> None:
+        """End the wait in `change`, because a half or the attempt has ended; usable as callback of a task."""
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
 
     def lost(self, worker: Worker, reason: str) -> None:
         """End the attempt, see `LosesWorker`. A lost prefill does not end an answer that decode has begun."""
@@ -74,16 +94,17 @@ class Attempt:
     def answers(self, live: WorkerStream) -> None:
         """Register decode's answer, so that `lost` and `cut` can end it."""
         self._live = live
-        if self.ended.done():
-            self._break(live, self.ended.result())
+        if self.reason is not None:
+            self._break(live, self.reason)
 
     def num_bytes(self, worker: Worker) -> int:
         """Return the bytes of the answer that `worker` has sent so far."""
         return 0 if self._live is None or self._live.worker is not worker else self._live.response.content.total_bytes
 
     def _end(self, why: ConnectionFailed | Refused) -> None:
-        if not self.ended.done():
-            self.ended.set_result(why)
+        if self.reason is None:
+            self.reason = why
+            self.wake()
             if self._live is not None:
                 self._break(self._live, why)
 

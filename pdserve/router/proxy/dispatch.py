@@ -20,6 +20,7 @@ import dataclasses
 import logging
 import random
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import aiohttp
@@ -110,13 +111,15 @@ class Dispatcher:
         self._uses_key = any(policy.uses_key for policy in admission.policies.values())
         self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
 
+    def answer(self, call: ProxiedCall) -> AbstractAsyncContextManager[Outcome]:
+        """Return a context manager with the final outcome, after retries; its end closes all open connections."""
+        if self._config.retry.stream_retries and can_go_on(call.path, call.body):
+            return self._continued(call)
+        return self._tried(call, set())
+
     @contextlib.asynccontextmanager
-    async def answer(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
-        """Yield the final outcome, after retries; leaving the block closes all open connections."""
-        if not self._config.retry.stream_retries or not can_go_on(call.path, call.body):
-            async with self._tried(call, set()) as outcome:
-                yield outcome
-            return
+    async def _continued(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
+        """Like `_tried`; a broken stream goes on at another pair."""
         body = with_seed(call.path, call.body, self._rng)
         call = dataclasses.replace(call, body=body, continued=True)
         avoid: set[Worker] = set()
@@ -203,16 +206,17 @@ class Dispatcher:
                 and isinstance(outcome, WorkerStream)
                 and wants_prompt_logprobs(call.path, call.body)
             ):
-                halves: list[asyncio.Future[Any]] = [prefill, this.ended]
-                await asyncio.wait(halves, return_when=asyncio.FIRST_COMPLETED)
+                while not prefill.done() and this.reason is None:
+                    await this.change()
                 this.answers(outcome)
-                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.ended.result()
+                outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.reason
+                assert outcome is not None, "prefill has answered, or the attempt was ended"
                 if failed(outcome):
                     self._note(places, outcome)
             if isinstance(outcome, WorkerStream):
                 this.answers(outcome)
             yield outcome
-            if prefill is not None and not failed(outcome):
+            if prefill is not None and not prefill.done() and not failed(outcome):
                 await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
         finally:
             try:
@@ -241,19 +245,20 @@ class Dispatcher:
 
         A failed prefill is ignored if decode computes the prompt itself.
         """
+        decode.add_done_callback(this.wake)
+        if prefill is not None:
+            prefill.add_done_callback(this.wake)
         while True:
-            pending = [half for half in (prefill, decode) if half is not None and not half.done()]
             told = prefill.result() if prefill is not None and prefill.done() else None
             if told is not None and not decode.done() and not ends_both(told) and self._goes_on_without(pair):
                 told = None
             verdict = resolve_outcome(told, decode.result() if decode.done() else None)
             if verdict is not None:
                 return verdict
-            if this.ended.done():
-                return this.ended.result()
-            assert pending, "a finished decode half is an answer or a failure"
-            waits_for: list[asyncio.Future[Any]] = [*pending, this.ended]
-            await asyncio.wait(waits_for, return_when=asyncio.FIRST_COMPLETED)
+            if this.reason is not None:
+                return this.reason
+            assert not decode.done(), "a finished decode half is an answer or a failure"
+            await this.change()
 
     def _goes_on_without(self, pair: Pair) -> bool:
         """Whether the pair's decode server computes the prompt when its prefill server fails.
@@ -382,11 +387,18 @@ async def _close(
     decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None,
 ) -> None:
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
-    halves: list[asyncio.Task[Any]] = [half for half in (prefill, decode) if half is not None]
-    for half in halves:
+    running: list[asyncio.Task[Any]] = []
+    for half in (prefill, decode):
+        if half is None:
+            continue
+        if half.done():
+            _let_go(half)
+            continue
         half.add_done_callback(_let_go)  # runs also if the wait below is cancelled
         half.cancel()
-    await asyncio.gather(*halves, return_exceptions=True)
+        running.append(half)
+    if running:
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 def _let_go(half: asyncio.Task[Any]) -> None:

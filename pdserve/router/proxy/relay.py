@@ -50,32 +50,71 @@ async def _relay_live(request: web.Request, live: WorkerStream, deadline: float)
     """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
     response = web.StreamResponse(status=live.response.status, headers=live.headers)
     await response.prepare(request)
-    tail = b""
-    pieces = _pieces(live, deadline) if live.stream is None else _continued(live, live.stream, deadline)
+    client = _ClientWriter(response)
     try:
-        async for piece in pieces:
-            if piece and not await _write(request, response, piece, deadline):
-                return response
-            tail = (tail + piece)[-2:]
+        if live.stream is None:
+            await _pass_on(live, client, deadline)
+        else:
+            async for piece in _continued(live, live.stream, deadline):
+                async with asyncio.timeout_at(deadline):
+                    await client.write(piece)
     except EndedError as error:
-        await _end_broken(request, response, tail, error)
+        await _end_broken(request, response, client.tail, error)
+    except TimeoutError:
+        if request.transport is not None:
+            request.transport.abort()
     else:
         await response.write_eof()
     return response
 
 
-async def _pieces(live: WorkerStream, deadline: float) -> AsyncIterator[bytes]:
-    """Yield the client's pieces of an answer, which may be empty. Raises EndedError if the answer is incomplete."""
-    chunk = live.first
-    while chunk:
-        yield chunk if live.change is None else live.change(chunk, False)
-        chunk = await _next_chunk(live, deadline)
-    if live.change is not None:
-        yield live.change(b"", True)
+class _ClientWriter:
+    """Writes pieces to a client. `tail`: the last two bytes; `waits`: a write has begun and not ended."""
+
+    __slots__ = ("_response", "tail", "waits")
+
+    def __init__(self, response: web.StreamResponse) -> None:
+        self._response = response
+        self.tail = b""
+        self.waits = False
+
+    async def write(self, piece: bytes) -> None:
+        """Write a piece, which may be empty; waits while the client does not read."""
+        if piece:
+            self.waits = True
+            await self._response.write(piece)
+            self.waits = False
+            self.tail = (self.tail + piece[-2:])[-2:]
+
+
+async def _pass_on(live: WorkerStream, client: _ClientWriter, deadline: float) -> None:
+    """Write an answer, with one timer for all its pieces.
+
+    Raises:
+        EndedError: the answer is incomplete, also at the deadline.
+        TimeoutError: the client did not read its answer before the deadline.
+    """
+    change = live.change
+    try:
+        async with asyncio.timeout_at(deadline):
+            chunk = live.first
+            while chunk:
+                await client.write(chunk if change is None else change(chunk, False))
+                chunk = await _read(live)
+            if change is not None:
+                await client.write(change(b"", True))
+    except TimeoutError:
+        if client.waits:
+            raise
+        raise _late() from None
 
 
 async def _continued(live: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
-    """Yield the pieces of a stream that another pair continues if its worker dies; otherwise like `_pieces`."""
+    """Yield the pieces of a stream that another pair continues if its worker dies; some may be empty.
+
+    Raises:
+        EndedError: the answer is incomplete, and no other pair continues it.
+    """
     chunk = live.first
     while True:
         try:
@@ -107,26 +146,24 @@ async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) ->
         return None
 
 
-async def _write(request: web.Request, response: web.StreamResponse, chunk: bytes, deadline: float) -> bool:
-    """Write a chunk; False if the client did not read it before the deadline, and its connection was closed."""
-    try:
-        async with asyncio.timeout_at(deadline):
-            await response.write(chunk)
-    except TimeoutError:
-        if request.transport is not None:
-            request.transport.abort()
-        return False
-    return True
-
-
 async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
     """Return the next bytes, empty at the end. Raises EndedError on a failure or at the deadline."""
     try:
         async with asyncio.timeout_at(deadline):
-            return await live.response.content.readany()
+            return await _read(live)
     except TimeoutError:
-        text = "the request took longer than the router's --request-timeout-secs"
-        raise EndedError(text, 502, WORKER_FAILED) from None
+        raise _late() from None
+
+
+def _late() -> EndedError:
+    text = "the request took longer than the router's --request-timeout-secs"
+    return EndedError(text, 502, WORKER_FAILED)
+
+
+async def _read(live: WorkerStream) -> bytes:
+    """Return the next bytes, empty at the end. Raises EndedError on a failure."""
+    try:
+        return await live.response.content.readany()
     except EndedError:
         raise
     except (aiohttp.ClientError, OSError) as error:

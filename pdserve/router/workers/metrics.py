@@ -80,6 +80,7 @@ class RouterMetrics:
         self.probes = Counter(
             "pdserve_router_pair_probes", "Probes of pairs: ok, failed, no_news", ["result"], registry=registry
         )
+        self._sent: dict[Worker, Counter] = {}
         self.breaker = Gauge(
             "pdserve_router_worker_breaker",
             "A worker's circuit breaker: 0 closed, 1 half open, 2 open",
@@ -106,8 +107,12 @@ class RouterMetrics:
 
     def sent_to(self, worker: Worker) -> None:
         """Count a request sent to `worker`, unless the worker was removed."""
-        if not worker.forgotten:
-            self.dispatched.labels(worker.spec.role, worker.spec.url).inc()
+        if worker.forgotten:
+            return
+        series = self._sent.get(worker)
+        if series is None:
+            series = self._sent[worker] = self.dispatched.labels(worker.spec.role, worker.spec.url)
+        series.inc()
 
     def failed_at(self, worker: Worker, kind: str) -> None:
         """Count a failed call, unless the worker was removed."""
@@ -116,6 +121,7 @@ class RouterMetrics:
 
     def forget(self, worker: Worker) -> None:
         """Remove all series of a worker."""
+        self._sent.pop(worker, None)
         labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
         gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
         for metric in (*gauges, self.dispatched, self.worker_errors):

@@ -142,7 +142,7 @@ class EndedError(aiohttp.ClientError):
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
-    """Make the router's session: no limit of connections, only a connect timeout, no decompression.
+    """Make the router's session: no limit of connections, only a connect timeout, no decompression, no cookies.
 
     With `--worker-control-proof` every request carries a proof.
 
@@ -155,6 +155,7 @@ def make_session(config: RouterConfig) -> aiohttp.ClientSession:
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
         auto_decompress=False,
         skip_auto_headers=("Accept-Encoding", "User-Agent"),
+        cookie_jar=aiohttp.DummyCookieJar(),
         read_bufsize=1 << 20,
         middlewares=() if key is None else (WorkerProof(key, config.connect_timeout_s),),
     )
@@ -162,9 +163,9 @@ def make_session(config: RouterConfig) -> aiohttp.ClientSession:
 
 def forwarded_headers(headers: CIMultiDictProxy[str], peer: str | None = None) -> CIMultiDict[str]:
     """Return a client's headers for workers; the client's address `peer` is appended to `X-Forwarded-For`."""
-    kept = CIMultiDict((name, value) for name, value in headers.items() if name.lower() not in NOT_FORWARDED)
+    kept = CIMultiDict([item for item in headers.items() if item[0].lower() not in NOT_FORWARDED])
     if peer is not None:
-        kept[FORWARDED_FOR] = ", ".join([*kept.popall(FORWARDED_FOR, []), peer])
+        kept[FORWARDED_FOR] = ", ".join([*kept.popall(FORWARDED_FOR, []), peer]) if FORWARDED_FOR in kept else peer
     kept["Content-Type"] = "application/json"
     return kept
 
@@ -178,9 +179,11 @@ def own_headers(worker: Worker, default_key: str | None) -> dict[str, str]:
 def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     """Return a worker's headers for the client, without hop-by-hop and CORS headers; the router sets its own."""
     return CIMultiDict(
-        (name, value)
-        for name, value in headers.items()
-        if name.lower() not in HOP_BY_HOP and not name.lower().startswith("access-control-")
+        [
+            item
+            for item in headers.items()
+            if (name := item[0].lower()) not in HOP_BY_HOP and not name.startswith("access-control-")
+        ]
     )
 
 
@@ -188,16 +191,16 @@ async def read_whole(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
 ) -> WorkerResponse | ConnectionFailed:
     """POST and read the complete answer. Cancellation closes the connection."""
-    outcome = await open_live(session, worker, path, body, headers)
-    if not isinstance(outcome, WorkerStream):
-        return outcome
+    response = await _post(session, worker, path, body, headers)
+    if isinstance(response, ConnectionFailed):
+        return response
     try:
-        rest = await outcome.response.read()
+        whole = await response.read()
     except (aiohttp.ClientError, OSError) as error:
         return ConnectionFailed(worker, describe(error))
     finally:
-        outcome.response.close()
-    return WorkerResponse(worker, outcome.response.status, outcome.headers, outcome.first + rest)
+        response.close()
+    return WorkerResponse(worker, response.status, returned_headers(response.headers), whole)
 
 
 async def open_live(
@@ -207,10 +210,9 @@ async def open_live(
 
     Cancellation closes the connection.
     """
-    try:
-        response = await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
-    except (aiohttp.ClientError, OSError) as error:
-        return ConnectionFailed(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
+    response = await _post(session, worker, path, body, headers)
+    if isinstance(response, ConnectionFailed):
+        return response
     kept = returned_headers(response.headers)
     try:
         if response.status >= 400:
@@ -222,6 +224,16 @@ async def open_live(
     except BaseException:
         response.close()
         raise
+
+
+async def _post(
+    session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
+) -> aiohttp.ClientResponse | ConnectionFailed:
+    """POST and wait for the headers of the answer."""
+    try:
+        return await session.post(worker.spec.url + path, data=body, headers=headers, allow_redirects=False)
+    except (aiohttp.ClientError, OSError) as error:
+        return ConnectionFailed(worker, describe(error), out_of_descriptors=is_out_of_descriptors(error))
 
 
 async def read_at_most(response: aiohttp.ClientResponse, max_bytes: int) -> bytes:

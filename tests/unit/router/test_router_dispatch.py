@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
@@ -10,9 +11,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
+from yarl import URL
 
+from pdserve.router.config.config import RouterConfig
 from pdserve.router.proxy import dispatch
-from pdserve.router.workers.outcome import WorkerStream
+from pdserve.router.workers.outcome import WorkerStream, make_session
+from tests.unit.router.streams import begin_stream
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -334,6 +338,36 @@ def test_one_deadline_bounds_the_whole_request(run_world: RunWorld, begun: bool)
             await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
 
     run_world(scenario)
+
+
+def test_client_that_does_not_read_is_cut_off_at_the_deadline(run_world: RunWorld) -> None:
+    async def flood(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = await begin_stream(request)
+        while True:
+            await response.write(b"data: " + b"x" * 65536 + b"\n\n")
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d", flood)
+        async with world.router([prefill], [decode], request_timeout_s=0.5) as url:
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
+            writer.write(f"POST {GENERATE} HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+            await world.until_true(lambda: decode.num_cancelled == 1)
+            sent = b""
+            with contextlib.suppress(ConnectionError):
+                while piece := await reader.read(1 << 20):
+                    sent += piece
+            writer.close()
+        assert sent.startswith(b"HTTP/1.1 200") and b"error" not in sent and not sent.endswith(b"0\r\n\r\n")
+
+    run_world(scenario)
+
+
+@pytest.mark.asyncio
+async def test_cookies_of_workers_are_not_kept() -> None:
+    session = make_session(RouterConfig(pd=True))
+    session.cookie_jar.update_cookies({"session": "of one client"}, URL("http://worker"))
+    assert not session.cookie_jar.filter_cookies(URL("http://worker"))
+    await session.close()
 
 
 @pytest.mark.asyncio
