@@ -216,8 +216,8 @@ int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps,
 int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Select>(in, out)); });
 }
-int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out) {
-    return counted([&] { return p->add(std::make_unique<Best>(in, out)); });
+int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<Argmax>(in, out)); });
 }
 
 int64_t pdk_begin(pdk_program* p, const pdk_step* step) {

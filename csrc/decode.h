@@ -166,8 +166,8 @@ INLINE void begin_segment(Softmax& s, float* at, int64_t heads, int64_t wide) {
     memset(s.result.out, 0, sizeof(float) * heads * wide);
 }
 
-// Turns scores of `heads` heads, at most sixteen, with a span into weights. The span has `places` positions, of which
-// [low, high) are visible. Meanwhile `lines` cache lines from `next` on are prefetched, unless `next` is null.
+// Turns scores of `heads` heads, at most sixteen, with a span of `places` positions into weights. Positions [low, high)
+// of the span are visible. Meanwhile `lines` cache lines from `next` on are prefetched, unless `next` is null.
 static void soften_span(Softmax& s, int64_t head, int64_t heads, int64_t places, int64_t low, int64_t high,
                         float* scores, bf16* weights, const bf16* next, int64_t lines) {
     const bool plain = low <= 0 && high >= places;

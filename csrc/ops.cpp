@@ -137,7 +137,7 @@ void Select::run(Program& p, int thread) {
         std::memcpy(p.floats(out) + i * width, p.floats(in) + p.step.sample_index[i] * width, width * sizeof(float));
 }
 
-void Best::run(Program& p, int thread) {
+void Argmax::run(Program& p, int thread) {
     const int64_t samples = p.step.samples, width = p.buffers[in].width, blocks = padded(width) / BLOCK;
     int64_t first, last;
     p.share(blocks, thread, first, last);

@@ -86,10 +86,10 @@ struct Select : Op {
 };
 
 // Each thread searches the columns that its share of the previous product has just written.
-struct Best : Op {
+struct Argmax : Op {
     int64_t in, out;
     std::vector<int64_t> found;  // [threads][samples]
-    Best(int64_t in, int64_t out) : in(in), out(out) {}
+    Argmax(int64_t in, int64_t out) : in(in), out(out) {}
     void run(Program& p, int thread) override;
     void prepare_for(Program& p) override { found.resize(p.pool.size() * p.step.samples); }
     bool prepares() const override { return true; }

@@ -12,14 +12,14 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 10
+#define PDK_VERSION 11
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
 typedef struct pdk_program pdk_program;
 
-/* One step, flattened: `tokens` tokens of `rows` rows, of which `samples` need logits. The first `prompts` tokens of a
-   row are computed as prompt tokens, later ones as decode tokens; the bits differ. */
+/* One step, flattened: `tokens` tokens of `rows` rows. `samples` of the tokens need logits. The first `prompts` tokens
+   of a row are computed as prompt tokens, later ones as decode tokens; the bits differ. */
 typedef struct {
     int64_t tokens, samples, rows;
     const int64_t *ids, *positions, *write_pages, *write_slots; /* [tokens] */
@@ -40,10 +40,11 @@ typedef struct {
     int64_t pages_stride;
 } pdk_decoding;
 
-/* The KV pool: bf16 [page][layer][k/v][kv_heads][page_tokens][dim], and the heads that attend to it. */
+/* The KV pool, bf16, and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens][dim] at
+   base + page * page_stride + layer * layer_stride, and V lies value_offset after it. Strides are in items. */
 typedef struct {
     void* base;
-    int64_t layers, kv_heads, page_tokens, dim, heads;
+    int64_t page_stride, layer_stride, value_offset, kv_heads, page_tokens, dim, heads;
     float scale;
 } pdk_heads;
 
@@ -147,7 +148,7 @@ PDK_API int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, fl
 PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
 /* int64 buffer `out`, of one item: the index of the maximum of each sample's row of `in`; ties go to the lower index.
    */
-PDK_API int64_t pdk_op_best(pdk_program* p, int64_t in, int64_t out);
+PDK_API int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t out);
 
 /* Begins a step and sizes the buffers. The arrays of `step` must stay valid until the last operation has run. */
 PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);

@@ -24,7 +24,8 @@ int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
     return heads;
 }
 
-// The keys [begin, end) of a query cut into pieces of whole segments, of which few are longer than `longest`.
+// The keys [begin, end) of a query, cut into pieces of whole segments. The rounding to segments makes a few pieces
+// longer than `longest`.
 struct Pieces {
     int64_t begin, end, segment, count;
     Pieces(int64_t begin, int64_t end, int64_t longest)

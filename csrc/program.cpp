@@ -132,9 +132,8 @@ void Program::share(int64_t n, int thread, int64_t& first, int64_t& last) const 
 }
 
 Pages Program::pages_of(int64_t layer) const {
-    const int64_t plane = heads.kv_heads * heads.page_tokens * heads.dim;
-    return {static_cast<bf16*>(heads.base) + layer * 2 * plane, heads.layers * 2 * plane, plane, heads.page_tokens,
-            heads.dim};
+    return {static_cast<bf16*>(heads.base) + layer * heads.layer_stride, heads.page_stride, heads.value_offset,
+            heads.page_tokens, heads.dim};
 }
 
 Attention Program::attention_of(int64_t layer) const {

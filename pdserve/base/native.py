@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 10
+VERSION = 11
 
 
 class Step(Structure):
@@ -54,7 +54,8 @@ class PdkHeads(Structure):
 
     _fields_ = (
         ("base", c_void_p),
-        *((name, c_int64) for name in ("layers", "kv_heads", "page_tokens", "dim", "heads")),
+        *((name, c_int64) for name in ("page_stride", "layer_stride", "value_offset")),
+        *((name, c_int64) for name in ("kv_heads", "page_tokens", "dim", "heads")),
         ("scale", c_float),
     )
 
@@ -99,7 +100,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
     "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
     "pdk_op_select": (_I, (_P, _I, _I)),
-    "pdk_op_best": (_I, (_P, _I, _I)),
+    "pdk_op_argmax": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),
     "pdk_run": (None, (_P, _I, _I)),
     "pdk_decode": (_I, (_P, POINTER(Decoding), _I, _I, _P)),

@@ -37,12 +37,11 @@ NOWHERE = -1
 class DecodeOutput:
     """The output of a decode step, valid until the next step.
 
-    `logits` `[n, vocab]` in the model's dtype; `best` int64 `[n]`: argmax tokens, which are already in the rows'
-    tokens.
+    `logits` `[n, vocab]` in the model's dtype; `argmax` int64 `[n]`, which is already in the rows' tokens.
     """
 
     logits: Tensor
-    best: Tensor
+    argmax: Tensor
 
 
 Replay = Callable[[], None]
@@ -151,7 +150,7 @@ class DecodeGraphs:
         self._spare_line, self._null_page = spare_line, null_page
         self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
         self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, dtype=model.dtype, device=tokens.device)
-        self._best = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._argmax = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
         self._sizes = np.array(sizes)
         began, before = time.monotonic(), _free_bytes(tokens.device)
         gc.collect()
@@ -183,7 +182,7 @@ class DecodeGraphs:
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
         num_rows = len(host.lines)
-        return DecodeOutput(self._logits[:num_rows], self._best[:num_rows])
+        return DecodeOutput(self._logits[:num_rows], self._argmax[:num_rows])
 
     def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
         """Capture one size, filled with padding rows."""
@@ -200,7 +199,7 @@ class DecodeGraphs:
             ids = self._tokens[columns[0], columns[1]].long()
             batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
             logits = self._model.forward(batch, attention)
-            _keep_best(logits, self._logits[:size], self._best[:size], self._tokens, columns[0], columns[1])
+            _keep_best(logits, self._logits[:size], self._argmax[:size], self._tokens, columns[0], columns[1])
 
         return _Sized(columns, attention, capture(work))
 

@@ -36,7 +36,7 @@ class ModelRunner:
     def __init__(self, model: Model, attention: AttentionBackend, choose: Choose = choose_with_torch) -> None:
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
-        self._best: Tensor | None = None
+        self._argmax: Tensor | None = None
         self.has_put = False
         """True when the argmax tokens of the step just computed are already in the rows' tokens."""
         self._model = model
@@ -59,13 +59,13 @@ class ModelRunner:
         `prompt_logprob_params`: for each micro-batch, the prompt tokens that `prompt_scores` scores.
         """
         last = len(batches) - 1
-        self._scores, self._best, self.has_put = [], None, False
+        self._scores, self._argmax, self.has_put = [], None, False
         size = None
         if self.graphs is not None and last == 0 and on_layer is None and prompt_logprob_params[0] is None:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
-            self._best = decoded.best
+            self._argmax = decoded.argmax
             self.has_put = True
             return decoded.logits
         is_last = self._parallel.place.is_last_stage
@@ -74,7 +74,7 @@ class ModelRunner:
             output = self._run(host, tokens, on_layer if i == last else None, logprob_params)
             outputs.append(output.clone() if is_last and i < last else output)
         if last == 0:
-            self._best = self._model.best
+            self._argmax = self._model.argmax
         if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)
@@ -97,8 +97,8 @@ class ModelRunner:
         if not self.is_sampler:
             return Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
         assert logits is not None, "the sampling rank has the logits"
-        if self._best is not None and params.takes_best:
-            return Sampled(self._best, None, None, None)
+        if self._argmax is not None and params.takes_best:
+            return Sampled(self._argmax, None, None, None)
         logits = logits.float()
         if masks is None:
             return sample(logits, params, tokens, self._choose)

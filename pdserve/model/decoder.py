@@ -94,8 +94,8 @@ class Decoder:
         return len(self.layers)
 
     @property
-    def best(self) -> None:
-        """See `Model.best`. Always None."""
+    def argmax(self) -> None:
+        """See `Model.argmax`. Always None."""
 
     def idle(self) -> None:
         """See `Model.idle`."""

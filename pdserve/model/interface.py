@@ -54,7 +54,7 @@ class Model(Protocol):
         ...
 
     @property
-    def best(self) -> Tensor | None:
+    def argmax(self) -> Tensor | None:
         """Argmax of the last `forward`'s logits, int64 `[S]`; None when `forward` did not compute it."""
         ...
 

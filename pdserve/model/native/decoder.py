@@ -92,8 +92,8 @@ class NativeDecoder:
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
-        self.best: Tensor | None = None
-        """See `Model.best`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
+        self.argmax: Tensor | None = None
+        """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._stops: list[SyncPoint] = []
         self._marks: list[int] = []
         packer = Packer(Arena(), format, model.params, packing)
@@ -167,7 +167,7 @@ class NativeDecoder:
             program.linear(self._samples, self._head, self._logits, norm=model.norm.weight, eps=model.norm.eps)
             self._chosen = program.buffer(1, torch.int64, of_samples=True)
             self._head_to = program.num_ops
-            program.best(self._logits, self._chosen)
+            program.argmax(self._logits, self._chosen)
 
     def idle(self) -> None:
         """See `Model.idle`."""
@@ -203,9 +203,9 @@ class NativeDecoder:
             on_hidden(program.view(self._x, num_tokens))
             program.begin(batch)
         num_samples = batch.sample_index.shape[0]
-        knows_best = num_samples <= FEW_SAMPLES and self.parallel.place.shape.tp_size == 1
-        program.run(done, self._head_to + knows_best)
-        self.best = program.copied(self._chosen, num_samples) if knows_best else None
+        has_argmax = num_samples <= FEW_SAMPLES and self.parallel.place.shape.tp_size == 1
+        program.run(done, self._head_to + has_argmax)
+        self.argmax = program.copied(self._chosen, num_samples) if has_argmax else None
         return program.view(self._logits, num_samples)
 
     @property

@@ -157,7 +157,7 @@ def argmax(logits: Tensor, *, real: bool) -> Tensor:
         return logits.new_empty(logits.shape[0], dtype=torch.int64)
     program = _program()
     source, out = _samples(program, logits.shape[1]), _samples(program, 1, torch.int64)
-    program.best(source, out)
+    program.argmax(source, out)
     return _run(program, out, (source, logits), dtype=torch.int64)[:, 0]
 
 

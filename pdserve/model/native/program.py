@@ -90,7 +90,7 @@ class Program:
         self._library = library()
         self._kept: list[object] = [threads, kv]
         shape = PdkHeads(
-            kv.data_ptr(), heads.layers, heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
+            kv.data_ptr(), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
             heads.dim**-0.5,
         )  # fmt: skip
         self._handle = self._library.pdk_program_open(threads.handle, level.encode(), ctypes.byref(shape))
@@ -252,13 +252,13 @@ class Program:
         assert out.of_samples and not source.of_samples and out.width == source.width
         self._op(self._library.pdk_op_select(self._handle, source.number, out.number))
 
-    def best(self, source: Buffer, out: Buffer) -> None:
+    def argmax(self, source: Buffer, out: Buffer) -> None:
         """Record: `out`, int64 of width 1, = the index of each row's maximum in `source`; ties go to the lower index.
 
         A NaN is skipped unless all items are NaN.
         """
         assert source.of_samples and out.of_samples and out.width == 1 and out.dtype == torch.int64
-        self._op(self._library.pdk_op_best(self._handle, source.number, out.number))
+        self._op(self._library.pdk_op_argmax(self._handle, source.number, out.number))
 
     def begin(self, batch: ForwardBatch) -> None:
         """Begin a step and size the buffers for it. Keeps the batch's arrays until the next step."""

@@ -180,10 +180,10 @@ def test_a_buffer_that_moves_is_seen_where_it_went() -> None:
     threads=st.integers(1, 3),
     seed=st.integers(0, 9),
 )
-def test_best(level: str, rows: int, width: int, threads: int, seed: int) -> None:
+def test_argmax(level: str, rows: int, width: int, threads: int, seed: int) -> None:
     p = program(level, threads)
     source, out = p.buffer(width, of_samples=True), p.buffer(1, torch.int64, of_samples=True)
-    p.best(source, out)
+    p.argmax(source, out)
     begin(p, rows, of_samples=True)
     random = torch.Generator().manual_seed(seed)
     x = torch.randint(-3, 4, (rows, width), generator=random).float()  # so that there are several of the largest
