@@ -57,7 +57,7 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec:
-        """The attention of the layers. Every layer has it, and it is the same in all layers."""
+        """The attention of the layers: one kind, which every layer has. `kv_layout` and the decoders rely on it."""
         (attention,) = (op for op in self.operations if isinstance(op, AttentionSpec))
         return attention
 

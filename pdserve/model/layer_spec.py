@@ -58,6 +58,7 @@ class MoeSpec:
 
 
 Operation = AttentionSpec | MLPSpec | MoeSpec
+"""What a sublayer computes. Planned kinds: sliding-window attention, MLA, linear attention with a state."""
 
 
 @dataclasses.dataclass(frozen=True)
