@@ -18,7 +18,7 @@ from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import GroupKind, KVGroup, pages_for
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch
@@ -151,9 +151,8 @@ def step_of(
         return made
 
     tokens = torch.zeros(len(spans), max(end for _, end in spans), dtype=torch.int32, device=device)
-    batch = build_batch(
-        read_plan(BatchPlan(0, tuple(rows)), table, np.zeros(table.num_rows, dtype=np.int64), shape.page_tokens), tokens
-    )
+    prompts = np.zeros(table.num_rows, dtype=np.int64)
+    batch = build_batch(read_plan(BatchPlan(0, tuple(rows)), table, prompts, KVLayout((group,))), tokens)
     return batch, pool
 
 

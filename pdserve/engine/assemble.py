@@ -14,7 +14,6 @@ from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.layout import pages_for
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
@@ -42,10 +41,9 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
     num_rows = built.table.num_rows
     commit: Prefault | None = None
     if built.device.type == "cpu":
-        buffers = built.executor.buffers
-        page_bytes = sum(num_bytes for _, num_bytes in buffers) // built.num_pages
-        num_ahead = min(pages_for(TOKENS_AHEAD, built.layout.page_tokens), MOST_BYTES_AHEAD // page_bytes)
-        commit = Prefault(buffers, built.num_pages, num_ahead, built.executor)
+        page_bytes = built.layout.of_rank(built.place).page_bytes
+        num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // page_bytes)
+        commit = Prefault(built.executor.buffers, built.num_pages, num_ahead, built.executor)
         stack.callback(commit.close)
     return KVMemory(
         built.layout,
@@ -69,9 +67,9 @@ def make_kv_checksum(
         return None
     layout = built.layout
     line_facts = {name: facts[name] for name in ("instance", "dp_rank", "dtype", "layout_fingerprint")}
-    line_facts |= {"page_tokens": layout.page_tokens, "page_bytes": layout.token_bytes * layout.page_tokens}
+    line_facts |= {"page_tokens": layout.page_tokens, "page_bytes": layout.page_bytes}
     verify = config.disagg.disaggregation_enable_kv_checksum
-    return KVChecksum(hasher, layout.page_tokens, line_facts, write, verify=verify)
+    return KVChecksum(hasher, layout, line_facts, write, verify=verify)
 
 
 def make_scheduler(

@@ -37,7 +37,7 @@ from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout, pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
@@ -85,7 +85,7 @@ class LoadedEngine:
     @property
     def max_total_tokens(self) -> int:
         """Token slots in the KV pool."""
-        return self.num_pages * self.executor.layout.page_tokens
+        return self.layout.tokens_in(self.num_pages)
 
 
 def join_replica(
@@ -152,24 +152,24 @@ def build_executor(
         fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
         give_back_freed()
     layout = kv_layout(spec, page_tokens, dtype)
-    held = layout.of_rank(place)
+    held, max_pages = layout.of_rank(place), layout.pages_for(context_length)
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=context_length, max_rows=max_rows,
         num_sharing=local.count * config.parallel.dp_size,
         reserved_bytes=bytes_behind_pool(
             spec, torch_dtype(dtype).itemsize, chunk=longest_chunk(config, context_length), max_rows=max_rows,
-            sizes=captured_sizes(config.kernels, max_rows), max_pages=pages_for(context_length, page_tokens),
+            sizes=captured_sizes(config.kernels, max_rows), max_pages=max_pages,
             tp_size=place.shape.tp_size,
         ) if device.type == "cuda" else 0,
     )  # fmt: skip
-    num_pages = num_tokens // page_tokens
+    num_pages = most_pages = layout.whole_pages(num_tokens)
     if agree_num_pages is not None:
-        num_pages = agree_num_pages(num_pages)
-        assert 0 < num_pages <= num_tokens // page_tokens, "agreed on more pages than this rank can hold"
+        num_pages = agree_num_pages(most_pages)
+        assert 0 < num_pages <= most_pages, "agreed on more pages than this rank can hold"
     with startup.part(POOLS):
         shareable = config.disagg.may_share_memory
         pools = tuple(KVPool(group, num_pages, device, shareable=shareable) for group in held.groups)
-    table = PageTable(max_rows, pages_for(context_length, page_tokens))
+    table = PageTable(max_rows, max_pages)
     asked = config.kernels.attention_backend != "auto"
     if level is None:
         _LOG.info("attention backend: %s", choice)
@@ -187,7 +187,7 @@ def build_executor(
     _LOG.info(
         "%s in %s on %s: %d MB of weights, KV pool of %d tokens in %d pages (%d MB)",
         spec.architectures[0], dtype, device, model.params.num_bytes >> 20,
-        num_pages * page_tokens, num_pages, sum(size for _, size in executor.buffers) >> 20,
+        layout.tokens_in(num_pages), num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     arithmetic = TORCH if level is None else f"{arithmetic_of(level)} {config.model.quantization or dtype}"
     return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)

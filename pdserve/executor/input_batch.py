@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.executor.interface import BatchPlan
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.parallel import Arrival
 from pdserve.protocol.logprobs import Logprobs
@@ -250,14 +250,14 @@ class HostBatch:
     rows: HostRows
 
 
-def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, page_tokens: int) -> HostBatch:
+def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLayout) -> HostBatch:
     """Flatten `plan`. `prompts` int64 `[table rows]`: prompt tokens of each row.
 
     The result is a copy: the page table and the rows may change as soon as this returns.
     """
     facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
     lines, starts, ends = facts
-    longest = pages_for(max(row.end for row in plan.rows), page_tokens)
+    longest = layout.pages_for(max(row.end for row in plan.rows))
     if all(row.sample and row.end - row.start == 1 for row in plan.rows):
         # fast path for decode steps, which are most steps: one token a row
         columns = np.empty((4, len(lines)), dtype=np.int64)
@@ -273,8 +273,8 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, page_tokens:
         columns[0], columns[1] = lines.repeat(lengths), np.arange(total) - (offsets - starts).repeat(lengths)
         sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
         sample_index = (offsets + lengths - 1)[sampled]
-    np.divmod(columns[1], page_tokens, out=(columns[2], columns[3]))
-    columns[2] = table.pages[columns[0], columns[2]]
+    index, columns[3] = layout.page_and_slot(columns[1])
+    columns[2] = table.pages[columns[0], index]
     rows = HostRows(starts, ends, offsets, prompts[lines], table.pages[lines, :longest])
     return HostBatch(columns, sampled, sample_index, lines, rows)
 

@@ -50,7 +50,7 @@ def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -
     """Copy saved KV into `pages`. On CUDA in the current stream; torch keeps the pinned pieces alive until then."""
     assert len(pages) == saved.num_pages, f"{saved.num_pages} pages were saved, {len(pages)} are given"
     for pool, pieces in zip(pools, saved.pieces, strict=True):
-        rows, first = _rows(pool), 0
+        rows, first = pool.pages_as_bytes, 0
         for piece in pieces:
             index = _index(pages[first : first + len(piece)], rows.device)
             rows.index_copy_(0, index, piece.to(rows.device, non_blocking=True))
@@ -61,24 +61,18 @@ def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -
 def zero(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
     """Set `pages` of every pool to zero. On CUDA in the current stream."""
     for pool in pools:
-        rows = _rows(pool)
+        rows = pool.pages_as_bytes
         rows.index_fill_(0, _index(pages, rows.device), 0)
 
 
 def _save_pieces(pool: KVPool, pages: Sequence[int]) -> Iterator[Tensor]:
-    rows = _rows(pool)
-    count = max(1, PIECE_BYTES // pool.group.page_bytes)
+    rows, count = pool.pages_as_bytes, pool.group.pages_in(PIECE_BYTES)
     for first in range(0, len(pages), count):
         gathered = rows.index_select(0, _index(pages[first : first + count], rows.device))
         if rows.device.type == "cpu":
             yield gathered
         else:
             yield torch.empty(gathered.shape, dtype=torch.uint8, pin_memory=True).copy_(gathered, non_blocking=True)
-
-
-def _rows(pool: KVPool) -> Tensor:
-    """The pool as uint8 `[num_pages, page_bytes]`."""
-    return pool.pages.view(pool.num_pages, -1).view(torch.uint8)
 
 
 def _index(pages: Sequence[int], device: torch.device) -> Tensor:
@@ -121,7 +115,6 @@ class PoolHasher:
 
 @torch.inference_mode()
 def _bytes_of(pool: KVPool, pages: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    rows = _rows(pool)
-    count = max(1, HASH_BYTES // pool.group.page_bytes)
+    rows, count = pool.pages_as_bytes, pool.group.pages_in(HASH_BYTES)
     for first in range(0, len(pages), count):
         yield rows.index_select(0, _index(pages[first : first + count], rows.device)).cpu().numpy()

@@ -157,7 +157,7 @@ class LocalExecutor:
         assert self.can_capture, "this attention would write KV"
         with self._runner.behind():
             warm_up(
-                self._model, self._attention, self._tokens.tensor, page_tokens=self._layout.page_tokens,
+                self._model, self._attention, self._tokens.tensor, layout=self._layout,
                 null_page=self.pools[0].null_page, max_rows=self._table.num_rows, chunk=chunk,
             )  # fmt: skip
 
@@ -312,8 +312,7 @@ class LocalExecutor:
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
         parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
-        page_tokens = self._layout.page_tokens
-        batches = tuple(read_plan(part, self._table, self._prompts, page_tokens) for part in parts)
+        batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
         sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
         params: StepParams | None = None
         grammars: tuple[RowGrammar | None, ...] = ()

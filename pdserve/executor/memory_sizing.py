@@ -104,7 +104,7 @@ def pool_tokens(
     page = layout.page_tokens
     wanted = memory.max_total_tokens
     if wanted is None:
-        most = max_rows * (-(-context_length // page) * page)
+        most = max_rows * layout.tokens_in(layout.pages_for(context_length))
         wanted = min(
             _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // layout.token_bytes,
             most,
@@ -116,7 +116,7 @@ def pool_tokens(
             + (f" ({reserved_bytes >> 20} MB are left to steps and graphs)" if reserved_bytes else ""),
             field="max_total_tokens",
         )
-    return wanted // page * page
+    return layout.tokens_in(layout.whole_pages(wanted))
 
 
 def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.executor.graphs import NOWHERE
 from pdserve.executor.input_batch import HostBatch, build_batch
-from pdserve.memory.layout import pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.interface import Model
@@ -52,7 +52,7 @@ def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
     return steps
 
 
-def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare_line: int) -> HostBatch:
+def idle_batch(spans: Sequence[Span], *, layout: KVLayout, null_page: int, spare_line: int) -> HostBatch:
     """Return a step over `spans` that reads the null page and writes no KV, with the tokens of row `spare_line`."""
     starts, ends = (np.array(bounds, dtype=np.int64) for bounds in zip(*spans, strict=True))
     lengths = ends - starts
@@ -60,9 +60,9 @@ def idle_batch(spans: Sequence[Span], *, page_tokens: int, null_page: int, spare
     positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
     lines = np.full(len(spans), spare_line, dtype=np.int64)
     token_lines, nowhere = np.repeat(lines, lengths), np.full(len(positions), NOWHERE, dtype=np.int64)
-    pages = np.full((len(spans), pages_for(int(ends.max()), page_tokens)), null_page, dtype=np.int32)
+    pages = np.full((len(spans), layout.pages_for(int(ends.max()))), null_page, dtype=np.int32)
     return HostBatch(
-        columns=np.stack((token_lines, positions, nowhere, positions % page_tokens)),
+        columns=np.stack((token_lines, positions, nowhere, layout.page_and_slot(positions)[1])),
         sampled=np.arange(len(spans)),
         sample_index=offsets + lengths - 1,
         lines=lines,
@@ -75,7 +75,7 @@ def warm_up(
     attention: AttentionBackend,
     tokens: Tensor,
     *,
-    page_tokens: int,
+    layout: KVLayout,
     null_page: int,
     max_rows: int,
     chunk: int,
@@ -84,7 +84,7 @@ def warm_up(
     began, context = time.monotonic(), tokens.shape[1] - 1
     steps = spans_of(context, max_rows, chunk)
     for spans in steps:
-        host = idle_batch(spans, page_tokens=page_tokens, null_page=null_page, spare_line=len(tokens) - 1)
+        host = idle_batch(spans, layout=layout, null_page=null_page, spare_line=len(tokens) - 1)
         batch = build_batch(host, tokens)
         model.forward(batch, attention.begin(batch)).argmax(-1)
     if tokens.device.type == "cuda":

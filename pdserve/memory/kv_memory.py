@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.memory.layout import KVLayout, pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease, LeasePool, PageAllocator
 from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
 
@@ -46,7 +46,7 @@ class KVMemory:
     @property
     def max_tokens(self) -> int:
         """Token capacity of the pool."""
-        return self.pages.num_total * self.layout.page_tokens
+        return self.layout.tokens_in(self.pages.num_total)
 
     @property
     def has_prefix_cache(self) -> bool:
@@ -67,7 +67,7 @@ class KVMemory:
 
     def num_pages(self, num_tokens: int) -> int:
         """Return the pages that hold `num_tokens` tokens."""
-        return pages_for(num_tokens, self.layout.page_tokens)
+        return self.layout.pages_for(num_tokens)
 
     def match_prefix(self, token_ids: bytes, max_tokens: int) -> int:
         """Return the number of leading tokens of `token_ids` that are cached: whole pages, at most `max_tokens`.
@@ -76,15 +76,14 @@ class KVMemory:
         """
         if self.pages.tree is None:
             return 0
-        page_tokens = self.layout.page_tokens
-        return self.pages.tree.peek(token_ids, max_tokens // page_tokens) * page_tokens
+        return self.layout.tokens_in(self.pages.tree.peek(token_ids, self.layout.whole_pages(max_tokens)))
 
     def num_taken(self, num_tokens: int, prefix: bytes, max_prefix_tokens: int) -> int:
         """Return how much `num_available` falls when `reserve_tokens` is called with these arguments."""
         num_pages = self.num_pages(num_tokens)
         if self.pages.tree is None:
             return num_pages
-        return num_pages - self.pages.tree.peek_locked(prefix, max_prefix_tokens // self.layout.page_tokens)
+        return num_pages - self.pages.tree.peek_locked(prefix, self.layout.whole_pages(max_prefix_tokens))
 
     def reserve_tokens(
         self, num_tokens: int, owner: str = "", prefix: bytes | None = None, max_prefix_tokens: int = 0
@@ -94,7 +93,7 @@ class KVMemory:
         Its first `num_prefix_pages` pages hold the KV of the longest cached prefix of `prefix`, at most
         `max_prefix_tokens`; they are read-only. The other pages are fresh; cached pages are evicted where needed.
         """
-        max_prefix_pages = 0 if prefix is None else max_prefix_tokens // self.layout.page_tokens
+        max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
         return self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
@@ -113,9 +112,9 @@ class KVMemory:
         """
         if self.pages.tree is None:
             return
-        page_tokens = self.layout.page_tokens
-        num_pages = len(token_ids) // TOKEN_BYTES // page_tokens
-        self.pages.cache(lease, token_ids[: num_pages * page_tokens * TOKEN_BYTES], num_pages, priority, ending=ending)
+        num_pages = self.layout.whole_pages(len(token_ids) // TOKEN_BYTES)
+        num_bytes = self.layout.tokens_in(num_pages) * TOKEN_BYTES
+        self.pages.cache(lease, token_ids[:num_bytes], num_pages, priority, ending=ending)
 
     def flush(self) -> int:
         """Evict all cached pages that no live lease locks; returns their number."""

@@ -1,7 +1,7 @@
 """KV page geometry as frozen data: what a model caches, and the memory layout of a page.
 
 A page is one contiguous block across all layers of its group: `[page, layer, k/v, head, token, dim]`. Allocator,
-planner, transports and tests know a model only by this geometry.
+planner, transports and tests know a model only by this geometry. All arithmetic on pages, slots and bytes is here.
 """
 
 from __future__ import annotations
@@ -9,11 +9,17 @@ from __future__ import annotations
 import dataclasses
 import enum
 import hashlib
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
 LAYOUT_VERSION = 2
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
+"""A number of tokens or pages, or a position; or an array of them."""
 
 
 class GroupKind(enum.Enum):
@@ -66,6 +72,31 @@ class KVGroup:
         """Bytes of one page."""
         return self.num_layers * self.layer_bytes
 
+    @property
+    def page_blocks(self) -> int:
+        """Blocks in one page. A block is one head of one plane of one layer, `[token, dim]`, contiguous."""
+        return self.num_layers * self.num_planes * self.num_kv_heads
+
+    def block(self, layer: int, plane: int = 0, head: int = 0) -> int:
+        """Return the index of a block in its page. The arguments are numbers within this group."""
+        return (layer * self.num_planes + plane) * self.num_kv_heads + head
+
+    def pages_for(self, num_tokens: Count) -> Count:
+        """Return the pages that hold `num_tokens` tokens."""
+        return pages_for(num_tokens, self.page_tokens)
+
+    def tokens_in(self, num_pages: Count) -> Count:
+        """Return the tokens that `num_pages` pages hold."""
+        return num_pages * self.page_tokens
+
+    def pages_in(self, num_bytes: int) -> int:
+        """Return how many pages fit in `num_bytes` bytes, at least 1."""
+        return max(1, num_bytes // self.page_bytes)
+
+    def page_and_slot(self, positions: Count) -> tuple[Count, Count]:
+        """Return the index of each position's page among the pages of its row, and its slot in the page."""
+        return page_and_slot(positions, self.page_tokens)
+
     def layers_of(self, place: RankCoord) -> range:
         """Return the model's layers that a rank has. Call it, `heads_of` and `of_rank` on the whole model's group."""
         return layers_of(self.num_layers, place.shape.pp_size, place.pp_rank)
@@ -97,6 +128,27 @@ class KVLayout:
         """KV bytes of one token over all groups."""
         return sum(group.page_bytes // group.page_tokens for group in self.groups)
 
+    @property
+    def page_bytes(self) -> int:
+        """KV bytes of one page over all groups."""
+        return sum(group.page_bytes for group in self.groups)
+
+    def pages_for(self, num_tokens: Count) -> Count:
+        """Return the pages that hold `num_tokens` tokens."""
+        return pages_for(num_tokens, self.page_tokens)
+
+    def whole_pages(self, num_tokens: int) -> int:
+        """Return the pages that `num_tokens` tokens fill completely."""
+        return num_tokens // self.page_tokens
+
+    def tokens_in(self, num_pages: int) -> int:
+        """Return the tokens that `num_pages` pages hold."""
+        return num_pages * self.page_tokens
+
+    def page_and_slot(self, positions: Count) -> tuple[Count, Count]:
+        """Return the index of each position's page among the pages of its row, and its slot in the page."""
+        return page_and_slot(positions, self.page_tokens)
+
     def of_rank(self, place: RankCoord) -> KVLayout:
         """Return the part of this layout that lies in one rank's pages."""
         return KVLayout(tuple(group.of_rank(place) for group in self.groups))
@@ -121,6 +173,11 @@ class KVLayout:
         return hashlib.blake2b(repr(sorted(self.fields().items())).encode(), digest_size=8).hexdigest()
 
 
-def pages_for(num_tokens: int, page_tokens: int) -> int:
+def pages_for(num_tokens: Count, page_tokens: int) -> Count:
     """Return the pages that hold `num_tokens` tokens."""
     return -(-num_tokens // page_tokens)
+
+
+def page_and_slot(positions: Count, page_tokens: int) -> tuple[Count, Count]:
+    """Return the index of each position's page among the pages of its row, and its slot in the page."""
+    return divmod(positions, page_tokens)

@@ -15,7 +15,7 @@ from pdserve.base.parallel import RankCoord
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout, pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
@@ -71,7 +71,7 @@ class RankExecutor:
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
         places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
-        self._page_bytes = sum(group.page_bytes for each in places for group in layout.of_rank(each).groups)
+        self._page_bytes = sum(layout.of_rank(each).page_bytes for each in places)
         self._num_seen = [0] * table.num_rows
         """Number of pages of each row that a fingerprint has covered."""
         self.close_row = local.close_row
@@ -151,7 +151,7 @@ class RankExecutor:
         seen: list[int] = [plan.step]
         for row in plan.rows:
             seen += (row.row, row.start, row.end, row.sample)
-            before, count = self._num_seen[row.row], pages_for(row.end, self._layout.page_tokens)
+            before, count = self._num_seen[row.row], self._layout.pages_for(row.end)
             if count > before:
                 seen += self._table.pages[row.row, before:count].tolist()
                 self._num_seen[row.row] = count

@@ -286,13 +286,13 @@ class PrefillManager:
         """The tokens up to the end of the page behind the first `num_tokens`; None when other requests cannot use that
         page.
         """
-        page_tokens = self._core.memory.layout.page_tokens
-        end = (num_tokens // page_tokens + 1) * page_tokens
+        layout = self._core.memory.layout
+        end = layout.tokens_in(layout.whole_pages(num_tokens) + 1)
         return req.packed(end) if self._core.memory.has_prefix_cache and end < req.seq_len else None
 
     def _may_use(self, req: Req, num_cached: int) -> bool:
         """True when `req` may take the page behind its first `num_cached` tokens from the prefix cache."""
-        return num_cached + self._core.memory.layout.page_tokens <= req.most_cached
+        return num_cached + self._core.memory.layout.tokens_in(1) <= req.most_cached
 
     def _may_start(self, req: Req) -> bool:
         """True when a row, an aux slot and enough memory are free, with the headroom that running requests need."""
@@ -301,7 +301,7 @@ class PrefillManager:
             return False
         left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
         alone = not self.active and memory.table.num_free == memory.table.num_rows
-        return left >= 0 and (alone or left * memory.layout.page_tokens >= self._headroom_tokens(req))
+        return left >= 0 and (alone or memory.layout.tokens_in(left) >= self._headroom_tokens(req))
 
     def _start(self, req: Req) -> bool:
         """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
@@ -322,7 +322,7 @@ class PrefillManager:
         if req.saved is not None:
             core.restore(req)
         else:
-            req.computed = req.lease.num_prefix_pages * memory.layout.page_tokens
+            req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
         req.planned = req.computed
         if req.num_retractions:
             core.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
@@ -343,8 +343,8 @@ class PrefillManager:
         assert req.row is not None
         take = min(_left(req), budget)
         if take < _left(req):
-            page_tokens = self._core.memory.layout.page_tokens
-            aligned = (req.planned + take) // page_tokens * page_tokens - req.planned
+            layout = self._core.memory.layout
+            aligned = layout.tokens_in(layout.whole_pages(req.planned + take)) - req.planned
             take = aligned if aligned > 0 else take
         if take <= 0:
             return 0

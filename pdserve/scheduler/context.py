@@ -30,7 +30,7 @@ def check_fits(core: SchedulerContext, num_tokens: int) -> None:
             field="max_new_tokens",
         )
     if memory.num_pages(num_tokens) > memory.table.max_pages_per_row:
-        longest = memory.table.max_pages_per_row * memory.layout.page_tokens
+        longest = memory.layout.tokens_in(memory.table.max_pages_per_row)
         raise RequestError(
             f"prompt and max_new_tokens are {num_tokens} tokens, a request can have {longest}", field="max_new_tokens"
         )
@@ -286,7 +286,7 @@ class SchedulerContext:
         lease = req.lease
         assert lease is not None and self.settled
         pages = lease.pages[: self.memory.num_pages(req.computed)]
-        num_bytes = len(pages) * self.memory.layout.token_bytes * self.memory.layout.page_tokens
+        num_bytes = len(pages) * self.memory.layout.page_bytes
         if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
             return False
         req.saved = self.executor.offload(pages)

@@ -74,7 +74,7 @@ class DecodeBatch:
     def expected_tokens(self) -> float:
         """KV token slots that the running requests are still expected to take: whole pages."""
         left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
-        return self.ratio.value * left + self._core.memory.layout.page_tokens * len(self.reqs)
+        return self.ratio.value * left + self._core.memory.layout.tokens_in(len(self.reqs))
 
     def plan(self) -> list[BatchRow]:
         """Return one row per request that has memory: the row computes the last token and samples the next.
@@ -87,7 +87,7 @@ class DecodeBatch:
             return []
         if self.is_short:
             self._make_room()
-        page_tokens = self._core.memory.layout.page_tokens
+        tokens_in = self._core.memory.layout.tokens_in
         num_stages = self._core.limits.num_stages
         share = -(-len(self.reqs) // num_stages)
         rows: list[BatchRow] = []
@@ -98,7 +98,7 @@ class DecodeBatch:
                 continue
             if len(rows) == share:
                 break
-            if planned >= len(lease.pages) * page_tokens and not self._core.grow(req, planned + 1):
+            if planned >= tokens_in(len(lease.pages)) and not self._core.grow(req, planned + 1):
                 continue
             rows.append(BatchRow(req.rid, row, planned, planned + 1, sample=True))
             req.planned = planned + 1
@@ -120,14 +120,12 @@ class DecodeBatch:
 
     def _pages_wanted(self, num_steps: int) -> int:
         """Return the pages that `num_steps` further steps of all requests would take."""
-        page_tokens = self._core.memory.layout.page_tokens
+        num_pages = self._core.memory.num_pages
         wanted = 0
         for req in self.reqs.values():
             assert req.lease is not None
             end = min(req.planned + num_steps, req.max_len)
-            missing = end - len(req.lease.pages) * page_tokens
-            if missing > 0:
-                wanted += -(-missing // page_tokens)
+            wanted += max(0, num_pages(end) - len(req.lease.pages))
         return wanted
 
     def _has_all(self, req: Req) -> bool:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve.executor.kv_pages import KVHasher
+from pdserve.memory.layout import KVLayout
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.request import Req
 from pdserve.transfer.checksum import RankDigest, checksum
@@ -30,10 +31,10 @@ class KVChecksum:
     """
 
     def __init__(
-        self, hasher: KVHasher, page_tokens: int, facts: dict[str, Any], write: WriteLine | None, *, verify: bool
+        self, hasher: KVHasher, layout: KVLayout, facts: dict[str, Any], write: WriteLine | None, *, verify: bool
     ) -> None:
         self._hasher = hasher
-        self._page_tokens = page_tokens
+        self._layout = layout
         self._facts = facts
         self._write = write
         self._verify = verify
@@ -46,7 +47,7 @@ class KVChecksum:
         assert req.sender is not None and req.lease is not None
         if req.sender.is_fake:
             return
-        cached = req.sender.num_cached_tokens // self._page_tokens
+        cached = self._layout.whole_pages(req.sender.num_cached_tokens)
         first, end, digests = self._found.get(req.rid, (cached, cached, ()))
         if num_pages <= end:
             return
@@ -79,7 +80,7 @@ class KVChecksum:
         if req.receiver.is_fake:
             return None
         first = req.lease.num_prefix_pages
-        end = -(-req.num_given // self._page_tokens)
+        end = self._layout.pages_for(req.num_given)
         pages = req.lease.pages[first:end]
         digests = self._hasher.digest(pages, first, req.num_given) if pages else ()
         total = checksum(digests) if digests else None

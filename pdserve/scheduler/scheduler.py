@@ -233,9 +233,8 @@ class Scheduler:
             facts |= self._live_facts()
         if self.kv is not None:
             facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
-        used = (
-            memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
-        ) * self.core.memory.layout.page_tokens
+        num_used = memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
+        used = self.core.memory.layout.tokens_in(num_used)
         return EngineState(
             queues=queues,
             memory=memory,

@@ -121,7 +121,7 @@ class CostModelExecutor:
 
     def offload(self, pages: Sequence[int]) -> HostPages:
         """See `Executor`."""
-        saved = _Saved(len(pages) * self._layout.token_bytes * self._layout.page_tokens, len(pages))
+        saved = _Saved(len(pages) * self._layout.page_bytes, len(pages))
         self._copy(saved.num_bytes)
         return saved
 

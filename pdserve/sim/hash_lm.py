@@ -174,12 +174,11 @@ class HashExecutor:
         told: dict[int, int] = {}
         num_prompt, logprob_params = self._wishes.get(row.row, (0, None))
         first = None if logprob_params is None else logprob_params.prompt_from
-        page_tokens = self._group.page_tokens
         last = 0
         for position in range(row.start, row.end):
             carry = _mix(tokens[position] * 1_000_003 + position)
-            page, offset = int(pages[position // page_tokens]), position % page_tokens
-            num_pages = position // page_tokens + 1
+            index, offset = self._group.page_and_slot(position)
+            page, num_pages = int(pages[index]), index + 1
             for layer in range(self._group.num_layers):
                 total = layer
                 for head in range(self._group.num_kv_heads):

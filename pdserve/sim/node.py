@@ -158,7 +158,7 @@ class SimNode:
             mixed_chunk_tokens=shape.mixed_chunk_tokens,
             saturation_tokens=shape.saturation_tokens,
             reserved_decode_tokens=shape.reserved_decode_tokens,
-            offload_bytes=shape.offload_pages * self.layout.groups[0].page_bytes,
+            offload_bytes=shape.offload_pages * self.layout.page_bytes,
             prealloc_timeout_s=400.0,
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
             num_stages=shape.num_stages,
@@ -316,8 +316,8 @@ class SimNode:
     def _kv_checksum(self) -> KVChecksum | None:
         if not self._shape.kv_checksum:
             return None
-        facts = {"page_bytes": self.layout.groups[0].page_bytes}
-        return KVChecksum(HashHasher(self.executor), self.layout.page_tokens, facts, None, verify=True)
+        facts = {"page_bytes": self.layout.page_bytes}
+        return KVChecksum(HashHasher(self.executor), self.layout, facts, None, verify=True)
 
     def _grants(self, *, is_aux: bool) -> Grants:
         """Return the `Grants` of the aux slots, or of the KV pages."""
@@ -334,7 +334,7 @@ class SimNode:
                 return False
             if is_aux:
                 return page in entry.leases[-1].pages
-            first = entry.cached_tokens // self.layout.page_tokens
+            first = self.layout.whole_pages(entry.cached_tokens)
             return any(page in lease.pages[first:] for lease in entry.leases[:-1])
 
         return grants

@@ -122,7 +122,7 @@ def _blocks(window: RankShard, piece: npt.NDArray[np.uint8], first: int, num_tok
     group = window.group
     token_bytes = group.head_bytes // group.page_tokens
     word = np.dtype("<u4") if token_bytes % 4 == 0 else np.dtype("<u2") if token_bytes % 2 == 0 else np.dtype("u1")
-    shape = (len(piece), group.num_layers, group.num_planes, group.num_kv_heads)
+    shape = (len(piece), *group.page_shape[:3])
     words = np.ascontiguousarray(piece).view(word).reshape(*shape, group.page_tokens, token_bytes // word.itemsize)
     valid = np.clip(num_tokens - (first + np.arange(len(piece))) * group.page_tokens, 0, group.page_tokens)
     if len(piece) and int(valid.min()) < group.page_tokens:

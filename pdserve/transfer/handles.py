@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -22,10 +23,10 @@ from pdserve.transfer.wire import MemoryKey, TransferStats
 class KVSender:
     """Prefill's handle on one room."""
 
-    def __init__(self, side: SendSide, aux: MetadataBuffers, page_tokens: int, room: SendRoom) -> None:
+    def __init__(self, side: SendSide, aux: MetadataBuffers, layout: KVLayout, room: SendRoom) -> None:
         self._side = side
         self._aux = aux
-        self._page_tokens = page_tokens
+        self._layout = layout
         self._room = room
         self._num_sent = 0
 
@@ -74,7 +75,7 @@ class KVSender:
         """
         if self._room.fake or self.poll() is KVPoll.FAILED:
             return
-        first = max(self._num_sent, self.num_cached_tokens // self._page_tokens)
+        first = max(self._num_sent, self._layout.whole_pages(self.num_cached_tokens))
         if num_pages > first:
             self._side.send(self._room, lease, range(first, num_pages), layers, layer_events)
             self._num_sent = num_pages
@@ -104,7 +105,7 @@ class KVSender:
         if self.poll() is KVPoll.FAILED or self._room.target is None:
             return
         self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=self._room.target.key.attempt))
-        first = max(self._num_sent, self.num_cached_tokens // self._page_tokens)
+        first = max(self._num_sent, self._layout.whole_pages(self.num_cached_tokens))
         pages = range(first, first if lease is None else max(first, num_pages))
         self._side.send_last(self._room, lease if pages else None, pages, slot, times)
         self._num_sent = pages.stop

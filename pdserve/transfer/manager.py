@@ -160,7 +160,7 @@ class KVManager:
             clock,
             times.bootstrap_timeout_s,
             times.waiting_timeout_s,
-            args.layout.page_tokens,
+            args.layout,
             args.shape.num_ranks,
             self.counters,
         )
@@ -173,7 +173,7 @@ class KVManager:
             RequestError: 409 when the room is live.
         """
         record = self.send_side.open(room, digest, self._is_fake(host), num_tokens)
-        return KVSender(self.send_side, self.args.aux, self.args.layout.page_tokens, record)
+        return KVSender(self.send_side, self.args.aux, self.args.layout, record)
 
     def open_receiver(self, room: int, address: Address, digest: str, *, takes_logprobs: bool = False) -> KVReceiver:
         """Return a handle to receive from the prefill server behind `address`.

@@ -102,8 +102,7 @@ class RankShard:
 
     def offset(self, layer: int, plane: int, head: int) -> int:
         """Return the byte offset of a head of a layer within a page. The arguments are numbers within the model."""
-        lines = (layer - self.layers.start) * self.group.num_planes + plane
-        return (lines * len(self.heads) + head - self.heads.start) * self.group.head_bytes
+        return self.group.block(layer - self.layers.start, plane, head - self.heads.start) * self.group.head_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

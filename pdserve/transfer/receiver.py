@@ -10,6 +10,7 @@ from collections import Counter
 
 from pdserve.base.clock import Clock
 from pdserve.errors import ProtocolError, RequestError
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine, Notified
@@ -30,7 +31,7 @@ class ReceiveSide:
         clock: Clock,
         bootstrap_timeout_s: float,
         waiting_timeout_s: float,
-        page_tokens: int,
+        layout: KVLayout,
         num_ranks: int,
         counters: Counter[str],
     ) -> None:
@@ -39,7 +40,7 @@ class ReceiveSide:
         self._clock = clock
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._waiting_timeout_s = waiting_timeout_s
-        self._page_tokens = page_tokens
+        self._layout = layout
         self._counters = counters
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
@@ -92,8 +93,9 @@ class ReceiveSide:
         The KV cache of the first `cached_tokens` tokens (whole pages) is already here. These pages may be shared with
         other requests, so their addresses are not sent.
         """
-        num_cached, rest = divmod(cached_tokens, self._page_tokens)
-        assert rest == 0 and num_cached <= min(len(lease.pages) for lease in leases), cached_tokens
+        num_cached = self._layout.whole_pages(cached_tokens)
+        assert self._layout.tokens_in(num_cached) == cached_tokens, cached_tokens
+        assert num_cached <= min(len(lease.pages) for lease in leases), cached_tokens
         if room.fake:
             room.move(KVPoll.SUCCESS)
             return

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
-from pdserve.memory.layout import KVLayout, pages_for
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -300,11 +300,11 @@ def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...]
     return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 
-def check_prompt_fits_pages(meta: Meta, num_tokens: int, page_tokens: int) -> str | None:
+def check_prompt_fits_pages(meta: Meta, num_tokens: int, layout: KVLayout) -> str | None:
     """Return why a prompt of `num_tokens` tokens does not fit the pages of `meta`; None when it fits."""
     if meta.cached_tokens > num_tokens:
         return f"cached_tokens is {meta.cached_tokens}, but the prompt has {num_tokens} tokens"
-    num_missing = pages_for(num_tokens, page_tokens) - meta.cached_tokens // page_tokens
+    num_missing = layout.pages_for(num_tokens) - layout.whole_pages(meta.cached_tokens)
     num_given = min(map(len, meta.pages), default=0)
     if num_given < num_missing:
         return f"pages has {num_given} pages, but {num_missing} of the prompt's are missing"

@@ -166,7 +166,7 @@ class SendSide:
         counters: Counter[str],
     ) -> None:
         self._chunks = chunks
-        self._page_tokens = chunks.layout.page_tokens
+        self._layout = chunks.layout
         self._sessions = sessions
         self._clock = clock
         self._timeout_s = timeout_s
@@ -401,7 +401,7 @@ class SendSide:
             self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
 
     def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
-        return None if room.num_tokens is None else check_prompt_fits_pages(meta, room.num_tokens, self._page_tokens)
+        return None if room.num_tokens is None else check_prompt_fits_pages(meta, room.num_tokens, self._layout)
 
     def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
         """Refuse a Meta that no correct receiver sends."""
@@ -425,7 +425,7 @@ class SendSide:
         """Return where `pages` of the request lie on both sides; None, and the room fails, when they do not fit."""
         assert room.target is not None
         key = room.target.key
-        first = room.target.cached_tokens // self._page_tokens
+        first = self._layout.whole_pages(room.target.cached_tokens)
         source = [] if lease is None else lease.pages[pages.start : pages.stop]
         assert len(source) == len(pages) and (not pages or pages.start >= first), (pages, first, len(source))
         target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)

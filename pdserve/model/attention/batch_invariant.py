@@ -58,7 +58,6 @@ class Gathered:
     """
 
     num_rows: int
-    num_pages: int
     num_blocks: int
     blocks: Tensor
     junk: Tensor | None
@@ -93,19 +92,14 @@ class BatchInvariantAttention:
 
     def _together(self, batch: ForwardBatch, rows: IntArray) -> Gathered:
         """Plan one gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
-        page_tokens, host = self._pool.group.page_tokens, batch.host
+        host = batch.host
         lengths = host.ends[rows]
         num_blocks = -(-int(lengths[-1]) // BLOCK)
-        num_pages = -(-num_blocks * BLOCK // page_tokens)
-        row_pages = -(-lengths // page_tokens)
-        pages = np.full((len(rows), num_pages), self._pool.null_page, dtype=np.int64)
-        most = min(num_pages, host.pages.shape[1])
-        pages[:, :most] = host.pages[rows, :most]
-        pages[np.arange(num_pages) >= row_pages[:, None]] = self._pool.null_page
-        junk = self._gather.junk_slots(lengths, row_pages, num_pages)
+        num_pages = self._pool.group.pages_for(num_blocks * BLOCK)
+        pages = self._gather.row_pages(host, rows, num_pages)
+        junk = self._gather.junk_slots(lengths, num_pages)
         return Gathered(
             num_rows=len(rows),
-            num_pages=num_pages,
             num_blocks=num_blocks,
             blocks=self._gather.tensor(self._gather.block_index(pages)),
             junk=self._gather.tensor(junk) if len(junk) else None,
@@ -154,9 +148,7 @@ class BatchInvariantStep:
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
         q, k, v = heads.finished()
-        head_dim = self._pool.group.head_dim
-        self._pool.slots(layer, 0).index_copy_(0, self._writes, k.reshape(-1, head_dim))
-        self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))
+        self._pool.write(layer, self._writes, k, v)
         out = torch.empty_like(q)
         for gathered in self._gathered:
             keys, values = self._blocks(layer, gathered)
@@ -168,13 +160,9 @@ class BatchInvariantStep:
 
     def _blocks(self, layer: int, gathered: Gathered) -> tuple[Tensor, Tensor]:
         """Gather keys and values, float32 `[B, kv_heads, num_blocks, BLOCK, D]` each; unwritten slots are zero."""
-        spec = self._pool.group
-        pages = self._pool.blocks(layer).index_select(0, gathered.blocks)
-        if gathered.junk is not None:
-            pages.view(-1, spec.head_dim).index_fill_(0, gathered.junk, 0.0)
-        batch = (2, gathered.num_rows, spec.num_kv_heads)
-        slots = pages.float().view(*batch, -1, spec.head_dim)[:, :, :, : gathered.num_blocks * BLOCK]
-        keys, values = slots.reshape(*batch, gathered.num_blocks, BLOCK, spec.head_dim)
+        pages = self._pool.gathered(layer, gathered.blocks, gathered.num_rows, gathered.junk)
+        slots = pages.float()[:, :, :, : gathered.num_blocks * BLOCK]
+        keys, values = slots.reshape(*slots.shape[:3], gathered.num_blocks, BLOCK, slots.shape[-1])
         return keys, values
 
     def _query_rows(self, q: Tensor, num_rows: int, piece: Piece) -> Tensor:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, to_device
@@ -50,13 +51,13 @@ class PageList:
     indices: npt.NDArray[np.int32]
 
     @staticmethod
-    def of(rows: HostRows, page_tokens: int) -> PageList:
+    def of(rows: HostRows, group: KVGroup) -> PageList:
         """List the pages that hold the rows' tokens."""
-        counts = -(-rows.ends // page_tokens)
+        counts = group.pages_for(rows.ends)
         indptr = np.concatenate(([0], np.cumsum(counts)))
         used = np.arange(rows.pages.shape[1]) < counts[:, None]
-        last = rows.ends - (counts - 1) * page_tokens
-        return PageList(_int32(indptr), _int32(last), rows.pages[used])
+        last_slots = group.page_and_slot(rows.ends - 1)[1]
+        return PageList(_int32(indptr), _int32(last_slots + 1), rows.pages[used])
 
 
 class FlashInferAttention:
@@ -80,7 +81,7 @@ class FlashInferAttention:
     def begin(self, batch: ForwardBatch) -> FlashInferStep:
         """See `AttentionBackend.begin`."""
         host = batch.host
-        pages = PageList.of(host, self._pool.group.page_tokens)
+        pages = PageList.of(host, self._pool.group)
         if (host.ends - host.starts == 1).all():
             self.plan_decode(self._decode, pages)
             return FlashInferStep(self._layers, self._decode, batch.write_pages, batch.write_slots)
@@ -101,14 +102,14 @@ class FlashInferAttention:
             backend=_KERNELS,
         )  # fmt: skip
         planned = Planned(wrapper, self._device)
-        return FlashInferCaptured(self, self._layers, planned, write_pages, write_slots, self._pool.group.page_tokens)
+        return FlashInferCaptured(self, self._layers, planned, write_pages, write_slots, self._pool.group)
 
     def try_out(self) -> None:
         """Attend to the null page with both kinds of kernels. Compiling them may raise any exception."""
         pages = np.full((1, 1), self._pool.null_page, dtype=np.int32)
         start, end = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
         rows = HostRows(starts=start, ends=end, offsets=start, prompts=start, pages=pages)
-        listed = PageList.of(rows, self._pool.group.page_tokens)
+        listed = PageList.of(rows, self._pool.group)
         q = torch.zeros(1, self._num_heads, self._pool.group.head_dim, dtype=self._dtype, device=self._device)
         self.plan_decode(self._decode, listed)
         self._decode.run(q, self._layers[0])
@@ -184,14 +185,14 @@ class FlashInferCaptured(FlashInferStep):
 
     def __init__(
         self, backend: FlashInferAttention, layers: list[Tensor], planned: Planned, write_pages: Tensor,
-        write_slots: Tensor, page_tokens: int,
+        write_slots: Tensor, group: KVGroup,
     ) -> None:  # fmt: skip
         super().__init__(layers, planned, write_pages, write_slots)
-        self._backend, self._page_tokens = backend, page_tokens
+        self._backend, self._group = backend, group
 
     def filling(self, rows: HostRows) -> list[Filling]:
         """See `CapturedAttention.filling`. flashinfer's plan fills the buffers, so the list is empty."""
-        self._backend.plan_decode(self._planned, PageList.of(rows, self._page_tokens))
+        self._backend.plan_decode(self._planned, PageList.of(rows, self._group))
         return []
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.memory import shared
 from pdserve.memory.layout import KVGroup
-from pdserve.model.forward_batch import IntArray, to_device
+from pdserve.model.forward_batch import HostRows, IntArray, to_device
 from pdserve.model.params import torch_dtype
 
 _SLACK_PAGES = 4
@@ -22,11 +22,14 @@ class PageGather:
     def __init__(self, pool: KVPool, device: torch.device) -> None:
         self._pool = pool
         self._device = device
+        planes, heads = range(pool.group.num_planes), range(pool.group.num_kv_heads)
+        self._layer_blocks = np.array([[pool.group.block(0, plane, head) for head in heads] for plane in planes])
+        """Blocks of a page's first layer, `[k/v, kv_head]`."""
 
     def buckets(self, ends: IntArray, rows: IntArray) -> list[IntArray]:
         """Sort `rows` by length and cut them so that padding at most about doubles the gathered bytes."""
         order = rows[np.argsort(ends[rows], kind="stable")]
-        num_pages = -(-ends[order] // self._pool.group.page_tokens)
+        num_pages = self._pool.group.pages_for(ends[order])
         buckets: list[IntArray] = []
         first = 0
         for i in range(1, len(order) + 1):
@@ -35,23 +38,33 @@ class PageGather:
                 first = i
         return buckets
 
+    def row_pages(self, host: HostRows, rows: IntArray, num_pages: int) -> IntArray:
+        """Return the first `num_pages` pages of each row, `[B, num_pages]`; null pages after the row's last one."""
+        pages = np.full((len(rows), num_pages), self._pool.null_page, dtype=np.int64)
+        known = min(num_pages, host.pages.shape[1])
+        pages[:, :known] = host.pages[rows, :known]
+        pages[np.arange(num_pages) >= self._pool.group.pages_for(host.ends[rows])[:, None]] = self._pool.null_page
+        return pages
+
     def block_index(self, pages: IntArray) -> IntArray:
-        """Return rows of `KVPool.blocks` for pages `[B, P]`, in the order `[k/v, B, kv_head, P]`, flat."""
-        heads = self._pool.group.num_kv_heads
-        base = pages[None, :, None, :] * self._pool.page_blocks
-        inner = np.arange(2)[:, None, None, None] * heads + np.arange(heads)[None, None, :, None]
-        index: IntArray = (base + inner).reshape(-1)
+        """Return the blocks of pages `[B, P]` for `KVPool.gathered`, in the order `[k/v, B, kv_head, P]`, flat."""
+        base = pages[None, :, None, :] * self._pool.group.page_blocks
+        index: IntArray = (base + self._layer_blocks[:, None, :, None]).reshape(-1)
         return index
 
-    def junk_slots(self, lengths: IntArray, row_pages: IntArray, num_pages: int) -> IntArray:
-        """Return slots after each row's last token, as flat indices of the gathered `[k/v, B, kv_head, slot]`."""
-        heads, page_tokens = self._pool.group.num_kv_heads, self._pool.group.page_tokens
-        counts = row_pages * page_tokens - lengths
+    def junk_slots(self, lengths: IntArray, num_pages: int) -> IntArray:
+        """Return slots after each row's last token, as flat indices of the gathered `[k/v, B, kv_head, slot]`.
+
+        Slots of null pages are not among them.
+        """
+        group, heads = self._pool.group, self._pool.group.num_kv_heads
+        counts = group.tokens_in(group.pages_for(lengths)) - lengths
         row = np.repeat(np.arange(len(lengths)), counts)
         within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
         slot = np.repeat(lengths, counts) + within
-        lines = (np.arange(2)[:, None, None] * len(lengths) + row) * heads + np.arange(heads)[:, None]
-        junk: IntArray = (lines * (num_pages * page_tokens) + slot).reshape(-1)
+        planes = np.arange(group.num_planes)
+        lines = (planes[:, None, None] * len(lengths) + row) * heads + np.arange(heads)[:, None]
+        junk: IntArray = (lines * group.tokens_in(num_pages) + slot).reshape(-1)
         return junk
 
     def tensor(self, array: npt.NDArray[np.int64] | npt.NDArray[np.bool_]) -> Tensor:
@@ -88,28 +101,38 @@ class KVPool:
         """`(address, size in bytes)` of the pages, without the null page."""
         return self.pages.data_ptr(), self.num_pages * self.group.page_bytes
 
-    def blocks(self, layer: int) -> Tensor:
-        """View `[_, page_tokens * head_dim]` from `layer` on; block row: `page * page_blocks + kv * heads + head`."""
-        return self._block_rows[layer * 2 * self.group.num_kv_heads :]
-
-    def slots(self, layer: int, kv: int) -> Tensor:
-        """View `[_, head_dim]` from the first slot of `layer`'s K (`kv` 0) or V (1); rows are those of `slot_index`."""
-        return self._slot_rows[(layer * 2 + kv) * self.group.num_kv_heads * self.group.page_tokens :]
+    @property
+    def pages_as_bytes(self) -> Tensor:
+        """The pages as bytes: uint8 `[num_pages, page_bytes]`."""
+        return self.pages.view(self.num_pages, -1).view(torch.uint8)
 
     def layer(self, layer: int) -> Tensor:
         """View `[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, null page included."""
         return self._all[:, layer]
 
-    @property
-    def page_blocks(self) -> int:
-        """Blocks in one page: layer x k/v x head."""
-        return self.group.num_layers * 2 * self.group.num_kv_heads
+    def gathered(self, layer: int, blocks: Tensor, num_rows: int, junk: Tensor | None) -> Tensor:
+        """Gather K and V of `num_rows` rows of equally many pages: `[2, num_rows, kv_head, slot, head_dim]`.
+
+        `blocks` comes from `PageGather.block_index`. The slots `junk`, from `PageGather.junk_slots`, become zero.
+        """
+        group = self.group
+        found = self._block_rows[group.block(layer) :].index_select(0, blocks)
+        if junk is not None:
+            found.view(-1, group.head_dim).index_fill_(0, junk, 0.0)
+        return found.view(group.num_planes, num_rows, group.num_kv_heads, -1, group.head_dim)
 
     def slot_index(self, pages: Tensor, slots: Tensor) -> Tensor:
-        """Return rows of `slots()` for tokens at `(pages, slots)` `[N]`: int64 `[N * num_kv_heads]`, head fastest."""
+        """Return the index for `write` of tokens at `(pages, slots)` `[N]`: int64 `[N * kv_heads]`, head fastest."""
         heads = torch.arange(self.group.num_kv_heads, device=pages.device)
-        blocks = pages[:, None] * self.page_blocks + heads
+        blocks = pages[:, None] * self.group.page_blocks + heads
         return (blocks * self.group.page_tokens + slots[:, None]).flatten()
+
+    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write the keys and values `[N, num_kv_heads, head_dim]` of N tokens; `index` comes from `slot_index`."""
+        group = self.group
+        for plane, values in enumerate((k, v)):
+            slots = self._slot_rows[group.block(layer, plane) * group.page_tokens :]
+            slots.index_copy_(0, index, values.reshape(-1, group.head_dim))
 
 
 def _allocate(num_bytes: int, device: torch.device, shareable: bool) -> Tensor:

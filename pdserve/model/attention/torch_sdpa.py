@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.memory.layout import pages_for
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool, PageGather
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
@@ -31,21 +30,20 @@ MAX_GROUP_PRODUCT = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """B = `num_rows` gathered rows. Each row has T new tokens and `num_pages` pages; attention uses `length` tokens.
+    """B = `num_rows` gathered rows. Each row has T new tokens and as many pages as `length` tokens, which it sees.
 
     `tokens` `[B * T]` are flat indices; a row with fewer tokens repeats its last. `kept` `[N]` are the positions in
     `tokens` that are no repeats; None when all are kept. `into` `[N]` are their flat indices.
-    `blocks` `[2 * B * kv_heads * num_pages]` are rows of `KVPool.blocks`.
+    `blocks` `[2 * B * kv_heads * pages]` and `junk` are arguments of `KVPool.gathered`.
     `mask` `[B, 1, T * query heads of a KV head, length]` is true where a query sees a token; its third dimension is 1
     when T is 1. None when each query sees all tokens.
-    `junk` are gathered slots that hold no token and lie outside null pages; None when there are none.
+    `junk` None: every gathered slot holds a token or lies in a null page.
     """
 
     tokens: Tensor
     kept: Tensor | None
     into: Tensor
     num_rows: int
-    num_pages: int
     length: int
     blocks: Tensor
     mask: Tensor | None
@@ -62,7 +60,6 @@ class ExtendRow:
     offset: int
     num_tokens: int
     end: int
-    num_pages: int
     blocks: Tensor | None
     mask: Tensor | None
 
@@ -104,13 +101,11 @@ class TorchAttention:
 
     def _group(self, batch: ForwardBatch, rows: IntArray) -> RowGroup:
         """Compute indices for one gather of `rows`, sorted by length."""
-        page_tokens, host = self._pool.group.page_tokens, batch.host
+        host = batch.host
         lengths = host.ends[rows]
         length = int(lengths[-1])
-        num_pages = pages_for(length, page_tokens)
-        pages = host.pages[rows, :num_pages].astype(np.int64)
-        row_pages = -(-lengths // page_tokens)
-        pages[np.arange(num_pages) >= row_pages[:, None]] = self._pool.null_page
+        num_pages = self._pool.group.pages_for(length)
+        pages = self._gather.row_pages(host, rows, num_pages)
         even = bool(lengths[0] == length)
         widths = lengths - host.starts[rows]
         new = np.arange(int(widths.max()))
@@ -126,25 +121,23 @@ class TorchAttention:
             kept=None if len(kept) == len(tokens) else self._gather.tensor(kept),
             into=self._gather.tensor(tokens[kept]),
             num_rows=len(rows),
-            num_pages=num_pages,
             length=length,
             blocks=self._gather.tensor(self._gather.block_index(pages)),
             mask=mask,
-            junk=None if even else self._gather.tensor(self._gather.junk_slots(lengths, row_pages, num_pages)),
+            junk=None if even else self._gather.tensor(self._gather.junk_slots(lengths, num_pages)),
         )
 
     def _extend_row(self, batch: ForwardBatch, row: int) -> ExtendRow:
         """Compute indices for one row with several new tokens."""
         host = batch.host
         start, end = int(host.starts[row]), int(host.ends[row])
-        num_pages = pages_for(end, self._pool.group.page_tokens)
         blocks = mask = None
         if start:
-            pages = host.pages[row : row + 1, :num_pages].astype(np.int64)
+            pages = self._gather.row_pages(host, np.array([row]), self._pool.group.pages_for(end))
             blocks = self._gather.tensor(self._gather.block_index(pages))
             ones = torch.ones(end - start, end, dtype=torch.bool, device=self._device)
             mask = ones.tril(diagonal=start)
-        return ExtendRow(int(host.offsets[row]), end - start, end, num_pages, blocks, mask)
+        return ExtendRow(int(host.offsets[row]), end - start, end, blocks, mask)
 
 
 class TorchStep:
@@ -162,9 +155,7 @@ class TorchStep:
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
         q, k, v = heads.finished()
-        head_dim = self._pool.group.head_dim
-        self._pool.slots(layer, 0).index_copy_(0, self._writes, k.reshape(-1, head_dim))
-        self._pool.slots(layer, 1).index_copy_(0, self._writes, v.reshape(-1, head_dim))
+        self._pool.write(layer, self._writes, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
             out.index_copy_(0, group.into, self._together(layer, q, group))
@@ -176,11 +167,8 @@ class TorchStep:
     def _together(self, layer: int, q: Tensor, group: RowGroup) -> Tensor:
         """Attend one group: `[N, num_heads, head_dim]`. Query heads of a KV head are treated as query positions."""
         spec = self._pool.group
-        gathered = self._pool.blocks(layer).index_select(0, group.blocks)
-        if group.junk is not None:
-            gathered.view(-1, spec.head_dim).index_fill_(0, group.junk, 0.0)
-        shape = (2, group.num_rows, spec.num_kv_heads, group.num_pages * spec.page_tokens, spec.head_dim)
-        k, v = gathered.view(shape)[:, :, :, : group.length]
+        gathered = self._pool.gathered(layer, group.blocks, group.num_rows, group.junk)
+        k, v = gathered[:, :, :, : group.length]
         heads = (group.num_rows, -1, spec.num_kv_heads, self._num_heads // spec.num_kv_heads, spec.head_dim)
         queries = q.index_select(0, group.tokens).view(heads).transpose(1, 2)
         out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
@@ -193,9 +181,7 @@ class TorchStep:
         if row.blocks is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
         else:
-            gathered = self._pool.blocks(layer).index_select(0, row.blocks)
-            shape = (2, spec.num_kv_heads, row.num_pages * spec.page_tokens, spec.head_dim)
-            keys, values = gathered.view(shape)[:, :, : row.end]
+            keys, values = self._pool.gathered(layer, row.blocks, 1, None)[:, 0, :, : row.end]
         queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
         shared = (queries.shape[0], -1, -1, -1)
         out = _causal(queries, keys.expand(shared), values.expand(shared), row.mask)

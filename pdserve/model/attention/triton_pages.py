@@ -71,7 +71,7 @@ class TritonAttention:
             offsets=torch.arange(num_rows, dtype=torch.int32, device=self._device),
             tiles=torch.empty(0, 2, dtype=torch.int32, device=self._device),
             num_decode=num_rows,
-            parts=self._parts(num_rows, max_pages * self._pool.group.page_tokens),
+            parts=self._parts(num_rows, self._pool.group.tokens_in(max_pages)),
             through=self._counters(num_rows),
         )
         return TritonCaptured(self._layers, rows, write_pages, write_slots)

@@ -11,10 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
+def key_row(kv, page, kv_head, slot, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
+    """Return the pointer to the K of a head in a slot of a page. Arguments may be vectors."""
+    return kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + slot) * DIM
+
+
+@triton.jit
 def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
     """Return pointers to the K rows of `positions` of one request and head; `table` is its page-table line."""
-    pages = tl.load(table + positions // PAGE, mask=is_read, other=0).to(tl.int64)
-    return kv + pages * page_stride + (positions % PAGE) * DIM
+    pages = tl.load(table + positions // PAGE, mask=is_read, other=0)
+    return key_row(kv, pages, 0, positions % PAGE, page_stride, PAGE, DIM)
 
 
 @triton.jit

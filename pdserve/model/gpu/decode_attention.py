@@ -16,7 +16,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import ask_ahead, finished, online_softmax_update, page_rows, scores_of
+from pdserve.model.gpu.attention_math import (
+    ask_ahead,
+    finished,
+    key_row,
+    online_softmax_update,
+    page_rows,
+    scores_of,
+)
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -203,7 +210,7 @@ def _decode(
             if HAS_CAP:
                 score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634
             total, top, weight = total + value.to(tl.float32), score, weight + 1.0
-            to_page = kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + slot) * DIM
+            to_page = key_row(kv, page, kv_head, slot, page_stride, PAGE, DIM)
             is_kept = is_one & (page >= 0)
             tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
             tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)

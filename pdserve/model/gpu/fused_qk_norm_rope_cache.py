@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.model.gpu.attention_math import key_row
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _BLOCK_HEADS = 8
@@ -127,8 +128,8 @@ def _place(
 
     page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    offset = tl.where(is_value, value_offset, 0) + (kv_head * PAGE + slot) * DIM
-    to_page = kv + page.to(tl.int64) * page_stride + offset[:, None] + half[None, :]
+    to_plane = key_row(kv, page, kv_head, slot, page_stride, PAGE, DIM) + tl.where(is_value, value_offset, 0)
+    to_page = to_plane[:, None] + half[None, :]
     are_kept = cells & (head >= NUM_HEADS)[:, None] & (page >= 0)
     tl.store(to_page, turned_low, mask=are_kept)
     tl.store(to_page + HALF, turned_high, mask=are_kept)

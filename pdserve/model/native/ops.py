@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import best_level
+from pdserve.memory.layout import page_and_slot, pages_for
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
 from pdserve.model.native.sampling import NativeChooser
@@ -284,7 +285,7 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
     """Build a batch from rows. Raises ValueError when the rows do not cover `num_tokens` tokens or leave `pages`."""
     page_tokens = pages.shape[4]
     first, last, lines = (tensor.numpy().astype(np.int64) for tensor in (starts, ends, table))
-    lengths, used = last - first, -(-last // page_tokens)
+    lengths, used = last - first, pages_for(last, page_tokens)
     _require(bool((first >= 0).all() and (lengths > 0).all()), "a row begins below 0, or ends where it begins")
     _require(int(lengths.sum()) == num_tokens, f"the rows are {int(lengths.sum())} tokens, and qkv has {num_tokens}")
     _require(bool((used <= lines.shape[1]).all()), f"table has {lines.shape[1]} pages a row, too few for an end")
@@ -293,8 +294,8 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
     offsets = np.cumsum(lengths) - lengths
     row = np.repeat(np.arange(len(first)), lengths)
     positions = np.arange(num_tokens) - offsets[row] + first[row]
-    write_pages, write_slots = known[row, positions // page_tokens], positions % page_tokens
-    columns = (np.zeros_like(positions), positions, write_pages, write_slots)
+    index, slots = page_and_slot(positions, page_tokens)
+    columns = (np.zeros_like(positions), positions, known[row, index], slots)
     host = HostRows(first, last, offsets, np.where(lengths > 1, last, 0), known.astype(np.int32))
     return ForwardBatch(torch.from_numpy(np.stack(columns)), torch.from_numpy(offsets + lengths - 1), host)
 

@@ -182,11 +182,8 @@ class DecodeRole(MixedBatchRole):
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
         memory = self._core.memory
-        free_tokens = memory.num_available * memory.layout.page_tokens
-        if (
-            memory.aux.num_free == 0
-            or free_tokens - memory.num_pages(req.num_given) * memory.layout.page_tokens < reserve.tokens
-        ):
+        num_left = memory.num_available - memory.num_pages(req.num_given)
+        if memory.aux.num_free == 0 or memory.layout.tokens_in(num_left) < reserve.tokens:
             return False
         prompt = req.packed(req.num_given)
         lease = memory.reserve_tokens(req.num_given, req.rid, prompt, req.num_given)
@@ -197,7 +194,7 @@ class DecodeRole(MixedBatchRole):
         req.lease, req.aux = lease, aux
         assert req.receiver is not None
         req.times.published = self._core.clock.now()
-        num_cached = lease.num_prefix_pages * memory.layout.page_tokens
+        num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
         self._core.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             self._core.executor.zero(lease.pages[lease.num_prefix_pages :])

@@ -157,7 +157,7 @@ class PrefillRole(BaseRole):
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages whose tokens are all computed once tokens `[0, end)` are."""
         memory = self._core.memory
-        return memory.num_pages(end) if end >= req.num_given else end // memory.layout.page_tokens
+        return memory.num_pages(end) if end >= req.num_given else memory.layout.whole_pages(end)
 
     def _succeed(self, req: Req) -> None:
         self._leave(req)

@@ -187,12 +187,13 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     """Micro-batches, layers, and for each mark `(layer, how many micro-batches had written it)`."""
     spec, cpu = read_spec(path), torch.device("cpu")
     model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
-    pool = KVPool(kv_layout(spec, 16, "float32").groups[0].of_rank(parallel.place), 12, cpu)
+    layout = kv_layout(spec, 16, "float32")
+    pool = KVPool(layout.groups[0].of_rank(parallel.place), 12, cpu)
     attention, table = Recorded(TorchAttention(pool, spec.attention.num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
     parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
-    batches = [read_plan(part, table, np.array([150]), 16) for part in parts]
+    batches = [read_plan(part, table, np.array([150]), layout) for part in parts]
     marks: list[tuple[int, int]] = []
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
     with torch.inference_mode():

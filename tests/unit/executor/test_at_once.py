@@ -10,15 +10,15 @@ from typing import Literal
 
 import pytest
 import torch
+from pdserve.executor.kernel_choice import make_native
 
 from pdserve.base.native import best_level
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
 from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow
-from pdserve.executor.kernel_choice import make_native
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.decoder import kv_layout
+from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.loader import empty_model, read_spec
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
 from pdserve.model.parallel import Parallel, SingleRank, StageRanks

@@ -22,6 +22,7 @@ from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.kv_memory import PageTable
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.sim.hash_lm import hash_layout
 from tests.driver import Driver, random_prompt
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
@@ -44,7 +45,7 @@ def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
     plan = BatchPlan(
         0, tuple(BatchRow(str(row), row, end - 1, end, True) for row, end in zip(rows, (6, 4), strict=True))
     )
-    host = read_plan(plan, table, np.zeros(4, dtype=np.int64), 4)
+    host = read_plan(plan, table, np.zeros(4, dtype=np.int64), hash_layout(4))
     assert is_decode(host)
     filled = padded(host, 4, null_page=9, spare_line=4)
     assert filled.columns.tolist() == [[*rows, 4, 4], [5, 3, 0, 0], [1, 2, -1, -1], [1, 3, 0, 0]]
@@ -59,7 +60,7 @@ def test_other_steps_are_no_decode_steps(rows: tuple[int, int, bool]) -> None:
     table = PageTable(1, 5)
     row = table.open([0])
     assert row is not None
-    assert not is_decode(read_plan(BatchPlan(0, (BatchRow("r", row, *rows),)), table, np.array([4]), 4))
+    assert not is_decode(read_plan(BatchPlan(0, (BatchRow("r", row, *rows),)), table, np.array([4]), hash_layout(4)))
 
 
 class Starting:

@@ -146,7 +146,8 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
     path = tiny_checkpoint("llama")
     decoder, model = empty_native(path)
     fill(decoder, path)
-    pool = KVPool(kv_layout(model.spec, 16, "bfloat16").groups[0], 4, CPU)
+    layout = kv_layout(model.spec, 16, "bfloat16")
+    pool = KVPool(layout.groups[0], 4, CPU)
     pool.pages[: pool.num_pages] = float("nan")
     model.bind(pool)
     table = PageTable(1, 3)
@@ -156,7 +157,7 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
 
     def computes(start: int, end: int) -> ForwardBatch:
         plan = BatchPlan(1, (BatchRow("a", row, start, end, True),))
-        return build_batch(read_plan(plan, table, np.array([len(PROMPT)]), 16), tokens)
+        return build_batch(read_plan(plan, table, np.array([len(PROMPT)]), layout), tokens)
 
     seen = []
 

@@ -84,18 +84,19 @@ class Serving:
         device, spec = torch.device(DEVICE), read_spec(checkpoint)
         spec = dataclasses.replace(spec, layers=(DecoderLayerSpec(tuple(_sized(spec, kv_heads))),))
         self._model = Decoder(spec, torch.float16, device, TritonKernels())
-        self._pool = KVPool(kv_layout(spec, PAGE_TOKENS, "float16").groups[0], 1, device)
+        self._layout = kv_layout(spec, PAGE_TOKENS, "float16")
+        self._pool = KVPool(self._layout.groups[0], 1, device)
         self._attention = TritonAttention(self._pool, spec.attention.num_heads, device)
         self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
 
     def warm_up(self, max_rows: int) -> None:
         warm_up(
-            self._model, self._attention, self._tokens, page_tokens=PAGE_TOKENS, null_page=self._pool.null_page,
+            self._model, self._attention, self._tokens, layout=self._layout, null_page=self._pool.null_page,
             max_rows=max_rows, chunk=CHUNK,
         )  # fmt: skip
 
     def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, page_tokens=PAGE_TOKENS, null_page=self._pool.null_page, spare_line=0)
+        host = idle_batch(spans, layout=self._layout, null_page=self._pool.null_page, spare_line=0)
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -128,6 +129,26 @@ def test_a_page_is_one_piece_of_all_layers() -> None:
     assert GROUP.layer_bytes == 2 * 2 * 16 * 8 * 4
     assert GROUP.page_bytes == 3 * GROUP.layer_bytes
     assert KVLayout((GROUP,)).token_bytes == GROUP.page_bytes // 16
+    assert KVLayout((GROUP, dataclasses.replace(GROUP, num_layers=1))).page_bytes == 4 * GROUP.layer_bytes
+    assert GROUP.pages_in(3 * GROUP.page_bytes - 1) == 2 and GROUP.pages_in(1) == 1
+
+
+@pytest.mark.parametrize("kind", GroupKind)
+def test_a_block_is_found_where_a_page_has_it(kind: GroupKind) -> None:
+    group = dataclasses.replace(GROUP, kind=kind)
+    blocks = np.arange(group.page_blocks).reshape(group.page_shape[:3])
+    for layer, plane, head in np.ndindex(blocks.shape):
+        assert group.block(layer, plane, head) == blocks[layer, plane, head]
+    assert group.page_blocks * group.head_bytes == group.page_bytes
+
+
+def test_positions_and_pages_are_numbers_or_arrays() -> None:
+    layout = KVLayout((GROUP,))
+    assert layout.page_and_slot(35) == (2, 3)
+    index, slots = GROUP.page_and_slot(np.array([0, 15, 16]))
+    assert index.tolist() == [0, 0, 1] and slots.tolist() == [0, 15, 0]
+    assert GROUP.pages_for(np.array([0, 16, 17])).tolist() == [0, 1, 2]
+    assert layout.pages_for(17) == 2 and layout.whole_pages(31) == 1 and layout.tokens_in(3) == 48
 
 
 @pytest.mark.parametrize(

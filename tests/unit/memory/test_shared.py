@@ -89,7 +89,7 @@ def test_memory_of_a_pool_and_of_aux_slots_can_be_shared_and_is_given_back() -> 
     pool, aux = KVPool(group, 3, torch.device("cpu")), MetadataBuffers(5)
     addresses = [pool.buffer, aux.buffer]
     assert all(shared.find(*buffer) is not None for buffer in addresses)
-    rows = pool.slots(0, 0)
+    rows = pool.layer(0)
     del pool
     rows[0] = 1.0
     assert shared.find(*addresses[0]) is not None, "a view keeps the memory"

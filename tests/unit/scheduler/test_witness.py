@@ -46,9 +46,7 @@ def watched(world: World, *, verify: bool) -> list[dict[str, Any]]:
         facts = {"layout_fingerprint": layout.fingerprint(), "page_bytes": layout.groups[0].page_bytes}
         role = node.scheduler.role
         assert isinstance(role, PrefillRole | DecodeRole)
-        role._kv_checksum = KVChecksum(
-            HashHasher(node.executor), layout.page_tokens, facts, lines.append, verify=verify
-        )
+        role._kv_checksum = KVChecksum(HashHasher(node.executor), layout, facts, lines.append, verify=verify)
 
     watch(world.prefill)
     watch(world.decode)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
+from tests.unit.transfer.waiting import wait_until
 
 from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.events import FrameArrived, HandshakesFailed, PeerHandshakeFailed
-from tests.unit.transfer.waiting import wait_until
 
 HOST = "127.0.0.1"
 TOKEN = "a-token-that-is-long-enough"

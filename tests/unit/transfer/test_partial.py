@@ -194,7 +194,7 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
 def test_shortfall(num_tokens: int, cached_tokens: int, num_pages: int, fits: bool) -> None:
     pages = (tuple(range(num_pages)),)
     meta = Meta(key=MemoryKey(1, 1, "d"), cached_tokens=cached_tokens, pages=pages, aux_slot=0, prompt_digest="d")
-    assert (check_prompt_fits_pages(meta, num_tokens, PAGE_TOKENS) is None) is fits
+    assert (check_prompt_fits_pages(meta, num_tokens, hash_layout(PAGE_TOKENS)) is None) is fits
 
 
 # ---------------------------------------------------------------------- layer by layer

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from tests.unit.transfer.waiting import DEADLINE_S, wait_until
 
 from pdserve.base.listeners import listening_ports
 from pdserve.errors import ConfigError, TransferError
@@ -22,7 +23,6 @@ from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.local_peers import LocalPeers, call
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
-from tests.unit.transfer.waiting import DEADLINE_S, wait_until
 
 
 class Listener:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator, Sequence
 
 import pytest
+from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import TransferError
@@ -22,7 +23,6 @@ from pdserve.transfer.events import (
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
 from pdserve.transfer.wire import MemoryKey
-from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 
 @pytest.fixture
