@@ -231,12 +231,12 @@ class CostedServer:
         executor.watch = self.watch
         limits = StepLimits(chunk_tokens=sizes.chunk_tokens, reserved_decode_tokens=0)
         codec: Codec[ToApi] = Codec(ToApi)
-        self.core = SchedulerContext(
+        self.context = SchedulerContext(
             self.memory, executor, Outbox(lambda message: self._send(codec, message)), net.clock, limits
         )
         waiting = WaitingQueue(sizes.policy, 10.0, self.memory)
         self.kv = None if mode == "null" else self._transfer(mode, executor, sizes.num_aux, net)
-        self.scheduler = Scheduler(self._role(mode, waiting), self.core, self.kv, self.mailbox)
+        self.scheduler = Scheduler(self._role(mode, waiting), self.context, self.kv, self.mailbox)
         self.num_bytes_sent = 0
 
     def step(self) -> Watch:
@@ -259,8 +259,8 @@ class CostedServer:
 
     def limit(self, *, reserved_decode_tokens: int, chunk_tokens: int) -> None:
         """Change what was set to get to the state that a case begins with."""
-        self.core.limits = dataclasses.replace(
-            self.core.limits, reserved_decode_tokens=reserved_decode_tokens, chunk_tokens=chunk_tokens
+        self.context.limits = dataclasses.replace(
+            self.context.limits, reserved_decode_tokens=reserved_decode_tokens, chunk_tokens=chunk_tokens
         )
 
     def _send(self, codec: Codec[ToApi], message: ToApi) -> None:
@@ -269,11 +269,11 @@ class CostedServer:
     def _role(self, mode: str, waiting: WaitingQueue) -> SchedulerRole:
         role: SchedulerRole
         if self.kv is None:
-            role = MonolithRole(self.core, waiting)
+            role = MonolithRole(self.context, waiting)
         elif mode == "prefill":
-            role = PrefillRole(self.core, self.kv, waiting)
+            role = PrefillRole(self.context, self.kv, waiting)
         else:
-            role = DecodeRole(self.core, self.kv, waiting)
+            role = DecodeRole(self.context, self.kv, waiting)
         return WatchedRole(role, self.watch)
 
     def _transfer(self, mode: str, executor: WatchedExecutor, num_aux: int, net: SimNet) -> KVManager:

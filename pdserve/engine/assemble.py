@@ -91,19 +91,19 @@ def make_scheduler(
     num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
     """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
-    core = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
+    context = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: SchedulerRole
     if kv is None:
-        role = MonolithRole(core, waiting)
+        role = MonolithRole(context, waiting)
     elif config.disagg.disaggregation_mode == "prefill":
-        role = PrefillRole(core, kv, waiting, kv_checksum)
+        role = PrefillRole(context, kv, waiting, kv_checksum)
     else:
         policy = config.disagg.disaggregation_load_failure_policy
-        role = DecodeRole(core, kv, waiting, kv_checksum, load_failure_policy=policy)
+        role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy)
     return Scheduler(
         role,
-        core,
+        context,
         kv,
         input_source,
         max_queued=config.schedule.most_queued,

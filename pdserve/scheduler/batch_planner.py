@@ -33,14 +33,14 @@ class PrefillBudget:
     The prefill budget is `BURST_STEPS` full steps until a running request waits for its second or a later token.
     """
 
-    def __init__(self, core: SchedulerContext) -> None:
-        self._core = core
+    def __init__(self, context: SchedulerContext) -> None:
+        self._context = context
         self._left = 0
         self.refill()
 
     def refill(self) -> None:
         """Restore the full budget: no running request waits for a token after its first."""
-        self._left = BURST_STEPS * self._core.limits.step_tokens
+        self._left = BURST_STEPS * self._context.limits.step_tokens
 
     def end(self) -> None:
         """Drop the rest of the full budget: a running request waits for its next token."""
@@ -53,12 +53,12 @@ class PrefillBudget:
     @property
     def is_over(self) -> bool:
         """True when the next step has the mixed budget: less than `mixed_step_tokens` of the full budget is left."""
-        return self._left < self._core.limits.mixed_step_tokens
+        return self._left < self._context.limits.mixed_step_tokens
 
     @property
     def budget(self) -> int:
         """Prompt tokens that the next step may take."""
-        limits = self._core.limits
+        limits = self._context.limits
         return limits.mixed_step_tokens if self.is_over else min(limits.step_tokens, self._left)
 
 
@@ -133,9 +133,14 @@ class PrefillManager:
     """
 
     def __init__(
-        self, core: SchedulerContext, waiting: WaitingQueue, headroom_tokens: Callable[[Req], float], *, needs_aux: bool
+        self,
+        context: SchedulerContext,
+        waiting: WaitingQueue,
+        headroom_tokens: Callable[[Req], float],
+        *,
+        needs_aux: bool,
     ) -> None:
-        self._core = core
+        self._context = context
         self._headroom_tokens = headroom_tokens
         self._needs_aux = needs_aux
         self.waiting = waiting
@@ -152,7 +157,7 @@ class PrefillManager:
         """
         if not self.active and not len(self.waiting):
             return []
-        whole = self._core.limits.chunk_tokens is None
+        whole = self._context.limits.chunk_tokens is None
         rows: list[BatchRow] = []
         long = next((req for req in self.active.values() if _left(req) > budget), None)
         if long is not None:
@@ -189,15 +194,15 @@ class PrefillManager:
         req.computed = end
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
-        self._core.cache(req)
+        self._context.cache(req)
         if end < req.seq_len:
             return False
         del self.active[req.rid]
         if req.times.prefilled is None:
             if not req.spec.probe:
-                self._core.counters["prompt_tokens"] += req.num_prompt
-                self._core.counters["cached_tokens"] += req.num_cached
-            req.times.prefilled = self._core.clock.now()
+                self._context.counters["prompt_tokens"] += req.num_prompt
+                self._context.counters["cached_tokens"] += req.num_cached
+            req.times.prefilled = self._context.clock.now()
         return True
 
     def remove(self, req: Req) -> None:
@@ -212,7 +217,7 @@ class PrefillManager:
     def _note_chunk(self, req: Req, end: int) -> None:
         assert req.times.started is not None
         req.chunks = [] if req.chunks is None else req.chunks
-        req.chunks.append((self._core.clock.now() - req.times.started, end))
+        req.chunks.append((self._context.clock.now() - req.times.started, end))
 
     def _short_ones(self, budget: int, long: Req, rows: list[BatchRow]) -> int:
         """Add chunks of shorter prompts beside `long`; returns their tokens, at most `budget`.
@@ -286,17 +291,17 @@ class PrefillManager:
         """The tokens up to the end of the page behind the first `num_tokens`; None when other requests cannot use that
         page.
         """
-        layout = self._core.memory.layout
+        layout = self._context.memory.layout
         end = layout.tokens_in(layout.whole_pages(num_tokens) + 1)
-        return req.packed(end) if self._core.memory.has_prefix_cache and end < req.seq_len else None
+        return req.token_bytes(end) if self._context.memory.has_prefix_cache and end < req.seq_len else None
 
     def _may_use(self, req: Req, num_cached: int) -> bool:
         """True when `req` may take the page behind its first `num_cached` tokens from the prefix cache."""
-        return num_cached + self._core.memory.layout.tokens_in(1) <= req.most_cached
+        return num_cached + self._context.memory.layout.tokens_in(1) <= req.most_cached
 
     def _may_start(self, req: Req) -> bool:
         """True when a row, an aux slot and enough memory are free, with the headroom that running requests need."""
-        memory = self._core.memory
+        memory = self._context.memory
         if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
             return False
         left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
@@ -307,8 +312,8 @@ class PrefillManager:
         """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
         wait.
         """
-        core, memory = self._core, self._core.memory
-        if not self._may_start(req) or (req.saved is not None and not core.settled):
+        context, memory = self._context, self._context.memory
+        if not self._may_start(req) or (req.saved is not None and not context.settled):
             return False
         req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
         if req.lease is None:
@@ -317,33 +322,33 @@ class PrefillManager:
             req.aux = memory.aux.reserve(1, req.rid)
         self.waiting.remove(req)
         self.active[req.rid] = req
-        assigned = core.assign_slot(req)
+        assigned = context.assign_slot(req)
         assert assigned, "a row was free"
         if req.saved is not None:
-            core.restore(req)
+            context.restore(req)
         else:
             req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
         req.planned = req.computed
         if req.num_retractions:
-            core.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
+            context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
         if req.times.started is None:
-            req.times.started = core.clock.now()
+            req.times.started = context.clock.now()
             req.num_cached = min(req.computed, req.num_prompt)
         return True
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:
         """The tokens to look up in the prefix cache, and the most that may be taken from it."""
-        return (b"", 0) if req.saved is not None else (req.packed(req.seq_len), req.most_cached)
+        return (b"", 0) if req.saved is not None else (req.token_bytes(req.seq_len), req.most_cached)
 
     def _num_cached(self, req: Req) -> int:
-        return self._core.memory.match_prefix(*self._prefix(req))
+        return self._context.memory.match_prefix(*self._prefix(req))
 
     def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
         """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary."""
         assert req.row is not None
         take = min(_left(req), budget)
         if take < _left(req):
-            layout = self._core.memory.layout
+            layout = self._context.memory.layout
             aligned = layout.tokens_in(layout.whole_pages(req.planned + take)) - req.planned
             take = aligned if aligned > 0 else take
         if take <= 0:
@@ -367,18 +372,18 @@ class BatchPlanner:
 
     def __init__(
         self,
-        core: SchedulerContext,
+        context: SchedulerContext,
         waiting: WaitingQueue,
         headroom_tokens: Callable[[Req], float],
         *,
         prefill_only: bool = False,
     ) -> None:
-        self._core = core
+        self._context = context
         self._prefill_only = prefill_only
-        self.running = DecodeBatch(core, self._retract)
-        self.prefilling = PrefillManager(core, waiting, headroom_tokens, needs_aux=prefill_only)
-        self._burst = PrefillBudget(core)
-        self._parts = BatchSplitter(core.limits.saturation_tokens)
+        self.running = DecodeBatch(context, self._retract)
+        self.prefilling = PrefillManager(context, waiting, headroom_tokens, needs_aux=prefill_only)
+        self._burst = PrefillBudget(context)
+        self._parts = BatchSplitter(context.limits.saturation_tokens)
 
     @property
     def needs_sync(self) -> bool:
@@ -410,13 +415,13 @@ class BatchPlanner:
             if req is None or req.row != row.row:
                 continue
             if index in result.prompts:
-                self._core.outbox.emit_prompt(req, result.prompts[index])
+                self._context.outbox.emit_prompt(req, result.prompts[index])
             if row.rid in self.running.reqs:
                 assert token is not None
                 yield req, token, self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):
                 assert token is not None
-                finish = self._core.append(req, token)
+                finish = self._context.append(req, token)
                 if finish is None:
                     self.running.add(req)
                     if len(req.output_ids) > 1:
@@ -436,7 +441,7 @@ class BatchPlanner:
         self.prefilling.active.clear()
         self._parts.clear()
         for req in taken:
-            self._core.counters["requests_retracted"] += 1
+            self._context.counters["requests_retracted"] += 1
             self._retract(req)
 
     def _any_request_streams(self) -> bool:
@@ -445,5 +450,5 @@ class BatchPlanner:
         return waits or self.prefilling.ends_under_way
 
     def _retract(self, req: Req) -> None:
-        self._core.retract(req)
+        self._context.retract(req)
         self.prefilling.waiting.add(req, resumed=True)

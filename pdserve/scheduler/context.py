@@ -17,13 +17,13 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason, OutputBatc
 from pdserve.scheduler.request import Req, finish_for_token
 
 
-def check_fits(core: SchedulerContext, num_tokens: int) -> None:
+def check_fits(context: SchedulerContext, num_tokens: int) -> None:
     """Reject a request that could never run, even with all memory free.
 
     Raises:
         RequestError: status 400.
     """
-    memory = core.memory
+    memory = context.memory
     if memory.num_pages(num_tokens) > memory.pages.num_total:
         raise RequestError(
             f"prompt and max_new_tokens need {num_tokens} tokens of KV memory, the pool has {memory.max_tokens}",
@@ -231,7 +231,7 @@ class SchedulerContext:
     def cache(self, req: Req, *, ending: bool = False) -> None:
         """Insert the computed pages of `req` into the prefix cache. `ending`: the request releases the pages next."""
         if req.lease is not None and req.cacheable and not req.spec.probe:
-            self.memory.cache(req.lease, req.packed(req.computed), req.spec.priority, ending=ending)
+            self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
 
     def release_slot(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""

@@ -55,10 +55,10 @@ class NewTokenRatio:
 class DecodeBatch:
     """The decode batch. `retract(req)` releases the memory of a retracted request and queues the request again."""
 
-    def __init__(self, core: SchedulerContext, retract: Callable[[Req], None]) -> None:
-        self._core = core
+    def __init__(self, context: SchedulerContext, retract: Callable[[Req], None]) -> None:
+        self._context = context
         self._retract = retract
-        self.ratio = NewTokenRatio(core.limits.conservativeness)
+        self.ratio = NewTokenRatio(context.limits.conservativeness)
         self.reqs: dict[str, Req] = {}
 
     def add(self, req: Req) -> None:
@@ -68,13 +68,13 @@ class DecodeBatch:
     @property
     def is_short(self) -> bool:
         """True when the next step needs more pages than are available: no step may be under way when it is planned."""
-        num_available = self._core.memory.num_available
+        num_available = self._context.memory.num_available
         return len(self.reqs) > num_available and self._pages_wanted(1) > num_available
 
     def expected_tokens(self) -> float:
         """KV token slots that the running requests are still expected to take: whole pages."""
         left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
-        return self.ratio.value * left + self._core.memory.layout.tokens_in(len(self.reqs))
+        return self.ratio.value * left + self._context.memory.layout.tokens_in(len(self.reqs))
 
     def plan(self) -> list[BatchRow]:
         """Return one row per request that has memory: the row computes the last token and samples the next.
@@ -87,8 +87,8 @@ class DecodeBatch:
             return []
         if self.is_short:
             self._make_room()
-        tokens_in = self._core.memory.layout.tokens_in
-        num_stages = self._core.limits.num_stages
+        tokens_in = self._context.memory.layout.tokens_in
+        num_stages = self._context.limits.num_stages
         share = -(-len(self.reqs) // num_stages)
         rows: list[BatchRow] = []
         for req in self.reqs.values():
@@ -98,7 +98,7 @@ class DecodeBatch:
                 continue
             if len(rows) == share:
                 break
-            if planned >= tokens_in(len(lease.pages)) and not self._core.grow(req, planned + 1):
+            if planned >= tokens_in(len(lease.pages)) and not self._context.grow(req, planned + 1):
                 continue
             rows.append(BatchRow(req.rid, row, planned, planned + 1, sample=True))
             req.planned = planned + 1
@@ -109,9 +109,9 @@ class DecodeBatch:
     def commit(self, req: Req, token: SampledToken) -> FinishReason | None:
         """Append the token of this step; a finished request leaves the batch."""
         req.computed += 1
-        finish = self._core.append(req, token)
+        finish = self._context.append(req, token)
         if req.times.second_token is None:
-            req.times.second_token = self._core.clock.now()
+            req.times.second_token = self._context.clock.now()
         if finish is not None:
             del self.reqs[req.rid]
         return finish
@@ -120,7 +120,7 @@ class DecodeBatch:
 
     def _pages_wanted(self, num_steps: int) -> int:
         """Return the pages that `num_steps` further steps of all requests would take."""
-        num_pages = self._core.memory.num_pages
+        num_pages = self._context.memory.num_pages
         wanted = 0
         for req in self.reqs.values():
             assert req.lease is not None
@@ -131,14 +131,14 @@ class DecodeBatch:
     def _has_all(self, req: Req) -> bool:
         """True when the request has all the memory that it can need."""
         assert req.lease is not None
-        return len(req.lease.pages) >= self._core.memory.num_pages(req.max_len)
+        return len(req.lease.pages) >= self._context.memory.num_pages(req.max_len)
 
     def _make_room(self) -> None:
         """Retract requests until `RETRACT_STEPS` further steps fit; those with the least computed KV go first.
 
         The oldest request stays, and so do requests that need no more memory.
         """
-        memory = self._core.memory
+        memory = self._context.memory
         oldest = min(self.reqs.values(), key=lambda req: req.times.arrived)
         victims = [req for req in self.reqs.values() if req is not oldest and not self._has_all(req)]
         victims.sort(key=lambda req: (-req.computed, req.times.arrived))
@@ -147,5 +147,5 @@ class DecodeBatch:
             req = victims.pop()
             del self.reqs[req.rid]
             req.num_retractions += 1
-            self._core.counters["requests_retracted"] += 1
+            self._context.counters["requests_retracted"] += 1
             self._retract(req)

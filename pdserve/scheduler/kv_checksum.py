@@ -51,7 +51,7 @@ class KVChecksum:
         first, end, digests = self._found.get(req.rid, (cached, cached, ()))
         if num_pages <= end:
             return
-        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_given)
+        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_input_tokens)
         if digests:
             more = tuple(old.with_more(new) for old, new in zip(digests, more, strict=True))
         self._found[req.rid] = (first, num_pages, more)
@@ -80,9 +80,9 @@ class KVChecksum:
         if req.receiver.is_fake:
             return None
         first = req.lease.num_prefix_pages
-        end = self._layout.pages_for(req.num_given)
+        end = self._layout.pages_for(req.num_input_tokens)
         pages = req.lease.pages[first:end]
-        digests = self._hasher.digest(pages, first, req.num_given) if pages else ()
+        digests = self._hasher.digest(pages, first, req.num_input_tokens) if pages else ()
         total = checksum(digests) if digests else None
         if digests:
             self._line("kv.received", req, req.receiver.key, first, pages, digests, total)
@@ -112,7 +112,7 @@ class KVChecksum:
                 "room": str(key.room),
                 "key": f"{key.room}/{key.attempt}/{key.origin}",
                 **self._facts,
-                "num_tokens": req.num_given,
+                "num_tokens": req.num_input_tokens,
                 "first_page": first,
                 "pages": list(pages),
                 "bytes": len(pages) * self._facts["page_bytes"],

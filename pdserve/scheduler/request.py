@@ -66,7 +66,7 @@ class Req:
     first_token: SampledToken | None = None
     chunks: list[tuple[float, int]] | None = None
     """See `RequestTiming.chunks`."""
-    _packed: bytes = b""
+    _token_bytes: bytes = b""
 
     @property
     def rid(self) -> str:
@@ -79,12 +79,12 @@ class Req:
         return len(self.spec.input_ids)
 
     @property
-    def num_given(self) -> int:
+    def num_input_tokens(self) -> int:
         """Tokens the request came with: its prompt, and the output of an earlier try. Prefill sends their KV."""
         return len(self.spec.input_ids) + len(self.spec.prior_output_ids)
 
     @property
-    def num_made(self) -> int:
+    def num_generated(self) -> int:
         """Output tokens sampled in this try."""
         return len(self.output_ids) - len(self.spec.prior_output_ids)
 
@@ -134,11 +134,11 @@ class Req:
         """Output tokens that may still be sampled."""
         return self.spec.sampling.max_new_tokens - len(self.output_ids)
 
-    def packed(self, num_tokens: int) -> bytes:
+    def token_bytes(self, num_tokens: int) -> bytes:
         """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache."""
-        if len(self._packed) < 4 * num_tokens:
-            self._packed = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32).tobytes()
-        return self._packed[: 4 * num_tokens]
+        if len(self._token_bytes) < 4 * num_tokens:
+            self._token_bytes = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32).tobytes()
+        return self._token_bytes[: 4 * num_tokens]
 
 
 def finish_for_token(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
@@ -258,7 +258,7 @@ class WaitingQueue:
         return req.times.arrived - self._aging_s * req.spec.priority
 
     def _by_prefix(self, req: Req) -> float:
-        num_cached = self._memory.match_prefix(req.packed(req.seq_len), req.seq_len - 1)
+        num_cached = self._memory.match_prefix(req.token_bytes(req.seq_len), req.seq_len - 1)
         return req.times.arrived - self._aging_s * min(num_cached / LPM_TOKENS, LPM_MOST)
 
 

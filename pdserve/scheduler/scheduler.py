@@ -73,7 +73,7 @@ class Scheduler:
     def __init__(
         self,
         role: SchedulerRole,
-        core: SchedulerContext,
+        context: SchedulerContext,
         kv: KVManager | None,
         mailbox: InputSource,
         *,
@@ -91,7 +91,7 @@ class Scheduler:
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
         """
         self.role = role
-        self.core = core
+        self.context = context
         self.kv = kv
         self.mailbox = mailbox
         self._max_queued = max_queued
@@ -99,14 +99,14 @@ class Scheduler:
         self._live_facts = live_facts
         self._num_gated = num_gated
         self._idle_rounds = idle_rounds
-        self._depth = max(int(overlap), core.limits.num_stages - 1)
-        self._layer_events = core.limits.layer_groups > 0
+        self._depth = max(int(overlap), context.limits.num_stages - 1)
+        self._layer_events = context.limits.layer_groups > 0
         self._step = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
-        self._pace = RetryAfterEstimator(core.clock)
-        self.pulse = pulse or Heartbeat(core.clock)
+        self._pace = RetryAfterEstimator(context.clock)
+        self.pulse = pulse or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
         self._stopping = False
@@ -122,9 +122,9 @@ class Scheduler:
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
-            self.core.executor.resolve(self._under_way.popleft())
+            self.context.executor.resolve(self._under_way.popleft())
         if self._idle_rounds is not None:
-            self._idle_rounds.run_idle_until_all_stop(self._step, self.core.executor, self.mailbox)
+            self._idle_rounds.run_idle_until_all_stop(self._step, self.context.executor, self.mailbox)
 
     def step(self) -> bool:
         """Run one turn; True when a step was launched or was under way.
@@ -141,7 +141,7 @@ class Scheduler:
         if was_under_way and self.role.needs_sync:
             self._settle_all()
         plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
-        self.core.outbox.flush()
+        self.context.outbox.flush()
         if plan is None and self._idle_rounds is not None:
             plan = self._idle_rounds.plan(self._step + 1)
         if (plan is not None or was_under_way) and self.kv is not None:
@@ -150,14 +150,14 @@ class Scheduler:
             self._under_way.append(self._launch(plan))
         if len(self._under_way) > (self._depth if plan is not None else 0):
             self._settle()
-        self.core.outbox.flush()
+        self.context.outbox.flush()
         if not self._audited and self._idle:
             self._audit_at_idle()
         return plan is not None or was_under_way
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        memory, live = self.core.memory, self.role.live
+        memory, live = self.context.memory, self.role.live
         found = memory.audit()
         if not self._under_way:
             found += [
@@ -170,8 +170,8 @@ class Scheduler:
             found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
         if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
             found.append(f"{num_rooms} rooms are live for {len(live)} requests")
-        if self._idle and self.core.offloaded_bytes:
-            found.append(f"{self.core.offloaded_bytes} bytes of host memory are held for no request")
+        if self._idle and self.context.offloaded_bytes:
+            found.append(f"{self.context.offloaded_bytes} bytes of host memory are held for no request")
         return found
 
     @property
@@ -185,13 +185,13 @@ class Scheduler:
     def _record(self, found: list[str]) -> None:
         self._found = found
         for sentence in found:
-            self.core.counters["audit_differences"] += 1
+            self.context.counters["audit_differences"] += 1
             log.error("self-audit: %s", sentence)
 
     def _launch(self, plan: BatchPlan) -> StepHandle:
         self._step, self._audited = plan.step, False
-        handle = self.core.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
-        self.core.launched(plan.step)
+        handle = self.context.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
+        self.context.launched(plan.step)
         if plan.rows:
             self.role.launched(handle)
         return handle
@@ -203,8 +203,8 @@ class Scheduler:
     def _settle(self) -> None:
         """Take the results of the oldest step."""
         handle = self._under_way.popleft()
-        result = self.core.executor.resolve(handle)
-        self.core.resolved(handle.plan.step)
+        result = self.context.executor.resolve(handle)
+        self.context.resolved(handle.plan.step)
         self._profiler.step()
         self._end_failed(handle.plan, result)
         if handle.plan.rows:
@@ -215,16 +215,16 @@ class Scheduler:
         for row in [plan.rows[index] for index in result.failed]:
             req = self.role.live.get(row.rid)
             if req is not None and req.row == row.row:
-                self.core.counters["grammars_failed"] += 1
+                self.context.counters["grammars_failed"] += 1
                 self.role.end(req, GRAMMAR_FAILED)
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
         num_gated = 0 if self._num_gated is None else self._num_gated()
         queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
-        memory = self.core.memory.counts() | {"reqs_live": len(self.role.live)}
-        counters: dict[str, float] = {name: float(value) for name, value in self.core.counters.items()}
-        counters["evicted_pages"] = float(self.core.memory.pages.num_evicted)
+        memory = self.context.memory.counts() | {"reqs_live": len(self.role.live)}
+        counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
+        counters["evicted_pages"] = float(self.context.memory.pages.num_evicted)
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
@@ -234,7 +234,7 @@ class Scheduler:
         if self.kv is not None:
             facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
         num_used = memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
-        used = self.core.memory.layout.tokens_in(num_used)
+        used = self.context.memory.layout.tokens_in(num_used)
         return EngineState(
             queues=queues,
             memory=memory,
@@ -243,9 +243,9 @@ class Scheduler:
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"] + num_gated,
             num_used_tokens=used,
-            max_total_tokens=self.core.memory.max_tokens,
+            max_total_tokens=self.context.memory.max_tokens,
             audit=self._found,
-            failures=dict(self.core.failures),
+            failures=dict(self.context.failures),
             peers=[] if self.kv is None else self.kv.peer_loads(),
             oldest_orphan_s=0.0 if self.kv is None else self.kv.oldest_orphan_s(),
             probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
@@ -260,7 +260,7 @@ class Scheduler:
             case StateQuery(query_id=query_id, audit=audit):
                 if audit:
                     self._record(self.audit())
-                self.core.outbox.send(StateReply(query_id=query_id, state=self.state()))
+                self.context.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case (
                 FlushCache()
                 | PauseGeneration()
@@ -270,7 +270,7 @@ class Scheduler:
                 | DeclarePeerDead()
             ):
                 ok, message = self._obey(event)
-                self.core.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
+                self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
             case Divert(room=room, input_ids=input_ids, replica=replica):
                 assert self.kv is not None, "a monolith has no rooms"
                 self.kv.divert(room, prompt_digest(input_ids), replica)
@@ -295,20 +295,20 @@ class Scheduler:
                 )
             self._pace.sample(self._num_ended())
             self._audited = False
-            req = Req(spec, Times(arrived=self.core.clock.now()), output_ids=list(spec.prior_output_ids))
+            req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             self.role.admit(req)
-            self.core.counters[PROBES if spec.probe else "requests"] += 1
+            self.context.counters[PROBES if spec.probe else "requests"] += 1
         except RequestError as error:
-            self.core.counters["requests_refused"] += not spec.probe
+            self.context.counters["requests_refused"] += not spec.probe
             finish = FinishReason.failed(Failure.from_error(error))
-            self.core.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
+            self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:
         live = self.role.live
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
         for req in [live[rid] for rid in rids if rid in live]:
-            self.core.counters["requests_aborted"] += failure is not None and not req.spec.probe
+            self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
 
     def _obey(self, command: Command) -> tuple[bool, str]:
@@ -344,15 +344,16 @@ class Scheduler:
         holding = sum(not self._paused or req.lease is not None for req in self.role.live.values())
         if holding:
             return False, f"{holding} requests are running"
-        return True, f"{self.core.memory.flush()} cached pages were dropped"
+        return True, f"{self.context.memory.flush()} cached pages were dropped"
 
     def _num_ended(self) -> int:
-        return self.core.counters["requests"] + self.core.counters[PROBES] - len(self.role.live)
+        return self.context.counters["requests"] + self.context.counters[PROBES] - len(self.role.live)
 
     def _is_full(self) -> bool:
         """True when `max_queued` requests wait beyond those that free rows will take."""
         return (
-            self._max_queued is not None and self.role.num_waiting >= self._max_queued + self.core.memory.table.num_free
+            self._max_queued is not None
+            and self.role.num_waiting >= self._max_queued + self.context.memory.table.num_free
         )
 
 

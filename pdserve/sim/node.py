@@ -163,24 +163,24 @@ class SimNode:
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
             num_stages=shape.num_stages,
         )
-        core = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
+        context = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
         waiting = WaitingQueue(shape.policy, 10.0, self.memory)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
         role: SchedulerRole
         if mode == "null":
-            role = MonolithRole(core, waiting)
+            role = MonolithRole(context, waiting)
         else:
             self.kv = self._transfer(dp_size)
             kv_checksum = self._kv_checksum()
             policy = shape.load_failure_policy
             role = (
-                PrefillRole(core, self.kv, waiting, kv_checksum)
+                PrefillRole(context, self.kv, waiting, kv_checksum)
                 if mode == "prefill"
-                else DecodeRole(core, self.kv, waiting, kv_checksum, load_failure_policy=policy)
+                else DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
             )
         self.scheduler = Scheduler(
-            role, core, self.kv, self._input_source(), overlap=shape.overlap, max_queued=shape.max_queued
+            role, context, self.kv, self._input_source(), overlap=shape.overlap, max_queued=shape.max_queued
         )
 
     def step(self) -> None:
@@ -217,7 +217,7 @@ class SimNode:
     @property
     def idle(self) -> bool:
         """Whether no request, step, transfer or unacknowledged message is left."""
-        settled = self.scheduler.core.settled and not self.scheduler.role.live
+        settled = self.scheduler.context.settled and not self.scheduler.role.live
         return settled and (self.kv is None or self.kv.quiet)
 
     @property

@@ -97,7 +97,7 @@ def press_monolith(seed: int) -> Counter[str]:
         half = node.halves[f"r{index}"]
         assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
     assert not node.leaks(), f"seed {seed}: {node.leaks()}"
-    return node.scheduler.core.counters
+    return node.scheduler.context.counters
 
 
 def press(seed: int, faults: Faults) -> Played:

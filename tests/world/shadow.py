@@ -72,7 +72,7 @@ class Ranks:
 
     def _equip(self, number: int, node: SimNode, log: InputLog) -> None:
         """Give a node what a rank has in place of what a server of one rank has."""
-        kv, scheduler, core = node.kv, node.scheduler, node.scheduler.core
+        kv, scheduler, context = node.kv, node.scheduler, node.scheduler.context
         assert kv is not None and isinstance(scheduler, Scheduler)
         copies = RankCopies(number)
 
@@ -94,7 +94,7 @@ class Ranks:
         kv.receive_side._engine = kv.receive_side.published._engine = copies
         kv.args.aux.__class__ = SharedMetadata
         kv.args.aux._log = log  # type: ignore[attr-defined]
-        core.executor = RankExecutor(
+        context.executor = RankExecutor(
             node.executor, node.executor._table, node.executor.layout, TWO.place(0), Unaided(), log
         )
         scheduler.mailbox = (

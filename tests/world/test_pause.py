@@ -43,7 +43,7 @@ def test_the_tokens_are_the_monoliths(overlap: bool) -> None:
         for node in (world.prefill, world.decode):
             assert not node.leaks(), (seed, node.leaks())
         pauses += world.num_pauses
-        retracted += world.decode.scheduler.core.counters["requests_retracted"]
+        retracted += world.decode.scheduler.context.counters["requests_retracted"]
     assert pauses > 40 and retracted > 10
 
 

@@ -85,6 +85,8 @@ def play(faults: Faults, seeds: range) -> None:
                 assert half.tokens == tokens, f"seed {seed}, request {index}: tokens differ from the monolith's"
         for node in (world.prefill, world.decode):
             assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
-        recomputed += sum(node.scheduler.core.counters["kv_loads_recomputed"] for node in (world.decode, *world.dead))
+        recomputed += sum(
+            node.scheduler.context.counters["kv_loads_recomputed"] for node in (world.decode, *world.dead)
+        )
     assert recomputed > 0 and ends["length"] > recomputed
     assert faults.abort or not ends["abort"]

@@ -85,8 +85,8 @@ class SchedulerRole(Protocol):
 class BaseRole(abc.ABC):
     """What all roles share: the batch planner, and the end of a request."""
 
-    def __init__(self, core: SchedulerContext, planner: BatchPlanner) -> None:
-        self._core = core
+    def __init__(self, context: SchedulerContext, planner: BatchPlanner) -> None:
+        self._context = context
         self._batch_planner = planner
         self.live: dict[str, Req] = {}
 
@@ -102,18 +102,18 @@ class BaseRole(abc.ABC):
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `SchedulerRole.end`."""
         if failure is not None:
-            self._core.count_failure(req, failure)
+            self._context.count_failure(req, failure)
         self._abort_transfer(req, failure)
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
-        self._core.outbox.emit(req, (), finish, self._timing(req))
+        self._context.outbox.emit(req, (), finish, self._timing(req))
 
     def _leave(self, req: Req) -> None:
         """Remove the request from all queues and release its memory."""
         self._leave_queues(req)
         self._batch_planner.remove(req)
         del self.live[req.rid]
-        self._core.release(req)
+        self._context.release(req)
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:  # noqa: B027
         """End the KV transfer of a request that ends early. Does nothing in a role without transfers."""
@@ -135,8 +135,8 @@ class MixedBatchRole(BaseRole):
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens and release finished requests. The first two tokens and the last one carry timing."""
         for req, token, finish in self._batch_planner.commit(self.live, plan, result):
-            timing = self._timing(req) if finish or req.num_made <= 2 else None
-            self._core.outbox.emit(req, (token,), finish, timing)
+            timing = self._timing(req) if finish or req.num_generated <= 2 else None
+            self._context.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)
 

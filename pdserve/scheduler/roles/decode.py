@@ -51,7 +51,7 @@ class DecodeRole(MixedBatchRole):
 
     def __init__(
         self,
-        core: SchedulerContext,
+        context: SchedulerContext,
         kv: KVManager,
         ready: WaitingQueue,
         kv_checksum: KVChecksum | None = None,
@@ -62,9 +62,9 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
-        self._retracted = WaitingQueue("fcfs", 1.0, core.memory)
+        self._retracted = WaitingQueue("fcfs", 1.0, context.memory)
         """Requests whose prompt or output is computed again here."""
-        super().__init__(core, BatchPlanner(core, self._retracted, self._headroom_tokens))
+        super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens))
         self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}
@@ -83,7 +83,7 @@ class DecodeRole(MixedBatchRole):
         room = req.spec.room
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._core, req.max_len)
+        check_fits(self._context, req.max_len)
         address = (room.host, room.port or 0)
         digest, logprob_params = prompt_digest(req.spec.given_ids), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
@@ -105,9 +105,9 @@ class DecodeRole(MixedBatchRole):
         if len(self._ready) and not len(self._retracted):
             self._publish_ready()
             self._take_moves()
-        for req in list(itertools.islice(self._waiting.values(), self._core.memory.table.num_free)):
+        for req in list(itertools.islice(self._waiting.values(), self._context.memory.table.num_free)):
             del self._waiting[req.rid]
-            self._core.assign_slot(req)
+            self._context.assign_slot(req)
             self._batch_planner.running.add(req)
 
     def queues(self) -> dict[str, int]:
@@ -142,7 +142,7 @@ class DecodeRole(MixedBatchRole):
 
     def _publish_ready(self) -> None:
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
-        reserve = DecodeReservation(self._core.limits.reserved_decode_tokens, self._held())
+        reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
         while len(self._ready) and self._publish(self._ready[0], reserve):
             self._ready.remove(self._ready[0])
@@ -151,7 +151,7 @@ class DecodeRole(MixedBatchRole):
         """End requests that wait too long for memory. The transfer manager ends requests without a session at the same
         age.
         """
-        latest = self._core.clock.now() - self._core.limits.prealloc_timeout_s
+        latest = self._context.clock.now() - self._context.limits.prealloc_timeout_s
         for req in list(itertools.takewhile(lambda req: req.times.arrived < latest, self._prealloc.values())):
             self.end(req, self._no_memory())
 
@@ -162,7 +162,7 @@ class DecodeRole(MixedBatchRole):
                 self.end(req, self._no_memory())
 
     def _no_memory(self) -> Failure:
-        message = f"no KV pages became free within {self._core.limits.prealloc_timeout_s:g} s"
+        message = f"no KV pages became free within {self._context.limits.prealloc_timeout_s:g} s"
         return Failure(code="prealloc_timeout", message=message, status=503)
 
     def _lose(self, req: Req, failure: Failure) -> None:
@@ -173,31 +173,31 @@ class DecodeRole(MixedBatchRole):
         assert req.receiver is not None
         req.receiver.abort(failure)
         self._leave_queues(req)
-        self._core.leave_device(req)
-        req.times.lost = self._core.clock.now()
-        self._core.counters["kv_loads_recomputed"] += 1
+        self._context.leave_device(req)
+        req.times.lost = self._context.clock.now()
+        self._context.counters["kv_loads_recomputed"] += 1
         self._lost[req.rid] = req
         self._retracted.add(req, resumed=True)
 
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
-        memory = self._core.memory
-        num_left = memory.num_available - memory.num_pages(req.num_given)
+        memory = self._context.memory
+        num_left = memory.num_available - memory.num_pages(req.num_input_tokens)
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_left) < reserve.tokens:
             return False
-        prompt = req.packed(req.num_given)
-        lease = memory.reserve_tokens(req.num_given, req.rid, prompt, req.num_given)
+        prompt = req.token_bytes(req.num_input_tokens)
+        lease = memory.reserve_tokens(req.num_input_tokens, req.rid, prompt, req.num_input_tokens)
         if lease is None:
             return False
         aux = memory.aux.reserve(1, req.rid)
         assert aux is not None, "a slot was free"
         req.lease, req.aux = lease, aux
         assert req.receiver is not None
-        req.times.published = self._core.clock.now()
+        req.times.published = self._context.clock.now()
         num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
-        self._core.counters["decode_cached_tokens"] += num_cached
+        self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
-            self._core.executor.zero(lease.pages[lease.num_prefix_pages :])
+            self._context.executor.zero(lease.pages[lease.num_prefix_pages :])
         req.receiver.publish(lease, aux, num_cached)
         reserve.add(req)
         del self._prealloc[req.rid]
@@ -216,16 +216,16 @@ class DecodeRole(MixedBatchRole):
             self._lose(req, damage)
             return
         del self._transfer[req.rid]
-        req.times.received = req.times.started = req.times.prefilled = self._core.clock.now()
+        req.times.received = req.times.started = req.times.prefilled = self._context.clock.now()
         req.aux.drop("request")
         req.aux = None
         self._close(req)
-        req.computed = req.planned = req.num_given
+        req.computed = req.planned = req.num_input_tokens
         req.num_cached = record.cached_tokens
-        self._core.cache(req)
+        self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
-        finish = self._core.append(req, token)
-        self._core.outbox.emit(req, (token,), finish, self._timing(req))
+        finish = self._context.append(req, token)
+        self._context.outbox.emit(req, (token,), finish, self._timing(req))
         if finish is not None:
             self._leave(req)
         else:
@@ -239,14 +239,14 @@ class DecodeRole(MixedBatchRole):
         picked: tuple[float, ...] = ()
         for part in req.receiver.take_logprobs():
             if part.start < req.num_prompt:
-                self._core.outbox.emit_prompt(req, part)
+                self._context.outbox.emit_prompt(req, part)
             else:
                 picked = tuple(part.arrays()[-1][0].tolist())
         return picked
 
     def _headroom_tokens(self, req: Req) -> float:
         """Return the token slots that must stay free when the retracted `req` resumes."""
-        return DecodeReservation(self._core.limits.reserved_decode_tokens, self._held()).tokens
+        return DecodeReservation(self._context.limits.reserved_decode_tokens, self._held()).tokens
 
     def _held(self) -> Iterator[Req]:
         """Requests that hold memory and will need more."""

@@ -17,13 +17,13 @@ from pdserve.scheduler.roles.base import MixedBatchRole
 class MonolithRole(MixedBatchRole):
     """Admits a request when its prompt fits beside the expected growth of the running requests."""
 
-    def __init__(self, core: SchedulerContext, waiting: WaitingQueue) -> None:
-        super().__init__(core, BatchPlanner(core, waiting, self._headroom_tokens))
+    def __init__(self, context: SchedulerContext, waiting: WaitingQueue) -> None:
+        super().__init__(context, BatchPlanner(context, waiting, self._headroom_tokens))
         self._waiting = waiting
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
-        check_fits(self._core, req.max_len)
+        check_fits(self._context, req.max_len)
         self.live[req.rid] = req
         self._waiting.add(req)
 

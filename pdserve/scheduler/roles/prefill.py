@@ -33,10 +33,10 @@ class PrefillRole(BaseRole):
     """Owns the bootstrap and inflight queues; `BatchPlanner` owns waiting and active."""
 
     def __init__(
-        self, core: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
+        self, context: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
         """`kv_checksum` hashes the KV that is sent; None: no checksums."""
-        super().__init__(core, BatchPlanner(core, waiting, lambda req: 0.0, prefill_only=True))
+        super().__init__(context, BatchPlanner(context, waiting, lambda req: 0.0, prefill_only=True))
         self._kv_checksum = kv_checksum
         self._kv = kv
         self._waiting = waiting
@@ -49,9 +49,9 @@ class PrefillRole(BaseRole):
         room = req.spec.room
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._core, req.num_given)
+        check_fits(self._context, req.num_input_tokens)
         digest = prompt_digest(req.spec.given_ids)
-        req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_given)
+        req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_input_tokens)
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._bootstrap[req.rid] = req
@@ -73,14 +73,14 @@ class PrefillRole(BaseRole):
                 self._succeed(req)
             elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
                 del self._bootstrap[req.rid]
-                req.times.peer_ready = self._core.clock.now()
+                req.times.peer_ready = self._context.clock.now()
                 self._waiting.add(req)
 
     def launched(self, handle: StepHandle) -> None:
         """With layer events, send the pages that this step completes, one layer group at a time."""
         if handle.layer_events is None:
             return
-        num_layers, num_groups = self._core.memory.layout.groups[0].num_layers, self._core.limits.layer_groups
+        num_layers, num_groups = self._context.memory.layout.groups[0].num_layers, self._context.limits.layer_groups
         ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         for row in handle.plan.rows:
@@ -106,8 +106,8 @@ class PrefillRole(BaseRole):
                 continue
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
-            self._core.append(req, token)
-            self._core.release_slot(req)
+            self._context.append(req, token)
+            self._context.release_slot(req)
             record = AuxRecord(
                 room=req.spec.room.room,
                 attempt=0,
@@ -150,14 +150,14 @@ class PrefillRole(BaseRole):
     def _tell(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt to the client, and to decode where its client wants them."""
         assert req.sender is not None and req.spec.logprobs is not None
-        self._core.outbox.emit_prompt(req, part)
+        self._context.outbox.emit_prompt(req, part)
         if req.spec.logprobs.to_decode:
             req.sender.tell(part)
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages whose tokens are all computed once tokens `[0, end)` are."""
-        memory = self._core.memory
-        return memory.num_pages(end) if end >= req.num_given else memory.layout.whole_pages(end)
+        memory = self._context.memory
+        return memory.num_pages(end) if end >= req.num_input_tokens else memory.layout.whole_pages(end)
 
     def _succeed(self, req: Req) -> None:
         self._leave(req)
@@ -169,13 +169,13 @@ class PrefillRole(BaseRole):
             queue_s=stats.queue_s,
             bootstrap_s=stats.bootstrap_s,
             prefill_s=stats.prefill_s,
-            transfer_s=None if prefilled is None else self._core.clock.now() - prefilled,
+            transfer_s=None if prefilled is None else self._context.clock.now() - prefilled,
             kv_bytes=sent.num_bytes,
             kv_pages=sent.num_pages,
             kv_transfer_s=sent.write_s,
             chunks=req.chunks,
         )
-        self._core.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
+        self._context.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
         assert req.sender is not None and failure is not None

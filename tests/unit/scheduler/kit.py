@@ -74,11 +74,13 @@ class Mono:
             chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
             saturation_tokens=saturation, prefill_tokens=prefill, num_stages=num_stages,
         )  # fmt: skip
-        self.core = core = SchedulerContext(self.memory, self.executor, Outbox(self.sent.append), self.clock, limits)
+        self.context = context = SchedulerContext(
+            self.memory, self.executor, Outbox(self.sent.append), self.clock, limits
+        )
         self.mailbox: Mailbox[Event] = Mailbox()
         self.scheduler = Scheduler(
-            MonolithRole(core, WaitingQueue(policy, 10.0, core.memory)),
-            core,
+            MonolithRole(context, WaitingQueue(policy, 10.0, context.memory)),
+            context,
             None,
             self.mailbox,
             max_queued=max_queued,

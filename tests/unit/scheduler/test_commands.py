@@ -156,7 +156,7 @@ def test_a_peer_that_is_declared_dead_has_no_session_any_more() -> None:
     (peer,) = peers
     assert peer.state == "ready"
     sent: list[ToApi] = []
-    scheduler.core.outbox.send = sent.append  # type: ignore[method-assign]
+    scheduler.context.outbox.send = sent.append  # type: ignore[method-assign]
     for instance in ("nobody", peer.instance):
         world.decode.mailbox.post(DeclarePeerDead(query_id=instance, instance=instance))
     scheduler.step()

@@ -71,7 +71,7 @@ def test_the_audit_runs_at_idle_and_is_counted(caplog: pytest.LogCaptureFixture)
     lost = mono.memory.pages.allocator.take(1)
     assert lost is not None
     mono.run()
-    assert mono.core.counters["audit_differences"] > 0 and "self-audit" in caplog.text
+    assert mono.context.counters["audit_differences"] > 0 and "self-audit" in caplog.text
     mono.mailbox.post(StateQuery(query_id="q", audit=True))
     mono.step()
     state = next(m.state for m in mono.sent if isinstance(m, StateReply))

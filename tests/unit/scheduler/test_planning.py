@@ -201,7 +201,7 @@ def test_a_prefix_that_is_being_computed_is_waited_for_not_computed_again() -> N
     mono.run()
     rows = [row for plan in mono.executor.plans for row in plan.rows if row.rid != "other"]
     assert sum(row.num_tokens for row in rows if row.end <= 202) == 200 + 64 * 2
-    assert mono.core.counters["cached_tokens"] == 63 * 200
+    assert mono.context.counters["cached_tokens"] == 63 * 200
     assert mono.all_free()
 
 
@@ -236,7 +236,7 @@ def test_memory_is_kept_for_what_running_requests_are_expected_to_need() -> None
     mono.post("b", SHORT, max_new_tokens=150)
     assert "b" not in mono.step(), "0.7 x 150 tokens twice do not fit 200"
     mono.run()
-    assert mono.core.counters["requests_retracted"] == 0
+    assert mono.context.counters["requests_retracted"] == 0
 
 
 @pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
@@ -257,12 +257,12 @@ def test_retraction_is_bounded_and_changes_no_token(offload_bytes: int) -> None:
         if not tight.scheduler.role.live:
             break
     roomy.run()
-    assert tight.core.counters["requests_retracted"] > 0 and max(worst.values()) <= 4, "16, 32, 64, 128 tokens"
-    assert (tight.core.counters["offloaded_pages"] > 0) == (offload_bytes > 0)
+    assert tight.context.counters["requests_retracted"] > 0 and max(worst.values()) <= 4, "16, 32, 64, 128 tokens"
+    assert (tight.context.counters["offloaded_pages"] > 0) == (offload_bytes > 0)
     assert worst["0"] == 0, "the oldest never gives way"
     for i in range(8):
         assert tight.tokens(str(i)) == roomy.tokens(str(i)) and len(tight.tokens(str(i))) == 100
-    assert tight.all_free() and tight.core.offloaded_bytes == 0 and tight.scheduler.audit() == []
+    assert tight.all_free() and tight.context.offloaded_bytes == 0 and tight.scheduler.audit() == []
 
 
 def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
@@ -272,12 +272,12 @@ def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
         mono.post(rid, SHORT, max_new_tokens=60, ignore_eos=True)
     for _ in range(200):
         mono.step()
-        if mono.core.offloaded_bytes:
+        if mono.context.offloaded_bytes:
             break
-    assert mono.core.offloaded_bytes and mono.scheduler.role.queues()["num_retracted_reqs"] == 1
+    assert mono.context.offloaded_bytes and mono.scheduler.role.queues()["num_retracted_reqs"] == 1
     mono.mailbox.post(AbortRequest(rid=None))
     mono.run()
-    assert mono.core.offloaded_bytes == 0 and mono.all_free()
+    assert mono.context.offloaded_bytes == 0 and mono.all_free()
 
 
 def test_the_ratio_falls_with_good_steps_and_rises_to_what_was_used() -> None:
@@ -320,7 +320,7 @@ def test_a_short_prompt_does_not_wait_behind_those_that_wait_for_a_prefix() -> N
     steps = [mono.step() for _ in range(3)]
     assert any("short" in rows for rows in steps) and all(set(rows) <= {"first", "short"} for rows in steps)
     mono.run()
-    assert mono.all_free() and mono.core.counters["cached_tokens"] == 40 * 1500
+    assert mono.all_free() and mono.context.counters["cached_tokens"] == 40 * 1500
 
 
 @pytest.mark.parametrize("together", [False, True])

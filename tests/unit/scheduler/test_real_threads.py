@@ -70,7 +70,7 @@ class Server:
         table = PageTable(NUM_ROWS, NUM_PAGES)
         executor = HashExecutor(hash_layout(4), NUM_PAGES, table)
         memory = KVMemory(executor.layout, NUM_PAGES, table, NUM_AUX, on_free=executor.poison)
-        core = SchedulerContext(memory, executor, Outbox(self._hear), MonotonicClock(), StepLimits(chunk_tokens=7))
+        context = SchedulerContext(memory, executor, Outbox(self._hear), MonotonicClock(), StepLimits(chunk_tokens=7))
         self.mailbox: Mailbox[Event] = Mailbox()
         aux = MetadataBuffers(NUM_AUX, shareable=False)
         self._transport = MemoryTransport(hub)
@@ -88,13 +88,13 @@ class Server:
             secret=mode,
         )
         kv = KVManager(
-            args, self._socket, self._workers, LocalDirectory(served, self.mailbox.post), core.clock, TransferTimes()
+            args, self._socket, self._workers, LocalDirectory(served, self.mailbox.post), context.clock, TransferTimes()
         )
         if mode == "prefill":
             served[ADDRESS] = (mode, self._socket.endpoint)
-        waiting = WaitingQueue("fcfs", 10.0, core.memory)
-        role = PrefillRole(core, kv, waiting) if mode == "prefill" else DecodeRole(core, kv, waiting)
-        self._thread = threading.Thread(target=Scheduler(role, core, kv, self.mailbox).run, name=mode)
+        waiting = WaitingQueue("fcfs", 10.0, context.memory)
+        role = PrefillRole(context, kv, waiting) if mode == "prefill" else DecodeRole(context, kv, waiting)
+        self._thread = threading.Thread(target=Scheduler(role, context, kv, self.mailbox).run, name=mode)
         self._thread.start()
 
     def state(self) -> EngineState:

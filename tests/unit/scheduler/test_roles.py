@@ -203,7 +203,7 @@ def test_what_a_fake_transfer_brought_is_never_cached(offload_pages: int) -> Non
         spec = msgspec.structs.replace(_request(f"r{i}", i, 24), input_ids=list(range(i * 100, i * 100 + 20)))
         decode.mailbox.post(msgspec.structs.replace(spec, room=RoomAddress(host="2.2.2.2", port=1, room=i)))
     _until(world, lambda: len(decode.halves) == 4 and all(half.finish for half in decode.halves.values()), decode)
-    assert decode.scheduler.core.counters["requests_retracted"] > 0, "the case is about retracted requests too"
+    assert decode.scheduler.context.counters["requests_retracted"] > 0, "the case is about retracted requests too"
     assert decode.memory.counts()["pages_cached"] == 0 and not decode.leaks()
 
 
@@ -247,7 +247,7 @@ def test_decode_computes_in_pages_of_its_own_what_a_silent_peer_does_not_send(ha
     assert lease is not None and decode.kv is not None
     _until(world, lambda: decode.halves["r0"].finish is not None, decode)
     assert decode.kv.counts()["pages_held_remote"] > 0, "the peer is back as soon as it likes"
-    assert decode.scheduler.core.counters["kv_loads_recomputed"] == 1
+    assert decode.scheduler.context.counters["kv_loads_recomputed"] == 1
     finish = decode.halves["r0"].finish
     assert finish is not None
     if has_memory:

@@ -60,7 +60,7 @@ def test_the_longest_cached_prefix_goes_first_and_waiting_outweighs_it() -> None
     late = make_req("c", AGING_S + 1, tokens=[*known, 8])
     queue.add(late)
     assert order(queue) == "abc", "nothing is cached yet"
-    memory.cache(lease, match.packed(len(known)))
+    memory.cache(lease, match.token_bytes(len(known)))
     queue.refresh()
     assert order(queue) == "bac"
 
