@@ -97,7 +97,7 @@ class TimedCopies:
         self._submitted = threading.Semaphore(0)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`."""
         return True
 
@@ -187,7 +187,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
             reduce_until_agreed(began, rank, transfers, step_s, lambda: None)
         else:
             copies = RankCopies(rank)
-            log = FollowerLog(f"rank {rank}", began, leader.hear)
+            log = FollowerLog(f"rank {rank}", began, leader.next_entry)
             consensus = Consensus(copies, parallel.begin_least, log, leader.root_cause, lambda: None, in_step=True)
             copies.drive(TimedCopies(rank, began, transfers, copies.post), 0.0, 0.0, leader.report)
             Loop(ranks, FollowerInputSource(log, consensus), copies, log, began).run(transfers, step_s, lambda: None)
@@ -234,7 +234,7 @@ def lead(way: Way, ranks: int, transfers: int, step_s: float, stop: bool) -> dic
         followers = meet_followers(ParallelShape(tp_size=ranks), store, TOKEN, host=HOST)
         with joined(store, 0, ranks) as parallel:
             looks, mailbox, copies = Looks(), Mailbox[Event](), RankCopies(0)
-            log = LeaderLog(MonotonicClock(), followers.tell)
+            log = LeaderLog(MonotonicClock(), followers.broadcast)
             consensus = Consensus(
                 copies, parallel.begin_least, log, followers.root_cause, lambda: mailbox.post(Woken()), in_step=True
             )

@@ -169,7 +169,7 @@ class HeldEngine:
     fence_drain_timeout_s: float = 0.0
     notifies: bool = False
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`."""
         return True
 

@@ -111,7 +111,7 @@ def run_follower(
         except Stopped:
             log.info("rank %d was stopped by rank 0", place.rank)
         except Exception as error:
-            leader.say_why(error)
+            leader.report_failure(error)
             raise
         leader.set_close_timeout(RankError(f"rank {place.rank} has not ended within its time limit"))
 
@@ -164,7 +164,7 @@ def _make_scheduler(
 ) -> Scheduler:
     """Make a scheduler equal to rank 0's, except for its executor, input and peers."""
     place = built.place
-    inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.hear)
+    inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.next_entry)
     memory = make_memory(config, built, stack)
     kv, kv_checksum, consensus = None, None, None
     if copying is not None:

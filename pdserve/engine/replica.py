@@ -46,7 +46,7 @@ class RankProcessGroup:
 
     def begin(self, transfer: TransferStart | None) -> None:
         """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
-        self.followers.tell(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
+        self.followers.broadcast(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
 
 
 @dataclasses.dataclass
@@ -196,7 +196,7 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         ready = followers.wait_ready()
         _check_facts(built, ready)
         samples += [one.samples for one in ready]
-        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.tell), parallel, moves)
+        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
         executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
         root_cause = followers.root_cause
     if moves and root_cause is not None:

@@ -45,7 +45,7 @@ Item = tuple[MemoryKey | Opening | Fencing | str, int]
 connects to; or a receiving engine that rank r opens or fences.
 """
 Outcome = PeerConnected | CopyDone | Notified | ReceiverOpened | PeerFenced
-Tell = Callable[[Outcome], None]
+Report = Callable[[Outcome], None]
 
 LOST = Failure(code="transfer_failed", message="another rank failed; see its log", status=502)
 _LATER = torch.iinfo(torch.int64).max
@@ -60,7 +60,7 @@ class RankCopies:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._tell: Tell = lambda event: None
+        self._report: Report = lambda event: None
         self._own: CopyEngine | None = None
         self._lock = threading.RLock()
         self._pending: dict[Item, int] = {}
@@ -76,14 +76,14 @@ class RankCopies:
         self.drain_timeout_s = 0.0
         self.fence_drain_timeout_s = 0.0
 
-    def drive(self, own: CopyEngine, drain_timeout_s: float, fence_drain_timeout_s: float, tell: Tell) -> None:
+    def drive(self, own: CopyEngine, drain_timeout_s: float, fence_drain_timeout_s: float, report: Report) -> None:
         """Copy with `own`, which must report to `post`. Call once, before the first submission.
 
-        `tell` gets the outcome of each own item, on any thread. `drain_timeout_s` and `fence_drain_timeout_s` are the
+        `report` gets the outcome of each own item, on any thread. `drain_timeout_s` and `fence_drain_timeout_s` are the
         longest of all ranks: every rank must free pages in the same turn, and no rank before its transport's writes
         have drained.
         """
-        self._own, self._tell = own, tell
+        self._own, self._report = own, report
         self.drain_timeout_s, self.fence_drain_timeout_s = drain_timeout_s, fence_drain_timeout_s
 
     @property
@@ -96,12 +96,12 @@ class RankCopies:
         """Number of items that the ranks have not agreed on; the same on all ranks."""
         return len(self._pending)
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`. Always False: a result that only this rank knows needs the agreement of all ranks first."""
         if (transport_address, rank) in self._pending:
             return False  # pending from an earlier call whose caller has given up
         self._add((transport_address, rank), rank)
-        if rank == self._rank and self._engine.reach(0, transport_address):
+        if rank == self._rank and self._engine.connect(0, transport_address):
             self.post(PeerConnected(transport_address, None))
         return False
 
@@ -138,7 +138,7 @@ class RankCopies:
             self._engine.fence(0, peer)
 
     def expect(self, key: MemoryKey, rank: int, count: int) -> bool:
-        """See `CopyEngine`; as `reach`."""
+        """See `CopyEngine`; as `connect`."""
         self._add((key, -1 - rank), rank)
         if rank == self._rank and self._engine.expect(key, 0, count):
             self.post(Notified(key, 0))
@@ -150,10 +150,10 @@ class RankCopies:
         if not isinstance(event, CopyDone):
             event = msgspec.structs.replace(event, rank=self._rank)
         item = item_of(event)
-        with self._lock:  # record and report atomically: `poll` and `tell` must agree
+        with self._lock:  # record and report atomically: `poll` and `report` must agree
             if item in self._pending:
                 self._outcomes[item] = event
-                self._tell(event)
+                self._report(event)
 
     def heard(self, event: Outcome) -> None:
         """Record another rank's report: the reason of a failure, or an address. The outcome itself needs consensus. Any

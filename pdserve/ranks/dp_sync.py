@@ -76,7 +76,7 @@ class DpSync:
             alive=Alive(),
             on_message=self._take,
             on_lost=self._changed.lose,
-            last_words=lambda error: RankFailed(Trouble.of(error)),
+            final_message=lambda error: RankFailed(Trouble.of(error)),
         )
 
     def share_samples(self, samples: Sequence[WeightSamples]) -> list[WeightSamples]:

@@ -65,11 +65,11 @@ class InputLog(Protocol):
 
 
 class LeaderLog:
-    """Implements `InputLog` for rank 0: sends each entry with `say` before rank 0 acts on it."""
+    """Implements `InputLog` for rank 0: sends each entry with `send` before rank 0 acts on it."""
 
-    def __init__(self, clock: Clock, say: Callable[[Entry], None]) -> None:
+    def __init__(self, clock: Clock, send: Callable[[Entry], None]) -> None:
         self._clock = clock
-        self._say = say
+        self._send = send
         self._now = clock.now()
 
     def now(self) -> float:
@@ -81,36 +81,36 @@ class LeaderLog:
         self._now = self._clock.now()
         *first, last = _parts(look.events)
         for part in first:
-            self._say(More(tuple(part)))
-        self._say(Turn(self._now, tuple(last), look.reduction, look.num_pending))
+            self._send(More(tuple(part)))
+        self._send(Turn(self._now, tuple(last), look.reduction, look.num_pending))
         return look
 
     def launched(self, step: int, seen: int) -> None:
         """See `InputLog.launched`."""
-        self._say(Launched(step, seen))
+        self._send(Launched(step, seen))
 
     def settled(self, result: StepResult) -> StepResult:
         """See `InputLog.settled`."""
         self._now = self._clock.now()
-        self._say(Settled(self._now, result))
+        self._send(Settled(self._now, result))
         return result
 
     def answer(self, find: Callable[[], V]) -> V:
         """See `InputLog.answer`."""
         value = find()
-        self._say(Answer(value))
+        self._send(Answer(value))
         return value
 
 
 class FollowerLog:
-    """Implements `InputLog` for a follower: `hear` waits for the next entry and returns it. `name` is this rank's.
+    """Implements `InputLog` for a follower: `receive` waits for the next entry and returns it. `name` is this rank's.
 
-    A `hear` that raises ends the loop: no entry follows.
+    A `receive` that raises ends the loop: no entry follows.
     """
 
-    def __init__(self, name: str, now: float, hear: Callable[[], Entry]) -> None:
+    def __init__(self, name: str, now: float, receive: Callable[[], Entry]) -> None:
         self._name = name
-        self._hear = hear
+        self._receive = receive
         self._now = now
 
     def now(self) -> float:
@@ -120,7 +120,7 @@ class FollowerLog:
     def turn(self, look: TickInput) -> TickInput:
         """See `InputLog.turn`."""
         events: list[SharedEvent] = []
-        while isinstance(entry := self._hear(), More):
+        while isinstance(entry := self._receive(), More):
             events += entry.events
         turn = self._check(entry, Turn)
         if turn.reduction and turn.num_pending != look.num_pending:
@@ -130,13 +130,13 @@ class FollowerLog:
 
     def launched(self, step: int, seen: int) -> None:
         """See `InputLog.launched`."""
-        launched = self._check(self._hear(), Launched)
+        launched = self._check(self._receive(), Launched)
         if (launched.step, launched.seen) != (step, seen):
             raise self._apart(f"has planned step {step} differently than rank 0, which is at step {launched.step}")
 
     def settled(self, result: StepResult) -> StepResult:
         """See `InputLog.settled`."""
-        settled = self._check(self._hear(), Settled)
+        settled = self._check(self._receive(), Settled)
         if settled.result.step != result.step:
             raise self._apart(f"has computed step {result.step}, rank 0 has computed step {settled.result.step}")
         self._now = settled.now
@@ -144,7 +144,7 @@ class FollowerLog:
 
     def answer(self, find: Callable[[], V]) -> V:
         """See `InputLog.answer`."""
-        return self._check(self._hear(), Answer).value  # type: ignore[return-value]
+        return self._check(self._receive(), Answer).value  # type: ignore[return-value]
 
     def _check(self, entry: Entry, wanted: type[E]) -> E:
         if not isinstance(entry, wanted):

@@ -141,7 +141,7 @@ class RankLink(Generic[Out, In]):
 
     Listens at `endpoint` from the constructor on; `connect` starts the thread "ranks", which runs all callbacks. Each
     message goes to `on_message(rank, message)`. The first loss goes to `on_lost(error)`, once, after
-    `last_words(error)` was sent to all peers. After `expect_end` nothing counts as a loss.
+    `final_message(error)` was sent to all peers. After `expect_end` nothing counts as a loss.
 
     Raises:
         ConfigError: nothing can be bound at `host`.
@@ -184,7 +184,7 @@ class RankLink(Generic[Out, In]):
         alive: Out,
         on_message: Callable[[int, In], None],
         on_lost: Callable[[PdserveError], None],
-        last_words: Callable[[PdserveError], Out | None] = lambda error: None,
+        final_message: Callable[[PdserveError], Out | None] = lambda error: None,
     ) -> None:
         """Connect to `peers`, which listen already and know our `nonce`; `alive` is the heartbeat. Call once."""
         assert self._thread is None, "connected twice"
@@ -196,7 +196,7 @@ class RankLink(Generic[Out, In]):
         }
         self._watch = FailureDetector(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
-        self._on_message, self._on_lost, self._last_words = on_message, on_lost, last_words
+        self._on_message, self._on_lost, self._final_message = on_message, on_lost, final_message
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
         self._thread.start()
 
@@ -241,8 +241,8 @@ class RankLink(Generic[Out, In]):
         except Exception as error:
             log.exception("the thread that talks to other ranks failed")
             lost = RankError(f"rank {self.rank} cannot go on: {type(error).__name__}: {error}")
-        if lost is not None and (words := self._last_words(lost)) is not None:
-            self.broadcast(words)
+        if lost is not None and (message := self._final_message(lost)) is not None:
+            self.broadcast(message)
         for line in self._lines.values():
             line.close()
         self._pull.close(linger=0)

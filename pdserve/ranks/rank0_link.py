@@ -71,7 +71,7 @@ class Rank0Link:
         timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
         self._place = place
-        self._said: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
         self._changed = LinkCondition(on_lost)
         self._links: RankLink[ToLeader, ToFollower] = RankLink(
@@ -87,7 +87,7 @@ class Rank0Link:
                 alive=Alive(),
                 on_message=self._take,
                 on_lost=self._on_lost,
-                last_words=lambda error: RankFailed(Trouble.of(error)),
+                final_message=lambda error: RankFailed(Trouble.of(error)),
             )
             stack.pop_all()
 
@@ -110,7 +110,7 @@ class Rank0Link:
 
     def wait_begin(self) -> Begin:
         """Wait for `Begin`. Raises Stopped."""
-        match self._said.get():
+        match self._received.get():
             case Begin() as begin:
                 return begin
             case Stop():
@@ -118,9 +118,9 @@ class Rank0Link:
             case entry:
                 raise RankError(f"rank 0 sent {type(entry).__name__} before Begin")
 
-    def hear(self) -> Entry:
+    def next_entry(self) -> Entry:
         """Wait for the next entry of the log. Raises Stopped."""
-        match self._said.get():
+        match self._received.get():
             case More() | Turn() | Launched() | Settled() | Answer() as entry:
                 return entry
             case Stop():
@@ -131,7 +131,7 @@ class Rank0Link:
     def wait_stop(self) -> NoReturn:
         """Wait, after the end of the loop here and on rank 0, until rank 0 sends `Stop` or is gone. Raises Stopped."""
         while True:
-            self.hear()
+            self.next_entry()
 
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: ranks of the last pipeline stage report, since rank 0 waits for them."""
@@ -148,10 +148,10 @@ class Rank0Link:
         return (own,)
 
     def root_cause(self) -> PdserveError | None:
-        """See `RankGroup.root_cause`: None, since rank 0 detects losses and reports them; see `say_why`."""
+        """See `RankGroup.root_cause`: None, since rank 0 detects losses and reports them; see `report_failure`."""
         return None
 
-    def say_why(self, error: Exception) -> None:
+    def report_failure(self, error: Exception) -> None:
         """Send our error to rank 0, and start the close timer.
 
         When an exchange failed because of another rank, rank 0 soon reports that loss, which ends the process first.
@@ -182,15 +182,15 @@ class Rank0Link:
             case Stop(trouble=None):
                 self._links.expect_end()
                 self._agreed.put(RankError("rank 0 ended before all ranks had loaded"))
-                self._said.put(message)
+                self._received.put(message)
             case Stop(trouble=trouble):
                 assert trouble is not None
                 self._links.fail(trouble.error())
             case _:
-                self._said.put(message)
+                self._received.put(message)
 
     def _on_lost(self, error: PdserveError) -> None:
         """Handle the loss of the replica. Link thread."""
         self._agreed.put(error)
-        self._said.put(Stop())
+        self._received.put(Stop())
         self._changed.lose(error)

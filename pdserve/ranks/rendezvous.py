@@ -214,8 +214,8 @@ class Introduction:
         except ProtocolError:
             return ""
 
-    def _write(self, key: str, said: bytes) -> None:
-        self.store.set(key, contact_seal(self.token, key).close(said).hex())
+    def _write(self, key: str, body: bytes) -> None:
+        self.store.set(key, contact_seal(self.token, key).close(body).hex())
 
     def _read(self, key: str) -> bytes:
         """Return the entry under `key`. Raises ProtocolError unless it is sealed with our token for `key`."""

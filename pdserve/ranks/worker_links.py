@@ -71,10 +71,10 @@ class WorkerLinks:
             alive=Alive(),
             on_message=self._take,
             on_lost=self._changed.lose,
-            last_words=lambda error: Stop(Trouble.of(error)),
+            final_message=lambda error: Stop(Trouble.of(error)),
         )
 
-    def tell(self, message: ToFollower) -> None:
+    def broadcast(self, message: ToFollower) -> None:
         """Send `message` to all followers, in order. Never blocks."""
         self._links.broadcast(message)
 
@@ -89,7 +89,7 @@ class WorkerLinks:
         """
         self._changed.wait_until(lambda: len(self._sized) == len(self._peers), "loaded its weights")
         agreed = min(num_pages, *self._sized.values())
-        self.tell(Agreed(agreed))
+        self.broadcast(Agreed(agreed))
         return agreed
 
     def wait_ready(self) -> tuple[RankReady, ...]:

@@ -30,7 +30,7 @@ from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import refusal, relay
-from pdserve.router.proxy.watchdog import Watchdog
+from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.request_fields import GENERATING
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.api import WorkersApi
@@ -90,7 +90,7 @@ class RouterApp:
         self._dispatcher = Dispatcher(
             config, self.registry, self.admission, self.health, session, self.metrics, rng, self._drain
         )
-        self.watchdog = Watchdog(
+        self.watchdog = PairWatchdog(
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
         self._fleet = WorkerFanout(config, self.registry, self.health, session)

@@ -193,7 +193,7 @@ class SimCopyEngine:
         """See `CopyEngine`. Longer than any delay."""
         return self._net.faults.max_delay_s * 2
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`. The result is reported later."""
         self._report(PeerConnected(transport_address, None if self._alive(transport_address) else PEER_GONE))
         return False

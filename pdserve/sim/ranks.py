@@ -59,16 +59,16 @@ class RankedNode(SimNode):
         parallel: ParallelShape,
         dp_size: int = 1,
     ) -> None:
-        self._said: list[deque[Entry]] = [deque() for _ in range(parallel.num_ranks)]
+        self._entries: list[deque[Entry]] = [deque() for _ in range(parallel.num_ranks)]
         self.stalled = False
         """Whether a rank is lost, so that no step ends any more."""
         reduction = _Reduction(parallel.num_ranks)
-        log = LeaderLog(clock, self._say)
+        log = LeaderLog(clock, self._send)
         self._rank = _Rank(0, log, net, instance, reduction, self._wake)
         super().__init__(mode, shape, net, endpoint, instance, clock=clock, parallel=parallel, dp_size=dp_size)
         self.followers: list[_Follower] = []
         for number in range(1, parallel.num_ranks):
-            own_log = FollowerLog(f"rank {number}", log.now(), self._said[number].popleft)
+            own_log = FollowerLog(f"rank {number}", log.now(), self._entries[number].popleft)
             rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._rank.consensus.heard)
             self.followers.append(_Follower(self, rank, dp_size))
 
@@ -101,11 +101,11 @@ class RankedNode(SimNode):
 
     def has_said(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
-        return bool(self._said[number])
+        return bool(self._entries[number])
 
-    def _say(self, entry: Entry) -> None:
-        for said in self._said[1:]:
-            said.append(entry)
+    def _send(self, entry: Entry) -> None:
+        for entries in self._entries[1:]:
+            entries.append(entry)
 
     def _wake(self) -> None:
         self.mailbox.post(Woken())
@@ -144,7 +144,7 @@ class _Rank:
         instance: str,
         reduction: _Reduction,
         wake: Callable[[], None],
-        tell_leader: Callable[[Outcome], None] | None = None,
+        report_to_leader: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.number, self.log = number, log
         self.copies = RankCopies(number)
@@ -154,7 +154,7 @@ class _Rank:
             return reduction.begin(number, values, then)
 
         self.consensus = Consensus(self.copies, begin, log, lambda: None, wake, in_step=False, now=net.clock.now)
-        self._tell = tell_leader or self.consensus.heard
+        self._report = report_to_leader or self.consensus.heard
 
     def process(self, rank: int) -> str:
         """Return the net's name for the process of a rank of this replica."""
@@ -166,7 +166,7 @@ class _Rank:
         net.mailboxes[name] = self
         lives = net.mailboxes.__contains__
         own = SimCopyEngine(net, name, lives, notifies=shape.notifies, fences=shape.fences)
-        self.copies.drive(own, own.drain_timeout_s, own.fence_drain_timeout_s, self._tell)
+        self.copies.drive(own, own.drain_timeout_s, own.fence_drain_timeout_s, self._report)
         return self.copies
 
     def post(self, event: Event) -> None:

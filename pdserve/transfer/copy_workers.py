@@ -177,7 +177,7 @@ class CopyWorkers:
         """See `CopyEngine`."""
         return self._notifying is not None
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`."""
         workers = self._workers(transport_address)
         if isinstance(workers, Failure):

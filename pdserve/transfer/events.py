@@ -120,7 +120,7 @@ class Notified(msgspec.Struct, frozen=True, tag=True):
 
 
 class PeerConnected(msgspec.Struct, frozen=True, tag="Reached"):
-    """Result of `reach`: local rank `rank` can write to the peer rank at `transport_address` (`failure` None), or
+    """Result of `connect`: local rank `rank` can write to the peer rank at `transport_address` (`failure` None), or
     cannot.
     """
 
@@ -175,7 +175,7 @@ class CopyEngine(Protocol):
         """True when receivers are notified of each copy job that is not empty, and so may `expect` it."""
         ...
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         """Return True when local rank `rank` can write there.
 
         False: the rank connects in the background, or its state is not known at once; a `PeerConnected` follows. Never

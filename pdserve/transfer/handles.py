@@ -80,10 +80,10 @@ class KVSender:
             self._side.send(self._room, lease, range(first, num_pages), layers, layer_events)
             self._num_sent = num_pages
 
-    def tell(self, part: PromptLogprobs) -> None:
+    def send_logprobs(self, part: PromptLogprobs) -> None:
         """Send prompt log probabilities that the client requested, split into messages. Call before `finish`."""
         if not self._room.fake:
-            self._side.tell(self._room, part)
+            self._side.send_logprobs(self._room, part)
 
     def finish(
         self,
@@ -153,8 +153,8 @@ class KVReceiver:
 
     def take_logprobs(self) -> list[PromptLogprobs]:
         """Return the sender's prompt log probabilities in order; after SUCCESS. A second call returns an empty list."""
-        told, self._room.told, self._room.takes_logprobs = self._room.told, {}, False
-        return [told[index] for index in sorted(told)]
+        logprob_parts, self._room.logprob_parts, self._room.takes_logprobs = self._room.logprob_parts, {}, False
+        return [logprob_parts[index] for index in sorted(logprob_parts)]
 
     def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
         """Publish the local pages and aux slot to the sender.

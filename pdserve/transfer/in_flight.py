@@ -20,9 +20,9 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, PeerConnected
 from pdserve.transfer.peers import Peer, PeerState
-from pdserve.transfer.plan import ChunkPart, Way
+from pdserve.transfer.plan import ChunkPart, RankPair
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, Told, TransferStats
+from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, PromptLogprobsPart, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,7 +43,7 @@ class InFlightWrites:
     settled_at: float = 0.0
     num_bytes: int = 0
     num_pages: int = 0
-    num_told: int = 0
+    num_logprob_parts: int = 0
     write_s: float = 0.0
     num_written: Counter[str] = dataclasses.field(default_factory=Counter)
     """Successful non-empty jobs, by destination address."""
@@ -126,7 +126,7 @@ class OutgoingKeys:
         out.num_jobs += 1
         self._engine.submit(job)
 
-    def say(self, key: MemoryKey, body: Ended | Done | Told) -> None:
+    def notify_receiver(self, key: MemoryKey, body: Ended | Done | PromptLogprobsPart) -> None:
         """Send `body` to the receiver of `key`, if its session exists; after a write, only in the session of that
         write.
         """
@@ -141,7 +141,7 @@ class OutgoingKeys:
         out = self._entries.get(key)
         if out is None:
             self.closed.add(key)
-            self.say(key, self.quiesced(key, failure))
+            self.notify_receiver(key, self.quiesced(key, failure))
             return
         out.failure = out.failure or failure
         for job in out.pending.values():
@@ -169,7 +169,7 @@ class OutgoingKeys:
             self._settling[out.key] = out
         if out.failure is not None:
             return self._finish(out)
-        self.say(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
+        self.notify_receiver(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
         self.stop(out.key, event.failure)
         return WriteOutcome(out.key, event.failure)
 
@@ -218,7 +218,7 @@ class OutgoingKeys:
         stats = self._stats(out)
         self._counters["transfers_done"] += 1
         if peer is not None:
-            done = Done(key=out.key, stats=stats, num_told=out.num_told, notified=notified)
+            done = Done(key=out.key, stats=stats, num_logprob_parts=out.num_logprob_parts, notified=notified)
             self._sessions.send(peer, done)
         return WriteOutcome(out.key, stats)
 
@@ -246,7 +246,7 @@ class OutgoingKeys:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class ReachResult:
+class ConnectResult:
     """All local ranks reach the peer (`failure` None), or one cannot."""
 
     peer: str
@@ -254,40 +254,43 @@ class ReachResult:
 
 
 class Connecting:
-    """Connections to all peers; `ways` returns the rank pairs of one peer."""
+    """Connections to all peers; `rank_pairs` returns the rank pairs of one peer."""
 
-    def __init__(self, engine: CopyEngine, ways: Callable[[Hello], Sequence[Way]]) -> None:
+    def __init__(self, engine: CopyEngine, rank_pairs: Callable[[Hello], Sequence[RankPair]]) -> None:
         self._engine = engine
-        self._ways = ways
-        self._missing: dict[str, set[Way]] = {}
+        self._rank_pairs = rank_pairs
+        self._missing: dict[str, set[RankPair]] = {}
         """Rank pairs that are not connected yet, by peer."""
-        self._whose: dict[Way, str] = {}
+        self._whose: dict[RankPair, str] = {}
 
     def begin(self, peer: Peer) -> bool:
-        """Return whether all local ranks reach `peer`, whose handshake is complete. False: a `ReachResult` follows."""
+        """Return whether all local ranks reach `peer`, whose handshake is complete.
+
+        False: a `ConnectResult` follows.
+        """
         assert peer.hello is not None
         if peer.instance not in self._missing:
-            missing = {way for way in self._ways(peer.hello) if not self._engine.reach(*way)}
+            missing = {pair for pair in self._rank_pairs(peer.hello) if not self._engine.connect(*pair)}
             self._missing[peer.instance] = missing
             self._whose |= dict.fromkeys(missing, peer.instance)
         return not self._missing[peer.instance]
 
-    def take(self, event: PeerConnected) -> ReachResult | None:
+    def take(self, event: PeerConnected) -> ConnectResult | None:
         """Apply one rank pair's result; return the peer's result when it is final. A failure makes `begin` connect
         again.
         """
-        way = (event.rank, event.transport_address)
-        peer = self._whose.pop(way, None)
+        pair = (event.rank, event.transport_address)
+        peer = self._whose.pop(pair, None)
         missing = None if peer is None else self._missing.get(peer)
         if peer is None or missing is None:
             return None
-        missing.discard(way)
+        missing.discard(pair)
         if event.failure is not None:
             self.forget(peer)
-            return ReachResult(peer, event.failure)
-        return None if missing else ReachResult(peer, None)
+            return ConnectResult(peer, event.failure)
+        return None if missing else ConnectResult(peer, None)
 
     def forget(self, peer: str) -> None:
         """Forget a peer that is gone, or has an unreachable rank."""
-        for way in self._missing.pop(peer, ()):
-            self._whose.pop(way, None)
+        for pair in self._missing.pop(peer, ()):
+            self._whose.pop(pair, None)

@@ -51,8 +51,8 @@ from pdserve.transfer.wire import (
     Ended,
     Hello,
     Meta,
+    PromptLogprobsPart,
     RankMemory,
-    Told,
     Wire,
     WireRegion,
 )
@@ -196,7 +196,7 @@ class KVManager:
             case CopyDone():
                 self.send_side.on_copy(event)
             case PeerConnected():
-                self.send_side.on_reached(event)
+                self.send_side.on_connected(event)
             case Notified():
                 self.receive_side.on_notified(event)
             case FrameArrived(frame=frame, source=source):
@@ -328,8 +328,8 @@ class KVManager:
                             self.send_side.on_meta(peer, body)
                         case Abort():
                             self.send_side.on_abort(peer, body)
-                        case Told():
-                            self.receive_side.on_told(peer, body)
+                        case PromptLogprobsPart():
+                            self.receive_side.on_logprobs(peer, body)
                         case Done():
                             if self.receive_side.sends(peer, body.key):
                                 self.receive_side.on_done(body)

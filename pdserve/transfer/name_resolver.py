@@ -64,7 +64,7 @@ class LaneResolver(AbstractResolver):
         loop = asyncio.get_running_loop()
         found: asyncio.Future[Found] = loop.create_future()
 
-        def tell(result: Found | Exception) -> None:
+        def post_result(result: Found | Exception) -> None:
             self._places.release()
             if found.cancelled():
                 return
@@ -80,7 +80,7 @@ class LaneResolver(AbstractResolver):
             except Exception as error:  # UnicodeError, too: names come from clients
                 result = error
             with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(tell, result)
+                loop.call_soon_threadsafe(post_result, result)
 
         try:
             threading.Thread(target=run, name="kv-names", daemon=True).start()

@@ -21,7 +21,20 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import Flow
 from pdserve.transfer.events import Address, ControlSocket
 from pdserve.transfer.plan import check_shapes
-from pdserve.transfer.wire import Abort, Body, Done, Ended, Hello, Meta, Packet, Ping, Pong, Reset, Told, Wire
+from pdserve.transfer.wire import (
+    Abort,
+    Body,
+    Done,
+    Ended,
+    Hello,
+    Meta,
+    Packet,
+    Ping,
+    Pong,
+    PromptLogprobsPart,
+    Reset,
+    Wire,
+)
 
 T = TypeVar("T")
 
@@ -76,7 +89,7 @@ class FlowMeter:
             self._recent.popleft()
 
 
-RoomMessage = Meta | Told | Done | Ended | Abort
+RoomMessage = Meta | PromptLogprobsPart | Done | Ended | Abort
 
 
 class PeerState(enum.Enum):

@@ -1,6 +1,6 @@
 """Plans copies: which bytes of the source KV pool go where in the destination KV pool. Pure.
 
-`plan_feed` depends on layouts only. `ChunkPlanner` plans one chunk (pages times layers) of a request for `SendSide`: it
+`plan_flow` depends on layouts only. `ChunkPlanner` plans one chunk (pages times layers) of a request for `SendSide`: it
 knows the pool addresses of local and peer ranks, the layer ranges, and when each layout group is sent.
 """
 
@@ -43,7 +43,7 @@ def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def feeds(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[ShardFlow, ...]:
+def shard_flows(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[ShardFlow, ...]:
     """Return all flows of `group` (the whole model's), ordered by destination rank, layers and heads."""
     found = []
     for rank in range(destination.num_ranks):
@@ -133,49 +133,49 @@ class CopyPattern:
 
 @functools.lru_cache(maxsize=1024)
 def route_of(
-    group: KVGroup, source: RankCoord, destination: RankCoord, feed: ShardFlow, layers: range | None
+    group: KVGroup, source: RankCoord, destination: RankCoord, flow: ShardFlow, layers: range | None
 ) -> CopyPattern | None:
-    """Return the copy pattern of `feed`, restricted to `layers` (numbers within the model); None when no bytes are
+    """Return the copy pattern of `flow`, restricted to `layers` (numbers within the model); None when no bytes are
     left.
 
     When both sides have the same heads, one copy a page carries all layers; else each run of heads is one copy.
     """
     wanted = (
-        feed.layers
+        flow.layers
         if layers is None
-        else range(max(layers.start, feed.layers.start), min(layers.stop, feed.layers.stop))
+        else range(max(layers.start, flow.layers.start), min(layers.stop, flow.layers.stop))
     )
-    if not wanted or not feed.heads:
+    if not wanted or not flow.heads:
         return None
     ours, theirs = RankShard.of(group, source), RankShard.of(group, destination)
     page_bytes = ours.group.page_bytes, theirs.group.page_bytes
-    if ours.heads == theirs.heads == feed.heads:
-        start = (ours.offset(wanted.start, 0, feed.heads.start), theirs.offset(wanted.start, 0, feed.heads.start))
+    if ours.heads == theirs.heads == flow.heads:
+        start = (ours.offset(wanted.start, 0, flow.heads.start), theirs.offset(wanted.start, 0, flow.heads.start))
         whole = ours.layers == theirs.layers == wanted
         return CopyPattern(*page_bytes, (start,), len(wanted) * ours.group.layer_bytes, whole)
     starts = tuple(
-        (ours.offset(layer, plane, feed.heads.start), theirs.offset(layer, plane, feed.heads.start))
+        (ours.offset(layer, plane, flow.heads.start), theirs.offset(layer, plane, flow.heads.start))
         for layer in wanted
         for plane in range(group.num_planes)
     )
-    return CopyPattern(*page_bytes, starts, len(feed.heads) * group.head_bytes, whole=False)
+    return CopyPattern(*page_bytes, starts, len(flow.heads) * group.head_bytes, whole=False)
 
 
-def plan_feed(
+def plan_flow(
     group: KVGroup,
     source: RankCoord,
     destination: RankCoord,
-    feed: ShardFlow,
+    flow: ShardFlow,
     source_pages: Sequence[int],
     destination_pages: Sequence[int],
     layers: range | None = None,
 ) -> list[PageCopy]:
-    """Return the copies that carry the shard of `feed` from each source page to the destination page of the same index.
+    """Return the copies that carry the shard of `flow` from each source page to the destination page of the same index.
 
     `layers` (numbers within the model) restricts the shard; None: all its layers. Whole pages that are adjacent in both
     pools become one copy.
     """
-    route = route_of(group, source, destination, feed, layers)
+    route = route_of(group, source, destination, flow, layers)
     return [] if route is None else route.copies(source_pages, destination_pages)
 
 
@@ -196,7 +196,7 @@ def _whole_pages(sources: Sequence[int], destinations: Sequence[int], page_bytes
     return copies
 
 
-Way = tuple[int, str]
+RankPair = tuple[int, str]
 """A local rank, and the transport address of a rank of the peer."""
 
 
@@ -232,10 +232,10 @@ class ChunkPlanner:
     aux_base: int
     aux_slot_bytes: int
 
-    def ways(self, peer: Hello) -> tuple[Way, ...]:
+    def rank_pairs(self, peer: Hello) -> tuple[RankPair, ...]:
         """Return the (local rank, peer rank address) pairs between which data flows, the aux slots' pair included."""
-        ends = {(feed.source_rank, feed.destination_rank) for group in self.layout.groups
-                for feed in feeds(group, self.shape, peer.shape)}  # fmt: skip
+        ends = {(flow.source_rank, flow.destination_rank) for group in self.layout.groups
+                for flow in shard_flows(group, self.shape, peer.shape)}  # fmt: skip
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
     def layer_ranges(self, ranges: Sequence[range]) -> Sequence[range]:
@@ -261,13 +261,13 @@ class ChunkPlanner:
             if group is not first and not last:
                 continue
             wanted = layers if group is first else None
-            for feed in feeds(group, self.shape, peer.shape):
-                ours, theirs = self.shape.place(feed.source_rank), peer.shape.place(feed.destination_rank)
-                copies = plan_feed(group, ours, theirs, feed, source, pages, wanted)
+            for flow in shard_flows(group, self.shape, peer.shape):
+                ours, theirs = self.shape.place(flow.source_rank), peer.shape.place(flow.destination_rank)
+                copies = plan_flow(group, ours, theirs, flow, source, pages, wanted)
                 if copies:
-                    base = self.kv_bases[feed.source_rank][index]
-                    address = peer.ranks[feed.destination_rank].kv_regions[index].address
-                    ends = (feed.source_rank, feed.destination_rank)
+                    base = self.kv_bases[flow.source_rank][index]
+                    address = peer.ranks[flow.destination_rank].kv_regions[index].address
+                    ends = (flow.source_rank, flow.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
             ChunkPart(rank, peer.ranks[target_rank].transport_address, tuple(found), layers.stop)

@@ -17,7 +17,7 @@ from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import KVPoll, ReceiveRoom, RemoteWritable, RemoteWritablePages, WritableEnd
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Abort, Done, Ended, MemoryKey, Meta, Told, TransferStats
+from pdserve.transfer.wire import Abort, Done, Ended, MemoryKey, Meta, PromptLogprobsPart, TransferStats
 
 
 class ReceiveSide:
@@ -106,9 +106,9 @@ class ReceiveSide:
         self._expecting.pop(room.room, None)
         self._expecting[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
-        num_told = sum(map(len, pages)) + len(aux.pages)
+        num_pages = sum(map(len, pages)) + len(aux.pages)
         self.published.add(
-            RemoteWritable(room.key, peer.instance, peer.receiver, (*leases, aux), num_told, cached_tokens)
+            RemoteWritable(room.key, peer.instance, peer.receiver, (*leases, aux), num_pages, cached_tokens)
         )
         meta = Meta(
             key=room.key,
@@ -163,18 +163,18 @@ class ReceiveSide:
         """Handle an engine's report, at one local rank, on the writes of a key."""
         self._conclude(self.published.notified(event))
 
-    def on_told(self, peer: Peer, told: Told) -> None:
+    def on_logprobs(self, peer: Peer, part: PromptLogprobsPart) -> None:
         """Store a part of the prompt's log probabilities, which may arrive after Done or repeatedly."""
-        room = self.rooms.get(told.key.room)
-        if room is None or room.key != told.key or room.peer != peer.instance or not room.takes_logprobs:
+        room = self.rooms.get(part.key.room)
+        if room is None or room.key != part.key or room.peer != peer.instance or not room.takes_logprobs:
             return
         try:
-            told.part.check()
+            part.part.check()
         except ProtocolError as error:
             self.fail(room, Failure(code="bad_metadata", message=str(error), origin=peer.endpoint, status=502))
             return
-        room.told[told.index] = told.part
-        self._look_whether_told(room)
+        room.logprob_parts[part.index] = part.part
+        self._check_logprobs(room)
 
     def on_ended(self, ended: Ended) -> None:
         """Handle Ended: the sender gave up a key, and may still write unless `quiesced`."""
@@ -227,24 +227,24 @@ class ReceiveSide:
         """Apply the end of a key to the counters and to its room."""
         if ending is None:
             return
-        done = ending.word if isinstance(ending.word, Done) else None
+        done = ending.final_message if isinstance(ending.final_message, Done) else None
         if done is not None:
             self._count(ending.entry.peer, done.stats if ending.landed else None)
-        elif isinstance(ending.word, Ended) and ending.word.moved_to is None:
+        elif isinstance(ending.final_message, Ended) and ending.final_message.moved_to is None:
             self._count(ending.entry.peer, None)
         self._counters["transfers_unconfirmed"] += not ending.landed
         room = self.rooms.get(ending.entry.key.room)
         if done is None or room is None or room.key != done.key:
             return
         if ending.landed:
-            room.stats, room.num_told = done.stats, done.num_told
-            self._look_whether_told(room)
+            room.stats, room.num_logprob_parts = done.stats, done.num_logprob_parts
+            self._check_logprobs(room)
         else:
             message = "prefill reports all KV cache as written, but the local transfer engine does not confirm it"
             room.fail(Failure(code="transfer_unconfirmed", message=message, status=502))
 
-    def _look_whether_told(self, room: ReceiveRoom) -> None:
-        if room.is_told:
+    def _check_logprobs(self, room: ReceiveRoom) -> None:
+        if room.has_all_logprobs:
             room.move(KVPoll.SUCCESS)
 
     def _dial(self, address: Address) -> None:

@@ -70,12 +70,13 @@ class RemoteWritable:
     """`Meta.cached_tokens`."""
     fenced_at: float | None = None
     """Time from which no write without a notification is in flight any more; None: not known."""
-    word: Done | Ended | None = None
+    final_message: Done | Ended | None = None
     """The sender's final message, after which it writes no more; None before."""
     orphan_at: float | None = None
     """When the pages were first seen without a request; None: a request has them."""
     at_ranks: list[KVPoll] = dataclasses.field(default_factory=list)
-    """Since `word`: whether the writes have landed, for each local rank; one entry for all where engines do not notify.
+    """Since `final_message`: whether the writes have landed, for each local rank; one entry for all where engines do
+    not notify.
     """
 
 
@@ -84,7 +85,7 @@ class WritableEnd:
     """End of a key: the sender's final message, and whether all its writes have landed at all ranks."""
 
     entry: RemoteWritable
-    word: Done | Ended
+    final_message: Done | Ended
     landed: bool
 
 
@@ -123,17 +124,17 @@ class RemoteWritablePages:
             for lease in entry.leases:
                 lease.drop("remote")
 
-    def end(self, word: Done | Ended) -> WritableEnd | None:
+    def end(self, message: Done | Ended) -> WritableEnd | None:
         """Apply the sender's final message; return the end of the key, or None while engines must be waited for.
 
         The first message counts: a quiesced `Ended` may come with a `Done`, in any order.
         """
-        entry = self._entries.get(word.key)
-        if entry is None or entry.word is not None:
+        entry = self._entries.get(message.key)
+        if entry is None or entry.final_message is not None:
             return None
-        entry.word = word
-        if len(word.notified) == self._num_notified or (isinstance(word, Ended) and not word.notified):
-            states = [self._at_rank(word.key, rank, count) for rank, count in enumerate(word.notified)]
+        entry.final_message = message
+        if len(message.notified) == self._num_notified or (isinstance(message, Ended) and not message.notified):
+            states = [self._at_rank(message.key, rank, count) for rank, count in enumerate(message.notified)]
             entry.at_ranks = states or [KVPoll.SUCCESS]
         else:
             entry.at_ranks = [KVPoll.FAILED]
@@ -144,7 +145,7 @@ class RemoteWritablePages:
         time.
         """
         entry = self._entries.get(event.key)
-        if entry is None or entry.word is None or entry.at_ranks[event.rank] is not KVPoll.TRANSFERRING:
+        if entry is None or entry.final_message is None or entry.at_ranks[event.rank] is not KVPoll.TRANSFERRING:
             return None
         entry.at_ranks[event.rank] = KVPoll.FAILED if event.num_missing else KVPoll.SUCCESS
         return self._ending(entry)
@@ -191,7 +192,7 @@ class RemoteWritablePages:
 
         Its pages are freed then. Where a rank misses a notification, bytes may still land, and the pages drain first.
         """
-        assert entry.word is not None
+        assert entry.final_message is not None
         if KVPoll.TRANSFERRING in entry.at_ranks:
             return None
         landed = merge_ranks(entry.at_ranks) is KVPoll.SUCCESS
@@ -199,7 +200,7 @@ class RemoteWritablePages:
             self.release(entry.key)
         else:
             self._fence(entry, self._engine.drain_timeout_s)
-        return WritableEnd(entry, entry.word, landed)
+        return WritableEnd(entry, entry.final_message, landed)
 
     def _fence(self, entry: RemoteWritable, drain_timeout_s: float) -> None:
         """Keep the pages of a key for at least `drain_timeout_s` seconds from now."""
@@ -244,7 +245,7 @@ class SendRoom(Room):
     target: Meta | None = None
     num_tokens: int | None = None
     """Prompt tokens; None when the request does not state the number."""
-    untold: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    queued_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     """Prompt log probabilities that are queued until the receiver's key is final."""
     fake: bool = False
     stats: TransferStats = TransferStats()
@@ -265,15 +266,17 @@ class ReceiveRoom(Room):
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False
-    told: dict[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
-    num_told: int | None = None
-    """Number of `Told` messages that the sender sent; None until all KV cache has landed."""
+    logprob_parts: dict[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
+    num_logprob_parts: int | None = None
+    """Number of `PromptLogprobsPart` messages that the sender sent; None until all KV cache has landed."""
     fake: bool = False
 
     @property
-    def is_told(self) -> bool:
+    def has_all_logprobs(self) -> bool:
         """True when all KV cache has landed and all requested log probabilities have arrived."""
-        return self.num_told is not None and (not self.takes_logprobs or len(self.told) >= self.num_told)
+        if self.num_logprob_parts is None:
+            return False
+        return not self.takes_logprobs or len(self.logprob_parts) >= self.num_logprob_parts
 
 
 def check_receiver_pages(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:

@@ -28,7 +28,7 @@ from pdserve.transfer.peers import Peer
 from pdserve.transfer.plan import ChunkPart, ChunkPlanner
 from pdserve.transfer.room import TERMINAL, KVPoll, SendRoom, check_prompt_fits_pages, check_receiver_pages
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, Told, TransferStats
+from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, PromptLogprobsPart, TransferStats
 
 MAX_EARLY = 4096
 MAX_EARLY_PAGES = 1 << 22
@@ -175,7 +175,7 @@ class SendSide:
         self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
         self.moved: dict[int, None] = {}
         self._unmatched = EarlyArrivals(clock, timeout_s)
-        self._reaching = Connecting(engine, chunks.ways)
+        self._connecting = Connecting(engine, chunks.rank_pairs)
         self._bound: dict[int, SendRoom] = {}
         """Rooms with a known receiver, while it is unknown whether all local ranks can write to it."""
 
@@ -242,13 +242,13 @@ class SendSide:
         out = self.outgoing.get(chunk.key)
         if out is not None:
             out.num_pages += len(chunk.source)
-            self._tell_untold(room)
+            self._send_queued_logprobs(room)
             out.sealed_at, out.times = self._clock.now(), times
 
-    def tell(self, room: SendRoom, part: PromptLogprobs) -> None:
+    def send_logprobs(self, room: SendRoom, part: PromptLogprobs) -> None:
         """Send log probabilities of the prompt to the receiver, as soon as its key is final."""
-        room.untold += part.parts()
-        self._tell_untold(room)
+        room.queued_logprobs += part.parts()
+        self._send_queued_logprobs(room)
 
     def fail(self, room: SendRoom, failure: Failure) -> None:
         """Fail a room locally; the receiver is notified at once, or when it arrives."""
@@ -258,7 +258,7 @@ class SendSide:
             self._unmatched.add_tombstone(room.room, room.digest, Tombstone(failure))
             return
         key = room.target.key
-        self.outgoing.say(key, Ended(key=key, failure=failure, quiesced=False))
+        self.outgoing.notify_receiver(key, Ended(key=key, failure=failure, quiesced=False))
         self.outgoing.stop(key, failure)
 
     def close(self, room: SendRoom) -> None:
@@ -301,7 +301,7 @@ class SendSide:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):
             room.target = meta
-            if self._reaching.begin(peer):
+            if self._connecting.begin(peer):
                 room.move(KVPoll.WAITING_FOR_INPUT)
             else:
                 self._bound[room.room] = room
@@ -326,11 +326,11 @@ class SendSide:
         else:
             self._sessions.send(peer, self.outgoing.quiesced(key, abort.failure))
 
-    def on_reached(self, event: PeerConnected) -> None:
+    def on_connected(self, event: PeerConnected) -> None:
         """Handle a rank pair's connection result. A room moves on only when its receiver is reachable: no prefill is
         wasted.
         """
-        verdict = self._reaching.take(event)
+        verdict = self._connecting.take(event)
         if verdict is None:
             return
         for room in list(self._bound.values()):
@@ -362,7 +362,7 @@ class SendSide:
                 self.outgoing.stop(room.target.key, failure)
         if gone:
             self._unmatched.forget_peer(peer.instance)
-            self._reaching.forget(peer.instance)
+            self._connecting.forget(peer.instance)
 
     def tick(self) -> None:
         """Apply timeouts, and finish failed writes that have settled. Looks at the oldest rooms only."""
@@ -412,14 +412,15 @@ class SendSide:
         self.outgoing.closed.add(key)
         self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
-    def _tell_untold(self, room: SendRoom) -> None:
+    def _send_queued_logprobs(self, room: SendRoom) -> None:
         out = None if room.target is None else self.outgoing.get(room.target.key)
         if out is None or room.state is KVPoll.FAILED:
             return
-        for part in room.untold:
-            self.outgoing.say(out.key, Told(key=out.key, index=out.num_told, part=part))
-            out.num_told += 1
-        room.untold.clear()
+        for part in room.queued_logprobs:
+            message = PromptLogprobsPart(key=out.key, index=out.num_logprob_parts, part=part)
+            self.outgoing.notify_receiver(out.key, message)
+            out.num_logprob_parts += 1
+        room.queued_logprobs.clear()
 
     def _chunk(self, room: SendRoom, lease: Lease | None, pages: range) -> _Chunk | None:
         """Return where `pages` of the request lie on both sides; None, and the room fails, when they do not fit."""

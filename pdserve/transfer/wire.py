@@ -5,7 +5,7 @@
       | <---------------------------- Hello |   (`answer` set), or Refusal naming the field
       | Meta(key, pages, aux slot) -------> |   prefill may write there now
       |        ... pages, then aux, through the transport ...
-      | <----------------- Told(key, index) |   log probabilities of the prompt, in parts; only if requested
+      | <--- PromptLogprobsPart(key, index) |   only if requested; on the wire it is `Told`
       | <------------------------ Done(key) |   every byte has landed; engines that notify must confirm it
       | Abort(key) -----------------------> |   stop
       | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no more bytes are written
@@ -141,7 +141,7 @@ class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Checksum of the sent pages, taken before sending; None unless either side requests it (`checksum.checksum`)."""
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class PromptLogprobsPart(msgspec.Struct, frozen=True, kw_only=True, tag="Told"):
     """A part of the prompt log probabilities that the receiver's client requested; `index` counts from 0."""
 
     key: MemoryKey
@@ -150,14 +150,15 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All pages and the aux slot of `key` have landed; `num_told` `Told` were sent, some of which may still arrive.
+    """All pages and the aux slot of `key` have landed.
 
+    `num_logprob_parts`: the number of `PromptLogprobsPart` messages that were sent, some of which may still arrive.
     `notified`: the number of notified writes for each of the receiver's ranks; empty where engines do not notify.
     """
 
     key: MemoryKey
     stats: TransferStats
-    num_told: Count = 0
+    num_logprob_parts: Count = msgspec.field(default=0, name="num_told")
     notified: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
 
 
@@ -215,7 +216,7 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     """Carries only the `acks` of its packet."""
 
 
-Body = Hello | Refusal | Meta | Told | Done | Ended | Abort | Ping | Pong | Ack | Reset
+Body = Hello | Refusal | Meta | PromptLogprobsPart | Done | Ended | Abort | Ping | Pong | Ack | Reset
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):

@@ -90,7 +90,7 @@ class Ranks:
         copies.drive(engine, own.drain_timeout_s, own.fence_drain_timeout_s,
                      consensus.heard if number == 0 else lambda event: None)  # fmt: skip
         side = kv.send_side
-        kv._engine = side.outgoing._engine = side._reaching._engine = copies
+        kv._engine = side.outgoing._engine = side._connecting._engine = copies
         kv.receive_side._engine = kv.receive_side.published._engine = copies
         kv.args.aux.__class__ = SharedMetadata
         kv.args.aux._log = log  # type: ignore[attr-defined]

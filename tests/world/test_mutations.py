@@ -27,7 +27,7 @@ MAX_SEEDS = 150
 
 
 def swap_two_pages(patch: Patch) -> None:
-    plan = chunk_module.plan_feed
+    plan = chunk_module.plan_flow
 
     def swapped(
         group: KVGroup,
@@ -40,11 +40,11 @@ def swap_two_pages(patch: Patch) -> None:
     ) -> list[PageCopy]:
         return plan(group, ours, theirs, feed, src, dst[::-1], layers)
 
-    patch.setattr(chunk_module, "plan_feed", swapped)
+    patch.setattr(chunk_module, "plan_flow", swapped)
 
 
 def skip_the_last_layer(patch: Patch) -> None:
-    plan = chunk_module.plan_feed
+    plan = chunk_module.plan_flow
 
     def shortened(
         group: KVGroup,
@@ -57,7 +57,7 @@ def skip_the_last_layer(patch: Patch) -> None:
     ) -> list[PageCopy]:
         return plan(group, ours, theirs, feed, src, dst, layers[:-1])
 
-    patch.setattr(chunk_module, "plan_feed", shortened)
+    patch.setattr(chunk_module, "plan_flow", shortened)
 
 
 def free_at_abort(patch: Patch) -> None:

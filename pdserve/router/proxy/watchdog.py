@@ -65,7 +65,7 @@ class ProbeResult(enum.Enum):
     CANNOT = "cannot be probed"
 
 
-class Watchdog:
+class PairWatchdog:
     """The probes of one router. `on_change` is called whenever a pair goes down or serves again."""
 
     def __init__(

@@ -96,7 +96,7 @@ class PrefillRole(BaseRole):
                 continue
             assert req.sender is not None and req.lease is not None
             if index in result.prompts:
-                self._tell(req, result.prompts[index])
+                self._send_logprobs(req, result.prompts[index])
             complete = self._batch_planner.prefilling.committed(req, row.end)
             num_pages = self._num_whole_pages(req, row.end)
             if self._kv_checksum is not None:
@@ -117,7 +117,7 @@ class PrefillRole(BaseRole):
                 top=token.top,
             )
             if token.picked:
-                req.sender.tell(PromptLogprobs.of_token(req.num_prompt, token.picked))
+                req.sender.send_logprobs(PromptLogprobs.of_token(req.num_prompt, token.picked))
             req.sender.finish(req.aux, record, self._sent_stats(req), lease=req.lease, num_pages=num_pages)
             self._inflight[req.rid] = req
 
@@ -147,12 +147,12 @@ class PrefillRole(BaseRole):
         """See `SchedulerRole.facts`."""
         return {}
 
-    def _tell(self, req: Req, part: PromptLogprobs) -> None:
+    def _send_logprobs(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt to the client, and to decode where its client wants them."""
         assert req.sender is not None and req.spec.logprobs is not None
         self._context.outbox.emit_prompt(req, part)
         if req.spec.logprobs.to_decode:
-            req.sender.tell(part)
+            req.sender.send_logprobs(part)
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages whose tokens are all computed once tokens `[0, end)` are."""

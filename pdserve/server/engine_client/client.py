@@ -38,7 +38,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, Watchdogs
+from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog
 from pdserve.server.engine_client.new_prefill import NewPrefill
 from pdserve.server.engine_client.request_states import RequestState, RequestStates
 from pdserve.server.engine_client.request_stats import RequestStatsRecorder
@@ -81,7 +81,7 @@ class EngineClient:
         self._watch = RequestStatsRecorder(metrics)
         self._live = RequestStates()
         self._queries = EngineQueries(channel)
-        self.pulses = Watchdogs()
+        self.pulses = SchedulerWatchdog()
         self._ready: EngineReady | None = None
         self._became_ready = asyncio.Event()
         self._dead: EngineDeadError | None = None

@@ -58,7 +58,7 @@ class ReplicaVitals:
         return None
 
 
-class Watchdogs:
+class SchedulerWatchdog:
     """The newest heartbeat of each replica. Event loop only."""
 
     def __init__(self) -> None:

@@ -86,7 +86,7 @@ class FollowerThread:
             )
             leader.agree(100 + self.place.rank)
             leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))
-            log = FollowerLog(f"rank {self.place.rank}", leader.wait_begin().now, leader.hear)
+            log = FollowerLog(f"rank {self.place.rank}", leader.wait_begin().now, leader.next_entry)
             executor = RankExecutor(self.own, self.table, self.own.layout, self.place, leader, log, at_once=True)
             self._work(Rank(self.place, executor, self.own, self.table, leader, log))
             leader.wait_stop()
@@ -123,8 +123,8 @@ def replica(
         assert followers.agree(1000) == 101
         assert len(followers.wait_ready()) == len(threads)
         own, table = make(0)
-        log = LeaderLog(MonotonicClock(), followers.tell)
-        followers.tell(Begin(now=log.now(), rebalances=False, transfer=None))
+        log = LeaderLog(MonotonicClock(), followers.broadcast)
+        followers.broadcast(Begin(now=log.now(), rebalances=False, transfer=None))
         place = shape.place(0)
         executor = RankExecutor(own, table, own.layout, place, followers, log)
         yield Rank(place, executor, own, table, followers, log), followers, threads

@@ -54,7 +54,7 @@ class Engine:
         self.fencing: list[str] = []
         self.knows = False
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         self.reaching.append(transport_address)
         return self.knows
 
@@ -104,8 +104,8 @@ class Rank:
         self._input_source = (
             LeaderInputSource(mailbox, log, self.consensus) if number == 0 else FollowerInputSource(log, self.consensus)
         )
-        tell = self.consensus.heard if number == 0 else self.told.append
-        self.copies.drive(self.engine, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, tell)
+        report = self.consensus.heard if number == 0 else self.told.append
+        self.copies.drive(self.engine, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, report)
         self.turns: list[list[Outcome]] = []
 
     def turn(self) -> None:
@@ -148,7 +148,7 @@ class World:
         for do in self.plan[number]:
             do(rank)
 
-    def hear(self) -> None:
+    def next_entry(self) -> None:
         """What followers have told reaches the leader."""
         for follower in self.followers:
             while follower.told:
@@ -176,9 +176,9 @@ def expects(key: MemoryKey, ranks: int) -> Callable[[Rank], None]:
     return do
 
 
-def reaches(address: str, ranks: int) -> Callable[[Rank], None]:
+def connects(address: str, ranks: int) -> Callable[[Rank], None]:
     def do(rank: Rank) -> None:
-        assert not any(rank.copies.reach(number, address) for number in range(ranks))
+        assert not any(rank.copies.connect(number, address) for number in range(ranks))
 
     return do
 
@@ -218,7 +218,7 @@ def test_the_leader_learns_where_every_rank_receives_and_waits_until_it_has_hear
         world.catch_up()
         time.sleep(consensus_module.PATIENCE_S / 2)
     assert not any(isinstance(event, ReceiverOpened) and event.rank == 1 for turn in leader.turns for event in turn)
-    world.hear()
+    world.next_entry()
     for _ in range(6):
         world.lead()
         world.catch_up()
@@ -241,7 +241,7 @@ def test_a_session_is_fenced_at_each_rank_by_that_rank_s_word() -> None:
     for rank in world.ranks:
         assert rank.engine.fencing == ["p#1"]
         rank.copies.post(PeerFenced("p#1", rank.number == 1))
-    world.hear()
+    world.next_entry()
     for _ in range(6):
         world.lead()
         world.catch_up()
@@ -281,7 +281,7 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
 
     def step() -> None:
         nonlocal made
-        match rng.choice(("lead", "lead", "follow", "follow", "end", "end", "hear")):
+        match rng.choice(("lead", "lead", "follow", "follow", "end", "end", "next_entry")):
             case "lead":
                 does = []
                 if rng.random() < 0.4:
@@ -292,7 +292,7 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
                     does.append(expects(MemoryKey(1000 + made, 1, "o"), num_ranks))
                     made += 1
                 if rng.random() < 0.2:
-                    does.append(reaches(f"h:{made}", num_ranks))
+                    does.append(connects(f"h:{made}", num_ranks))
                     made += 1
                 world.lead(*does)
             case "follow":
@@ -301,8 +301,8 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
                     world.follow(rng.choice(behind))
             case "end":
                 end_something()
-            case "hear":
-                world.hear()
+            case "next_entry":
+                world.next_entry()
 
     for _ in range(steps):
         step()
@@ -310,7 +310,7 @@ def test_all_ranks_hear_the_same_in_the_same_turn_and_of_each_thing_once(seed: i
     while any(rank.engine.jobs or rank.engine.expected or rank.engine.reaching for rank in world.ranks):
         end_something()
     for _ in range(4):
-        world.hear()
+        world.next_entry()
         world.lead()
         world.catch_up()
     assert all(rank.copies.num_pending == 0 for rank in world.ranks)
@@ -338,7 +338,7 @@ def test_nothing_is_reduced_without_something_pending_and_something_new() -> Non
         assert not world.reductions.rounds, "a part of a transfer is no news"
         rank.copies.post(CopyDone.of(rank.engine.jobs[0], None, settled=True, write_s=0.0))
         if hears:
-            world.hear()
+            world.next_entry()
         world.lead()
         world.catch_up()
     world.lead()
@@ -379,7 +379,7 @@ def test_a_failure_whose_words_have_not_come_is_a_failure() -> None:
         world.catch_up()
     (event,) = world.leader.turns[-1]
     assert event == CopyDone(theirs.key, 0, LOST, False, 0.0)
-    world.hear()
+    world.next_entry()
     assert world.leader.copies._reasons, "late"
     again = job(1, rank=0)
     world.lead(submits(again))
@@ -395,9 +395,9 @@ def test_what_an_engine_knows_at_once_is_agreed_on_as_well() -> None:
     for rank in world.ranks:
         rank.engine.knows = True
     key = MemoryKey(7, 1, "o")
-    world.lead(expects(key, 3), reaches("h:1", 3))
+    world.lead(expects(key, 3), connects("h:1", 3))
     world.catch_up()
-    world.hear()
+    world.next_entry()
     for _ in range(2):
         world.lead()
         world.catch_up()
@@ -426,7 +426,7 @@ def test_a_word_that_comes_late_wakes_nobody_for_nothing() -> None:
     world.catch_up()
     done = CopyDone.of(first, BROKEN, settled=True, write_s=0.0)
     world.followers[0].copies.post(done)
-    world.hear()
+    world.next_entry()
     assert world.leader.consensus.is_due
     for _ in range(2):
         world.lead()
@@ -462,15 +462,15 @@ def test_a_word_that_makes_nothing_whole_is_told_of_after_a_while(monkeypatch: p
 def test_who_asks_again_for_what_is_being_asked_for_gets_that_answer() -> None:
     """And none is left over for whoever asks next."""
     world = World(2)
-    world.lead(reaches("h:1", 2))
-    world.lead(reaches("h:1", 2))
+    world.lead(connects("h:1", 2))
+    world.lead(connects("h:1", 2))
     world.catch_up()
     assert [len(rank.engine.reaching) for rank in world.ranks] == [1, 1]
     for rank in world.ranks:
         rank.copies.post(PeerConnected("h:1", None))
         rank.copies.post(PeerConnected("h:1", BROKEN))
     for _ in range(3):
-        world.hear()
+        world.next_entry()
         world.lead()
         world.catch_up()
     heard = [event for turn in world.leader.turns for event in turn]
@@ -487,13 +487,13 @@ def test_in_step_a_turn_takes_what_is_soon_done_and_the_others_take_it_as_well()
     said: queue.SimpleQueue[Entry | None] = queue.SimpleQueue()
     leader_log = LeaderLog(MonotonicClock(), said.put)
 
-    def hear() -> Entry:
+    def next_entry() -> Entry:
         entry = said.get(timeout=10.0)
         if entry is None:
             raise _Over
         return entry
 
-    logs = (leader_log, FollowerLog("rank 1", 0.0, hear))
+    logs = (leader_log, FollowerLog("rank 1", 0.0, next_entry))
     num_rooms, mailbox, deadline = 40, Mailbox[Event](), time.monotonic() + 20.0
     sides: list[tuple[RankCopies, Consensus, Engine]] = []
 

@@ -47,10 +47,10 @@ class Bench:
         self.copies: list[RankCopies] = []
         self.workers: list[CopyWorkers] = []
 
-    def open(self, rank: int, tell) -> None:  # type: ignore[no-untyped-def]
+    def open(self, rank: int, report) -> None:  # type: ignore[no-untyped-def]
         copies = RankCopies(rank)
         workers = CopyWorkers(self.transports[rank], copies.post, 1)
-        copies.drive(workers, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, tell)
+        copies.drive(workers, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S, report)
         self.workers.append(workers)
         self.copies.append(copies)
 

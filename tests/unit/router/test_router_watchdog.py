@@ -14,7 +14,7 @@ from aiohttp import ClientSession, web
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.proxy.attempts import Drain
-from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, Watchdog, rotation
+from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, PairWatchdog, rotation
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.pairs import Pairs
 from pdserve.router.workers.workers import Pair, Registry
@@ -225,7 +225,7 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
         worker.healthy = True
     known, everyone = Pairs(registry), [Pair(prefill, decode) for prefill in prefills for decode in decodes]
     config, session = RouterConfig(pd=True), cast(ClientSession, None)
-    watchdog = Watchdog(
+    watchdog = PairWatchdog(
         config, registry, known, session, RouterMetrics(), Drain(), random.Random(1), on_change=lambda: None
     )
     running = cast(dict[Pair, float], watchdog._running)

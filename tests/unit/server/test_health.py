@@ -146,7 +146,7 @@ def test_partners_that_are_long_gone_or_new_do_not_count() -> None:
 
 
 def test_of_two_replicas_the_silent_one_is_named() -> None:
-    found = pulses.Watchdogs()
+    found = pulses.SchedulerWatchdog()
     assert found.heartbeats(2) == [], "nothing runs before the engine has started"
     found.begin()
     found.heard(SchedulerBeat(dp_rank=0, turn_s=None, num_turns=3))

@@ -118,15 +118,15 @@ class KitEngine:
         self._addresses = addresses
         self.expected: list[tuple[MemoryKey, int, int]] = []
         self.notified = False
-        self.reaches = True
+        self.connects = True
         self.asked: list[tuple[int, str]] = []
         self.jobs: list[CopyJob] = []
         self.cancelled: list[CopyJob] = []
         self.forgotten: list[str] = []
 
-    def reach(self, rank: int, transport_address: str) -> bool:
+    def connect(self, rank: int, transport_address: str) -> bool:
         self.asked.append((rank, transport_address))
-        return self.reaches
+        return self.connects
 
     def submit(self, job: CopyJob) -> None:
         self.jobs.append(job)

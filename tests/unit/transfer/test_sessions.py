@@ -35,9 +35,9 @@ from pdserve.transfer.wire import (
     Packet,
     Ping,
     Pong,
+    PromptLogprobsPart,
     Refusal,
     Reset,
-    Told,
     TransferStats,
     Wire,
 )
@@ -368,7 +368,12 @@ def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> N
             say(net, "thief-1", to, Abort(key=key, failure=failure, prompt_digest="d"))
             say(net, "thief-1", to, Done(key=key, stats=TransferStats()))
             say(net, "thief-1", to, Ended(key=key, failure=failure, quiesced=True))
-            say(net, "thief-1", to, Told(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")))
+            say(
+                net,
+                "thief-1",
+                to,
+                PromptLogprobsPart(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")),
+            )
     pages = tuple(range(16))
     stolen = msgspec.structs.replace(meta, key=MemoryKey(meta.key.room, 5, "thief-1"), pages=(pages,))
     say(net, "thief-1", prefill, stolen)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split
 from pdserve.errors import ConfigError, HandshakeError
 from pdserve.memory.layout import GroupKind, KVGroup
-from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, feeds, plan_feed
+from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, plan_flow, shard_flows
 
 Pool = npt.NDArray[np.int64]
 TP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -80,14 +80,14 @@ def check_bytes(
         for rank in range(destination.num_ranks)
     ]
     num_written = 0
-    for feed in feeds(group, source, destination):
-        ours, theirs = source.place(feed.source_rank), destination.place(feed.destination_rank)
+    for flow in shard_flows(group, source, destination):
+        ours, theirs = source.place(flow.source_rank), destination.place(flow.destination_rank)
         for layers in [None] if len(ranges) == 1 else ranges:
-            for copy in plan_feed(group, ours, theirs, feed, source_pages, target_pages, layers):
+            for copy in plan_flow(group, ours, theirs, flow, source_pages, target_pages, layers):
                 num_written += copy.num_bytes
-                taken = sources[feed.source_rank][copy.source : copy.source + copy.num_bytes]
+                taken = sources[flow.source_rank][copy.source : copy.source + copy.num_bytes]
                 assert len(taken) == copy.num_bytes, "read outside the pool"
-                found[feed.destination_rank][copy.destination : copy.destination + copy.num_bytes] = taken
+                found[flow.destination_rank][copy.destination : copy.destination + copy.num_bytes] = taken
     for rank, pool in enumerate(found):
         expected = np.full_like(held_by(everything, group, destination.place(rank)), -1)
         expected[target_pages] = held_by(everything, group, destination.place(rank))[source_pages]
@@ -128,25 +128,25 @@ def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
     group = group_of(4, num_heads, 1)
     for source_size in sizes(group):
         for destination_size in sizes(group):
-            found = feeds(group, ParallelShape(tp_size=source_size), ParallelShape(tp_size=destination_size))
+            found = shard_flows(group, ParallelShape(tp_size=source_size), ParallelShape(tp_size=destination_size))
             for rank in range(destination_size):
-                own = [head for feed in found if feed.destination_rank == rank for head in feed.heads]
+                own = [head for flow in found if flow.destination_rank == rank for head in flow.heads]
                 place = ParallelShape(tp_size=destination_size).place(rank)
                 assert sorted(own) == list(group.heads_of(place))
-            per_source = [sum(feed.source_rank == rank for feed in found) for rank in range(source_size)]
+            per_source = [sum(flow.source_rank == rank for flow in found) for rank in range(source_size)]
             assert max(per_source) <= -(-len(found) // source_size) + 1, "replicas share the work"
 
 
 def test_a_latent_has_one_writer_and_every_tensor_rank_gets_it() -> None:
     group = group_of(4, 1, 2, GroupKind.MLA)
-    assert feeds(group, ParallelShape(tp_size=4), ParallelShape()) == (ShardFlow(0, 0, range(4), range(1)),)
-    found = feeds(group, ParallelShape(), ParallelShape(tp_size=4))
-    assert [(feed.source_rank, feed.destination_rank) for feed in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
+    assert shard_flows(group, ParallelShape(tp_size=4), ParallelShape()) == (ShardFlow(0, 0, range(4), range(1)),)
+    found = shard_flows(group, ParallelShape(), ParallelShape(tp_size=4))
+    assert [(flow.source_rank, flow.destination_rank) for flow in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
 
 def plan_alone(group: KVGroup, source: list[int], destination: list[int]) -> list[PageCopy]:
-    (feed,) = feeds(group, ParallelShape(), ParallelShape())
-    return plan_feed(group, SINGLE, SINGLE, feed, source, destination)
+    (flow,) = shard_flows(group, ParallelShape(), ParallelShape())
+    return plan_flow(group, SINGLE, SINGLE, flow, source, destination)
 
 
 def test_pages_side_by_side_in_both_pools_become_one_copy() -> None:
@@ -160,9 +160,9 @@ def test_pages_side_by_side_in_both_pools_become_one_copy() -> None:
 def test_equal_heads_on_both_sides_are_one_copy_a_page_however_many_layers() -> None:
     group = group_of(6, 4, 2)
     source, destination = ParallelShape(tp_size=2, pp_size=3), ParallelShape(tp_size=2)
-    for feed in feeds(group, source, destination):
-        places = source.place(feed.source_rank), destination.place(feed.destination_rank)
-        assert len(plan_feed(group, *places, feed, [0, 1], [4, 2])) == 2
+    for flow in shard_flows(group, source, destination):
+        places = source.place(flow.source_rank), destination.place(flow.destination_rank)
+        assert len(plan_flow(group, *places, flow, [0, 1], [4, 2])) == 2
 
 
 def test_pages_must_come_in_pairs() -> None:

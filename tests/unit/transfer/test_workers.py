@@ -157,18 +157,18 @@ def test_failures_are_reported_as_values_and_the_thread_goes_on(
 def test_a_peer_is_connected_to_before_there_is_anything_to_copy(
     workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
-    assert not workers.reach(0, "peer")
+    assert not workers.connect(0, "peer")
     assert events_of(mailbox, 1) == [PeerConnected("peer", None)] and transport.connects == ["peer"]
-    assert workers.reach(0, "peer"), "known by now"
+    assert workers.connect(0, "peer"), "known by now"
     workers.submit(_job("peer"))
     assert _reports(mailbox, 1)[0].failure is None and transport.connects == ["peer"]
-    assert not workers.reach(0, "unreachable")
+    assert not workers.connect(0, "unreachable")
     (event,) = events_of(mailbox, 1)
     assert isinstance(event, PeerConnected) and event.failure is not None and event.failure.code == "peer_unreachable"
-    assert not workers.reach(0, "unreachable"), "perhaps by now"
+    assert not workers.connect(0, "unreachable"), "perhaps by now"
     events_of(mailbox, 1)
     workers.forget("peer")
-    assert not workers.reach(0, "peer"), "another process, perhaps"
+    assert not workers.connect(0, "peer"), "another process, perhaps"
     events_of(mailbox, 1)
 
 
@@ -182,7 +182,7 @@ def test_a_bug_in_connecting_is_a_value_too(
         raise ValueError("a bug")
 
     monkeypatch.setattr(transport, "connect", connect)
-    workers.reach(0, "peer")
+    workers.connect(0, "peer")
     (event,) = events_of(mailbox, 1)
     assert isinstance(event, PeerConnected) and event.failure is not None and event.failure.code == "internal"
 

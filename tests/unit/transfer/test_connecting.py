@@ -26,7 +26,7 @@ def split(prefill_tp: int = 2, decode_tp: int = 2) -> tuple[Net, Side, Side]:
         others = [other(f"{name}.{rank}") for rank in range(1, size)]
         sides.append(Side(net, name, num_heads=2, shape=ParallelShape(tp_size=size), others=others))
     prefill, decode = sides
-    prefill.engine.reaches = False
+    prefill.engine.connects = False
     decode.kv.sessions.dial(ADDRESS)
     found(decode, prefill)
     net.pump()
@@ -37,8 +37,8 @@ def test_a_room_waits_until_all_our_ranks_reach_the_peer() -> None:
     net, prefill, decode = split()
     first = Pair(net, prefill, decode, room=7)
     second = Pair(net, prefill, decode, room=8)
-    ways = [(0, "decode-1"), (1, "decode-1.1")]
-    assert prefill.engine.asked == ways, "each rank the one that it feeds; once for both rooms"
+    rank_pairs = [(0, "decode-1"), (1, "decode-1.1")]
+    assert prefill.engine.asked == rank_pairs, "each rank the one that it feeds; once for both rooms"
     assert {first.sender.poll(), second.sender.poll()} == {KVPoll.BOOTSTRAPPING}
     prefill.kv.handle(PeerConnected("decode-1.1", None, 1))
     prefill.kv.handle(PeerConnected("decode-1.1", None, 1))
@@ -47,19 +47,19 @@ def test_a_room_waits_until_all_our_ranks_reach_the_peer() -> None:
     prefill.kv.handle(PeerConnected("decode-1", None, 0))
     assert {first.sender.poll(), second.sender.poll()} == {KVPoll.WAITING_FOR_INPUT}
     third = Pair(net, prefill, decode, room=9)
-    assert third.sender.poll() is KVPoll.WAITING_FOR_INPUT and prefill.engine.asked == ways, "known by now"
+    assert third.sender.poll() is KVPoll.WAITING_FOR_INPUT and prefill.engine.asked == rank_pairs, "known by now"
 
 
 def test_every_rank_that_feeds_another_has_a_way_and_the_aux_slots_have() -> None:
     _, prefill, decode = split(prefill_tp=2, decode_tp=1)
-    assert prefill.kv.send_side._chunks.ways(decode.kv.sessions._me) == ((0, "decode-1"), (1, "decode-1"))
+    assert prefill.kv.send_side._chunks.rank_pairs(decode.kv.sessions._me) == ((0, "decode-1"), (1, "decode-1"))
     _, prefill, decode = split(prefill_tp=1, decode_tp=2)
-    assert prefill.kv.send_side._chunks.ways(decode.kv.sessions._me) == ((0, "decode-1"), (0, "decode-1.1"))
+    assert prefill.kv.send_side._chunks.rank_pairs(decode.kv.sessions._me) == ((0, "decode-1"), (0, "decode-1.1"))
 
 
 def test_a_rank_that_cannot_reach_the_peer_fails_the_room_on_both_sides_and_is_asked_again() -> None:
     net, prefill, decode = meet()
-    prefill.engine.reaches = False
+    prefill.engine.connects = False
     pair = Pair(net, prefill, decode)
     prefill.kv.handle(PeerConnected("decode-1", NO_WAY))
     net.pump()
@@ -69,14 +69,14 @@ def test_a_rank_that_cannot_reach_the_peer_fails_the_room_on_both_sides_and_is_a
     assert not prefill.engine.jobs and not any(lease.held_by("remote") for lease in pair.theirs)
     pair.drop_requests()
     assert_quiet_and_free(prefill, decode)
-    prefill.engine.reaches = True
+    prefill.engine.connects = True
     assert Pair(net, prefill, decode, room=8).sender.poll() is KVPoll.WAITING_FOR_INPUT
     assert len(prefill.engine.asked) == 2
 
 
 def test_a_room_that_has_ended_meanwhile_stays_so() -> None:
     net, prefill, decode = meet()
-    prefill.engine.reaches = False
+    prefill.engine.connects = False
     gone, aborted = Pair(net, prefill, decode, room=7), Pair(net, prefill, decode, room=8)
     gone.sender.abort(NO_WAY)
     gone.sender.close()
@@ -92,12 +92,12 @@ def test_a_peer_that_is_gone_is_asked_for_anew_when_it_comes_back() -> None:
     assert Pair(net, prefill, decode).sender.poll() is KVPoll.WAITING_FOR_INPUT
     assert len(prefill.engine.asked) == 1
     prefill.kv.handle(PeerGone("decode-1"))
-    assert not prefill.kv.send_side._reaching._missing and not prefill.kv.send_side._reaching._whose
+    assert not prefill.kv.send_side._connecting._missing and not prefill.kv.send_side._connecting._whose
 
 
 def test_what_is_never_known_ends_with_the_time_for_bootstrapping() -> None:
     net, prefill, decode = meet()
-    prefill.engine.reaches = False
+    prefill.engine.connects = False
     pair = Pair(net, prefill, decode)
     net.pass_time(BOOTSTRAP_S + 1.0)
     failure = pair.sender.failure
@@ -110,6 +110,6 @@ def test_what_is_never_known_ends_with_the_time_for_bootstrapping() -> None:
 @pytest.mark.parametrize("known", [True, False])
 def test_what_an_engine_knows_at_once_costs_no_turn(known: bool) -> None:
     net, prefill, decode = meet()
-    prefill.engine.reaches = known
+    prefill.engine.connects = known
     state = Pair(net, prefill, decode).sender.poll()
     assert state is (KVPoll.WAITING_FOR_INPUT if known else KVPoll.BOOTSTRAPPING)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.protocol.logprobs import PART_BYTES, PromptLogprobs
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Abort, Done, Told
+from pdserve.transfer.wire import Abort, Done, PromptLogprobsPart
 from tests.unit.transfer.kit import CLIENT_LEFT, Net, Pair, Side, meet
 
 
@@ -19,14 +19,14 @@ def _pair(**changes: bool) -> tuple[Net, Side, Side, Pair]:
 
 def test_parts_are_taken_in_the_order_of_the_prompt() -> None:
     net, prefill, decode, pair = _pair()
-    pair.sender.tell(_part(1))  # before a page was sent: the receiver's key may still be replaced
+    pair.sender.send_logprobs(_part(1))  # before a page was sent: the receiver's key may still be replaced
     net.pump()
-    assert not net.said(Told)
+    assert not net.said(PromptLogprobsPart)
     pair.sender.send(pair.mine[0], 1)
-    pair.sender.tell(_part(4))
+    pair.sender.send_logprobs(_part(4))
     net.pump()
-    assert [body.index for body in net.said(Told) if isinstance(body, Told)] == [0, 1]
-    pair.sender.tell(_part(7))
+    assert [body.index for body in net.said(PromptLogprobsPart) if isinstance(body, PromptLogprobsPart)] == [0, 1]
+    pair.sender.send_logprobs(_part(7))
     pair.send()
     prefill.end_jobs()
     net.pump()
@@ -34,16 +34,16 @@ def test_parts_are_taken_in_the_order_of_the_prompt() -> None:
     assert [part.start for part in pair.receiver.take_logprobs()] == [1, 4, 7]
     assert pair.receiver.take_logprobs() == [], "they are not kept for as long as the request lives"
     (peer,) = decode.kv.sessions
-    for body in net.said(Told):
-        assert isinstance(body, Told)
-        decode.kv.receive_side.on_told(peer, body)
+    for body in net.said(PromptLogprobsPart):
+        assert isinstance(body, PromptLogprobsPart)
+        decode.kv.receive_side.on_logprobs(peer, body)
     assert pair.receiver.take_logprobs() == [] and pair.receiver.poll() is KVPoll.SUCCESS
 
 
 def test_a_part_that_comes_after_done_is_waited_for() -> None:
     net, prefill, decode, pair = _pair()
-    net.drop = lambda packet: isinstance(packet.body, Told)
-    pair.sender.tell(_part(1))
+    net.drop = lambda packet: isinstance(packet.body, PromptLogprobsPart)
+    pair.sender.send_logprobs(_part(1))
     pair.send()
     prefill.end_jobs()
     net.pump()
@@ -59,8 +59,8 @@ def test_a_part_that_comes_after_done_is_waited_for() -> None:
 
 def test_parts_that_never_come_end_in_a_timeout_or_at_an_abort() -> None:
     net, prefill, decode, pair = _pair()
-    net.drop = lambda packet: isinstance(packet.body, Told)
-    pair.sender.tell(_part(1))
+    net.drop = lambda packet: isinstance(packet.body, PromptLogprobsPart)
+    pair.sender.send_logprobs(_part(1))
     pair.send()
     prefill.end_jobs()
     net.pump()
@@ -75,11 +75,11 @@ def test_parts_that_never_come_end_in_a_timeout_or_at_an_abort() -> None:
 
 def test_a_long_stretch_goes_in_bounded_messages() -> None:
     net, prefill, _, pair = _pair()
-    pair.sender.tell(_part(1, 100_000))
+    pair.sender.send_logprobs(_part(1, 100_000))
     pair.send()
     prefill.end_jobs()
     net.pump()
-    told = [body for body in net.said(Told) if isinstance(body, Told)]
+    told = [body for body in net.said(PromptLogprobsPart) if isinstance(body, PromptLogprobsPart)]
     assert len(told) == -(-100_000 * 8 // PART_BYTES)
     assert all(len(body.part.own) + len(body.part.ranks) <= PART_BYTES for body in told)
     assert sum(part.num_tokens for part in pair.receiver.take_logprobs()) == 100_000
@@ -88,19 +88,19 @@ def test_a_long_stretch_goes_in_bounded_messages() -> None:
 def test_what_nobody_asked_for_is_not_kept() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    pair.sender.tell(_part(1))
+    pair.sender.send_logprobs(_part(1))
     pair.send()
     net.pump()
     prefill.end_jobs()
     net.pump()
-    assert net.said(Told) and pair.receiver.take_logprobs() == []
+    assert net.said(PromptLogprobsPart) and pair.receiver.take_logprobs() == []
     assert pair.receiver.poll() is KVPoll.SUCCESS
 
 
 def test_parts_that_do_not_fit_fail_the_request() -> None:
     net, _, _, pair = _pair()
     pair.sender.send(pair.mine[0], 1)
-    pair.sender.tell(PromptLogprobs(start=1, own=b"\0" * 8, ranks=b"\0" * 4))
+    pair.sender.send_logprobs(PromptLogprobs(start=1, own=b"\0" * 8, ranks=b"\0" * 4))
     net.pump()
     assert pair.receiver.poll() is KVPoll.FAILED
     assert pair.receiver.failure is not None and pair.receiver.failure.code == "bad_metadata"
@@ -109,6 +109,6 @@ def test_parts_that_do_not_fit_fail_the_request() -> None:
 def test_a_fake_transfer_tells_nothing() -> None:
     net, prefill, _ = meet()
     sender = prefill.kv.open_sender(9, "2.2.2.2", "d")
-    sender.tell(_part(1))
+    sender.send_logprobs(_part(1))
     net.pump()
-    assert not net.said(Told)
+    assert not net.said(PromptLogprobsPart)
