@@ -24,7 +24,7 @@ TOP_K_ALL = 1 << 30
 class BodyField:
     """Marks a parameter that request bodies have under the same name and with the same type; null is the default.
 
-    Finite numbers from `low` to `high` are valid, without `low` if `low_open`.
+    Numbers from `low` to `high` are valid, without `low` if `low_open`.
     """
 
     low: float = -math.inf
@@ -35,10 +35,10 @@ class BodyField:
         """Check `value` of the parameter `name`.
 
         Raises:
-            RequestError: 400 naming the field, for NaN, infinite and out-of-range values.
+            RequestError: 400 naming the field, for NaN and values out of range.
         """
-        too_low = value <= self.low if self.low_open else value < self.low
-        if not math.isfinite(value) or value > self.high or too_low:
+        above = self.low < value if self.low_open else self.low <= value
+        if not (above and value <= self.high):
             bracket = "(" if self.low_open else "["
             raise RequestError(f"{name} must be in {bracket}{self.low}, {self.high}], got {value}", field=name)
 

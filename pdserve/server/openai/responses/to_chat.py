@@ -54,9 +54,6 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         raise RequestError("truncation: only 'disabled' is supported", field="truncation", code="unsupported")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         raise RequestError("text.verbosity is not supported", field="text.verbosity", code="unsupported")
-    if body.max_output_tokens is not None and body.max_output_tokens < 1:
-        message = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
-        raise RequestError(message, field="max_output_tokens")
     shared = {
         name: value for name, value in msgspec.structs.asdict(body).items() if name in OpenAIBody.__struct_fields__
     }
@@ -67,7 +64,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
             message = "text.format and response_format exclude each other: an answer has one format"
             raise RequestError(message, field="response_format")
         shared["response_format"] = response_format
-    return ChatBody(
+    chat = ChatBody(
         **shared,
         messages=_messages(body),
         logprobs=LOGPROBS in (body.include or ()) or bool(body.top_logprobs),
@@ -78,6 +75,10 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    if body.max_output_tokens is not None and body.max_output_tokens < 1:
+        message = f"max_output_tokens must be at least 1, got {body.max_output_tokens}"
+        raise RequestError(message, field="max_output_tokens")
+    return chat
 
 
 @contextlib.contextmanager
