@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 
 from benchmarks.report import Run, add_write_flags, footer, markdown_table, ratios, spread_of
 from pdserve.base.mailbox import Mailbox
-from pdserve.base.session_proof import Session, SessionVerifier, worker_key
+from pdserve.http.session_proof import Session, SessionVerifier, worker_key
 from pdserve.transfer.bootstrap import BootstrapServer
 from pdserve.transfer.bootstrap_client import register_route
 from pdserve.transfer.bootstrap_routes import ReplicaRoute

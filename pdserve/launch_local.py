@@ -30,9 +30,9 @@ from typing import IO, get_args
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
-from pdserve.base.session_proof import worker_secret
 from pdserve.config.local_access import LocalAccess, Role, access_of, add_access, flags_for, flags_for_router
 from pdserve.errors import ConfigError
+from pdserve.http.session_proof import worker_secret
 from pdserve.router.config.config import POLICY_HELP, PolicyName
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")

@@ -26,7 +26,6 @@ from pdserve.errors import ConfigError
 from pdserve.router.app import ROUTER, make_app
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.config.flags import config_from, make_parser
-from pdserve.router.http.tls import server_tls
 
 __all__ = ["config_from", "main", "make_parser", "serve"]
 
@@ -55,7 +54,7 @@ async def serve(config: RouterConfig) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, told)
-    tls = server_tls(config.tls)
+    tls = config.tls.port_context()
     warn_open(config.host, has_key=config.access.api_key is not None)
     app = make_app(config)
     runner = web.AppRunner(

@@ -48,13 +48,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(config: ServerConfig, given: ServerConfig) -> int:
     """Start engine and HTTP server, serve, and end them in order. `given`: the configuration before `resolve`."""
-    from pdserve.server.http.tls import server_tls
     from pdserve.server.lifecycle.run import run_api
 
     sides = Sides(given)
     served = False
     try:
-        server_tls(config.access)  # first: these checks are fast
+        config.access.tls_context()  # first: these checks are fast
         check_proof(config)
         tokenizer_dir = tokenizer_dir_of(config)
         check_split(config)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 from pathlib import Path
 from typing import Any
 
-from pdserve.base.clients import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
 from pdserve.errors import ConfigError
+from pdserve.http.clients import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
+from pdserve.http.tls import port_context, verify_clients
 
 
 def flag(
@@ -98,6 +100,19 @@ class AccessConfig:
     def scheme(self) -> str:
         """Scheme of the server's URL."""
         return "http" if self.ssl_certfile is None else "https"
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of the HTTP port; None for plain HTTP.
+
+        Raises:
+            ConfigError: a file is not a certificate or key, the two do not match, or the password is wrong.
+        """
+        if self.ssl_certfile is None:
+            return None
+        flags = "--ssl-certfile, --ssl-keyfile and its password"
+        context = port_context(self.ssl_certfile, self.ssl_keyfile, self.ssl_keyfile_password, flags)
+        verify_clients(context, self.ssl_ca_certs, self.ssl_cert_reqs, "--ssl-ca-certs")
+        return context
 
     def check(self) -> None:
         """Check all values; ConfigError names the flag and contains no secret."""

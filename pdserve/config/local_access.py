@@ -13,10 +13,10 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from pdserve.base.clients import ADMIN_API_KEY, API_KEY, check_keys
 from pdserve.config.access_group import KEYFILE_PASSWORD
 from pdserve.config.cli import flags
 from pdserve.errors import ConfigError
+from pdserve.http.clients import ADMIN_API_KEY, API_KEY, check_keys
 
 Role = Literal["prefill", "decode"]
 

@@ -18,6 +18,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.base.stream_state import RESUME_FIELD
+from pdserve.http.access import GENERATING
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
@@ -31,7 +32,6 @@ from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import refusal, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
-from pdserve.router.request_fields import GENERATING
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH

@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-import pdserve
-from pdserve.base.http_rules import ErrorAnswer
+from pdserve.http.errors import ErrorAnswer
+from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.router.http.errors import json_response
 from pdserve.router.workers.api import AddBody, ChangeBody
 from pdserve.router.workers.fanout import WorkerFanout
@@ -93,38 +93,18 @@ def describe(
             responses = operation["responses"] | _object(said, "responses")
             operation |= said | {"responses": responses}
         paths.setdefault(path, {})[route.method.lower()] = operation
-    info = {"title": "pdserve router", "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
-    document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": schemas}}
-    if with_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return document
+    return openapi_document("pdserve router", paths, schemas, with_keys=with_keys)
 
 
 def _operation(route: web.RouteDef, path: str, *, to_workers: bool) -> dict[str, Any]:
     """Build the operation of a route without a worker's document."""
     key = (route.method, path)
-    error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
     errors = ERRORS | ERRORS_OF_WORKERS if to_workers or key not in GOOD else ERRORS
-    operation: dict[str, Any] = {
-        "summary": _summary(route),
-        "responses": {
-            GOOD.get(key, "200"): {"description": "the answer"},
-            **{status: {"description": text, "content": error} for status, text in errors.items()},
-        },
-    }
-    parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in re.findall(r"{(\w+)}", path)
-    ]
-    parameters += [
-        {"name": name, "in": "query", "required": False, "schema": {"type": "string"}} for name in QUERIES.get(key, ())
-    ]
-    if parameters:
-        operation["parameters"] = parameters
+    queries = {name: {"type": "string"} for name in QUERIES.get(key, ())}
+    operation = openapi_operation(path, _summary(route), {GOOD.get(key, "200"): "the answer"}, errors, queries, REF)
     if key in BODIES:
-        schema = {"$ref": REF.format(name=BODIES[key].__name__)}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        content = json_content({"$ref": REF.format(name=BODIES[key].__name__)})
+        operation["requestBody"] = {"required": True, "content": content}
     return operation
 
 

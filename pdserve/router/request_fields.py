@@ -21,13 +21,9 @@ from typing import Any
 
 import orjson
 
+from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from pdserve.protocol.messages import MAX_ROOM
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETIONS_PATH = "/v1/completions"
-GENERATE_PATH = "/generate"
-RESPONSES_PATH = "/v1/responses"
-GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 MAX_SEQUENCES = 8192
 """Workers accept no larger n and no more prompts; they refuse such a body regardless of its rooms."""
 

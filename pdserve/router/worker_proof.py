@@ -2,7 +2,7 @@
 
 A worker must prove the token before the router sends it anything, and every request proves the token to the worker.
 This is an aiohttp client middleware around all requests of the router's session, installed by
-`workers.outcome.make_session`. The protocol is in `base/session_proof`.
+`workers.outcome.make_session`. The protocol is in `http/session_proof`.
 
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead
@@ -29,8 +29,8 @@ from yarl import URL
 from pdserve.base.env import control_token
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import PROOF_HEADER, MacKey
-from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, SESSION_LIFETIME_S, Session, worker_secret
 from pdserve.errors import ProofError
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, SESSION_LIFETIME_S, Session, worker_secret
 
 log = logging.getLogger(__name__)
 

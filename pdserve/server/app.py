@@ -16,9 +16,9 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 
 import pdserve
-from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
+from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
 from pdserve.server.context import ServerContext

@@ -14,8 +14,8 @@ import msgspec
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-import pdserve
-from pdserve.base.http_rules import ErrorAnswer
+from pdserve.http.errors import ErrorAnswer
+from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.server.request.schemas import NativeSampling
 
 REF = "#/components/schemas/{name}"
@@ -72,16 +72,10 @@ def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]
                 operation = _operation(route, inputs.queries.get(route.path, {}))
                 body = bodies.get(route.path) if method in ("POST", "PUT") else None
                 if body is not None:
-                    schema = {"$ref": REF.format(name=body.__name__)}
-                    content = {"application/json": {"schema": schema}}
+                    content = json_content({"$ref": REF.format(name=body.__name__)})
                     operation["requestBody"] = {"required": route.path not in inputs.optional, "content": content}
                 paths.setdefault(_plain(route.path), {})[method.lower()] = operation
-    info = {"title": app.title, "version": pdserve.__version__, "description": (pdserve.__doc__ or "").strip()}
-    document: dict[str, Any] = {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"schemas": components}}
-    if with_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-        document["security"] = [{"key": []}]
-    return document
+    return openapi_document(app.title, paths, components, with_keys=with_keys)
 
 
 def _plain(path: str) -> str:
@@ -90,19 +84,8 @@ def _plain(path: str) -> str:
 
 
 def _operation(route: APIRoute, query: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": REF.format(name=ErrorAnswer.__name__)}}}
-    operation: dict[str, Any] = {
-        "summary": route.summary or route.name.replace("_", " "),
-        "responses": {
-            "200": {"description": "the response; with `stream`, server-sent events"},
-            **({"202": {"description": "the operation has started"}} if route.path in LATER else {}),
-            **{status: {"description": text, "content": error} for status, text in ERRORS.items()},
-        },
-    }
-    names = [part[1:-1] for part in _plain(route.path).split("/") if part.startswith("{")]
-    parameters: list[dict[str, Any]]
-    parameters = [{"name": n, "in": "path", "required": True, "schema": {"type": "string"}} for n in names]
-    parameters += [{"name": n, "in": "query", "required": False, "schema": schema} for n, schema in query.items()]
-    if parameters:
-        operation["parameters"] = parameters
-    return operation
+    good = {"200": "the response; with `stream`, server-sent events"}
+    if route.path in LATER:
+        good["202"] = "the operation has started"
+    summary = route.summary or route.name.replace("_", " ")
+    return openapi_operation(_plain(route.path), summary, good, ERRORS, query, REF)

@@ -21,7 +21,7 @@ import pytest
 import requests
 import zmq
 
-from pdserve.base.session_proof import CHALLENGE_PATH, worker_secret
+from pdserve.http.session_proof import CHALLENGE_PATH, worker_secret
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
 from tests.e2e.sglang_router import running_sglang_router
 from tests.tiny import Family

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.base.clients import ADMIN_API_KEY, API_KEY
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
+from pdserve.http.clients import ADMIN_API_KEY, API_KEY
 from pdserve.launch_engine import REFUSED
 from pdserve.launch_local import LocalConfig
 from pdserve.router.config.config import RouterConfig, WorkerRole

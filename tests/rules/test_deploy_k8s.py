@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.base.clients import ADMIN_API_KEY, API_KEY
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
+from pdserve.http.clients import ADMIN_API_KEY, API_KEY
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.server.native import health
 from tests.rules.deploy_kit import (

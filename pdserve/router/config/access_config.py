@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import ssl
 from pathlib import Path
 
-from pdserve.base.clients import Keys, Network, check_keys, parse_networks, split_keys
 from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
+from pdserve.http.clients import Keys, Network, check_keys, parse_networks, split_keys
+from pdserve.http.tls import client_context, port_context
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class RouterAccessConfig:
     max_concurrent_requests_per_client: int | None = None
     """Limit of concurrent generating requests per client; None: no limit."""
     forwarded_allow_ips: str | None = None
-    """Trusted proxies, whose `X-Forwarded-For` names the client; see `pdserve.base.clients`."""
+    """Trusted proxies, whose `X-Forwarded-For` names the client; see `pdserve.http.clients`."""
     cors_allowed_origins: tuple[str, ...] = ()
     request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 
@@ -86,3 +88,18 @@ class TlsConfig:
         for first, second in ((self.cert, self.key), (self.client_cert, self.client_key)):
             if (first is None) != (second is None):
                 raise ConfigError("a TLS certificate needs its key, and the key its certificate", field="tls")
+
+    def port_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context of the router's port; None: plain HTTP. ConfigError if a file is unusable."""
+        if self.cert is None:
+            return None
+        return port_context(self.cert, self.key, self.key_password, "--tls-cert-path, --tls-key-path")
+
+    def worker_context(self) -> ssl.SSLContext | None:
+        """Return the TLS context for https workers; None: the system's CA certificates and no client certificate.
+
+        Raises:
+            ConfigError: a file is unusable.
+        """
+        flags = "--ca-cert-paths, --client-cert-path"
+        return client_context(self.worker_ca, self.client_cert, self.client_key, flags)

@@ -9,11 +9,11 @@ import argparse
 import os
 from pathlib import Path
 
-from pdserve.base.clients import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.proof import MacKey
-from pdserve.base.session_proof import worker_key
 from pdserve.errors import ConfigError
+from pdserve.http.clients import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
+from pdserve.http.session_proof import worker_key
 from pdserve.router.config.access_config import RouterAccessConfig, TlsConfig
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"

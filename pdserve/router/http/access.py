@@ -1,4 +1,4 @@
-"""Checks of every request to the router: framing, request id, API keys, client limits, CORS and body size.
+"""Checks of every request to the router: the aiohttp middleware around `http.access.AccessRules`, CORS, request ids.
 
 One middleware and one signal, installed on the application by `app`.
 """
@@ -8,28 +8,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import urllib.parse
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
-from pdserve.base.clients import COMMANDS, ClientLimit, client_address
-from pdserve.base.http_rules import (
-    BODY_TIMEOUT_S,
-    CHANGING,
-    TOO_MANY_VALUES,
-    BodyBudget,
-    BodyHold,
-    HttpRefusal,
-    framing_refusal,
-    has_too_many_values,
-    page_refusal,
-)
 from pdserve.errors import RequestError
+from pdserve.http.access import COMMANDS, EXPOSED_HEADERS, GENERATING, NO_SNIFF, NO_STORE, PREFLIGHT_S, AccessRules
+from pdserve.http.bodies import BODY_TIMEOUT_S, TOO_MANY_VALUES, BodyHold, body_timeout, has_too_many_values
+from pdserve.http.errors import HttpRefusal
+from pdserve.http.rules import CHANGING, framing_refusal, has_dots
 from pdserve.router.config.access_config import RouterAccessConfig
-from pdserve.router.http.errors import error_response
-from pdserve.router.request_fields import GENERATING
+from pdserve.router.http.errors import error_response, refused
 
 PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/metrics", "/engine_metrics"})
 """Paths for probes and Prometheus, which need no key; their answers contain no data of requests."""
@@ -44,8 +34,6 @@ REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
 """The complete body of the request."""
 SAFE_ID = re.compile(r"[\x21-\x7e]{1,256}")
-PREFLIGHT_SECONDS = "600"
-MAX_QUOTINGS = 4
 _LOG = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -57,10 +45,8 @@ class Access:
     def __init__(self, config: RouterAccessConfig, max_body_bytes: int) -> None:
         self._config = config
         self._max_body_bytes = max_body_bytes
-        self._bodies = BodyBudget(max_body_bytes)
-        self._keys = config.keys
-        self._proxies = config.proxies
-        self._limit = ClientLimit(config.max_concurrent_requests_per_client)
+        most = config.max_concurrent_requests_per_client
+        self._rules = AccessRules(config.keys, config.cors_allowed_origins, config.proxies, most, max_body_bytes)
 
     def install(self, app: web.Application) -> None:
         """Install the rules on an application."""
@@ -76,7 +62,7 @@ class Access:
         request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
         framing = framing_refusal(request.raw_headers, len(request.raw_path))
         if framing is not None:
-            response = _refused(framing)
+            response = refused(framing)
             response.force_close()
             return response
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
@@ -84,20 +70,12 @@ class Access:
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
         command = is_admin(request.method, request.path)
-        allowed = self._keys.may(request.headers.get("Authorization"), command=command)
-        if not allowed and not is_public(request.path):
-            refusal = HttpRefusal(401, "this needs a valid API key as Authorization: Bearer KEY", "invalid_api_key")
-            return _refused(refusal, {"WWW-Authenticate": "Bearer"})
-        page = page_refusal(
-            request.method,
-            request.headers,
-            self._config.cors_allowed_origins,
-            command=command,
-            has_keys=self._keys.some,
-        )
-        if page is not None:
-            return _refused(page)
-        hold = self._bodies.open()
+        refusal = self._rules.key_refusal(request.headers.get("Authorization"), command=command)
+        if refusal is None or is_public(request.path):
+            refusal = self._rules.page_refusal(request.method, request.headers, command=command)
+        if refusal is not None:
+            return refused(refusal)
+        hold = self._rules.bodies.open()
         try:
             return await self._with_body(request, handler, hold)
         finally:
@@ -114,10 +92,9 @@ class Access:
                     async with asyncio.timeout(BODY_TIMEOUT_S):
                         request[BODY] = await self._read(request, hold)
             except TimeoutError:
-                return error_response(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s", "body_timeout")
+                return refused(HttpRefusal.of(body_timeout()))
             except RequestError as error:
-                headers = None if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-                return error_response(error.status, error.message, error.code, headers)
+                return refused(HttpRefusal.of(error))
             if has_too_many_values(request[BODY]):
                 return error_response(400, TOO_MANY_VALUES, "invalid_request")
         return await self._handled(request, handler)
@@ -165,68 +142,40 @@ class Access:
         if request.path not in GENERATING:
             return await handler(request)
         try:
-            place = self._limit.take(self._client(request))
+            headers = request.headers
+            forwarded_for = headers.getall("X-Forwarded-For", [])
+            client = self._rules.client(headers.get("Authorization"), request.remote, forwarded_for)
+            place = self._rules.place(client)
         except RequestError as error:
-            headers = {"Retry-After": str(error.retry_after_s)}
-            return error_response(error.status, error.message, error.code, headers)
+            return refused(HttpRefusal.of(error))
         with place:
             return await handler(request)
-
-    def _client(self, request: web.Request) -> str:
-        """Return the identity of the client, see `pdserve.base.clients`."""
-        key = self._keys.find(request.headers.get("Authorization"))
-        if key is not None and not self._proxies:
-            return f"key {key}"
-        return client_address(request.remote or "", request.headers.getall("X-Forwarded-For", []), self._proxies)
 
     def _preflight(self, request: web.Request) -> web.Response:
         """Answer a CORS preflight request; `_mark` adds the allowed origin."""
         headers = {}
-        if self._allows(request):
+        if self._rules.allows_origin(request.headers.get("Origin")):
             headers = {
                 "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
                 "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
-                "Access-Control-Max-Age": PREFLIGHT_SECONDS,
+                "Access-Control-Max-Age": str(PREFLIGHT_S),
             }
         return web.Response(status=204, headers=headers)
-
-    def _allows(self, request: web.Request) -> bool:
-        origins = self._config.cors_allowed_origins
-        return "*" in origins or request.headers.get("Origin") in origins
 
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add headers to every response; called just before its headers are sent."""
         headers = response.headers
         headers["Server"] = "pdserve"
-        headers.setdefault("X-Content-Type-Options", "nosniff")
+        headers.setdefault(*NO_SNIFF)
         if not is_public(request.path):
-            headers.setdefault("Cache-Control", "no-store")
+            headers.setdefault(*NO_STORE)
         if REQUEST_ID in request:
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
         if self._config.cors_allowed_origins and "Origin" in request.headers:
             headers["Vary"] = "Origin"
-            if self._allows(request):
+            if self._rules.allows_origin(request.headers["Origin"]):
                 headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-                headers["Access-Control-Expose-Headers"] = REQUEST_ID_HEADER
-
-
-def _refused(refusal: HttpRefusal, headers: Mapping[str, str] | None = None) -> web.Response:
-    return error_response(refusal.status, refusal.message, refusal.code, headers)
-
-
-def has_dots(raw_path: str) -> bool:
-    """Whether a path segment is `.` or `..`, also percent-encoded, up to `MAX_QUOTINGS` times.
-
-    A worker would resolve such a path to another one than the path that was checked here. The query is ignored.
-    """
-    path = raw_path.partition("?")[0]
-    if "." not in path and "%" not in path:
-        return False
-    for _ in range(MAX_QUOTINGS):
-        path, before = urllib.parse.unquote(path), path
-        if path == before:
-            break
-    return any(segment in (".", "..") for segment in path.replace("\\", "/").split("/"))
+                headers["Access-Control-Expose-Headers"] = ", ".join(EXPOSED_HEADERS)
 
 
 def is_public(path: str) -> bool:

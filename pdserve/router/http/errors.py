@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 import orjson
 from aiohttp import web
 
-from pdserve.base.http_rules import error_object
+from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.observe.tracing import CallSpan, Tracing
 
 RETRY_AFTER = {"Retry-After": "1"}
@@ -26,6 +26,11 @@ def error_response(
     """Return an error response of the router itself."""
     body = error_body(status, message, code, param)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+
+
+def refused(refusal: HttpRefusal) -> web.Response:
+    """Return the response to a refused request."""
+    return json_response(refusal.body, refusal.status, refusal.headers)
 
 
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -11,7 +11,7 @@ from typing import Any
 
 import orjson
 
-from pdserve.router.request_fields import GENERATE_PATH
+from pdserve.http.access import GENERATE_PATH
 
 MERGED = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 EVENT_END = b"\n\n"

@@ -12,7 +12,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
-from pdserve.base.http_rules import error_object
+from pdserve.http.errors import error_object
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.http.access import BODY, is_admin
 from pdserve.router.http.errors import RETRY_AFTER, error_response, json_response

@@ -18,7 +18,6 @@ from multidict import CIMultiDict, CIMultiDictProxy
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.http.tls import worker_tls
 from pdserve.router.worker_proof import WorkerProof
 from pdserve.router.workers.admission import Refused
 from pdserve.router.workers.workers import Worker
@@ -151,7 +150,7 @@ def make_session(config: RouterConfig) -> aiohttp.ClientSession:
     """
     key = config.access.worker_proof_key
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=worker_tls(config.tls) or True),
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S, ssl=config.tls.worker_context() or True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout_s),
         auto_decompress=False,
         skip_auto_headers=("Accept-Encoding", "User-Agent"),

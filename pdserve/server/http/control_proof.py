@@ -1,4 +1,4 @@
-"""Verifies requests that prove the control token, as routers send them: the server side of `base/session_proof`.
+"""Verifies requests that prove the control token, as routers send them: the server side of `http/session_proof`.
 
     GET /control_challenge?nonce=N    {"nonce": server nonce, "proof": MAC}; 409 if this server has no control token
 
@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope
 
-from pdserve.base.http_rules import HttpRefusal
 from pdserve.base.proof import PROOF_HEADER
-from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
 from pdserve.errors import ProofError, ProofExpiredError, RequestError
+from pdserve.http.errors import HttpRefusal
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
 from pdserve.server.http.json_http import json_response
 
 NO_TOKEN = "this server has no control token; set PDSERVE_CONTROL_TOKEN alike on router and servers"
@@ -68,12 +68,12 @@ class ControlProof:
         return json_response({"nonce": nonce, "proof": proof})
 
 
-def refusal(error: ProofError | None) -> tuple[HttpRefusal, Mapping[str, str]]:
-    """Return the refusal and its headers for an invalid proof, or for a missing one where required (`error` None)."""
+def refusal(error: ProofError | None) -> HttpRefusal:
+    """Return the refusal for an invalid proof, or for a missing one where required (`error` None)."""
     code, text = "control_proof_required", REQUIRED
     if error is not None:
         code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
-    return HttpRefusal(401, text, code), {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code}
+    return HttpRefusal(401, text, code, {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code})
 
 
 def signed(receive: Receive, digest: bytes) -> Receive:

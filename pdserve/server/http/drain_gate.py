@@ -17,8 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.http.access import GENERATING
 from pdserve.server.http.json_http import error_response
-from pdserve.server.http.request_context import GENERATING
 
 
 class DrainGate:

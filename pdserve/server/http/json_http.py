@@ -14,30 +14,24 @@ from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from pdserve.base.http_rules import TOO_MANY_VALUES, BodyBudget, error_object, has_too_many_values
-from pdserve.errors import EngineDeadError, PdserveError, RequestError
+from pdserve.errors import PdserveError, RequestError
+from pdserve.http.bodies import TOO_MANY_VALUES, BodyBudget, has_too_many_values
+from pdserve.http.errors import HttpRefusal, error_object
 
 
-def describe(error: PdserveError) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status and the body of a pdserve error."""
-    if isinstance(error, RequestError):
-        return error.status, error_object(error.message, error.status, param=error.field, code=error.code)
-    if isinstance(error, EngineDeadError):
-        return 503, error_object(f"the engine is not running: {error}", 503, code="engine_dead")
-    return 500, error_object(str(error), 500, code="internal_error")
+def refused(refusal: HttpRefusal) -> Response:
+    """Build the response to a refused request."""
+    return json_response(refusal.body, status=refusal.status, headers=refusal.headers)
 
 
 def error_response(error: PdserveError) -> Response:
     """Build the response to a request that failed before its first byte; sets `Retry-After` (seconds) if known."""
-    status, body = describe(error)
-    retry_after_s = error.retry_after_s if isinstance(error, RequestError) else None
-    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
-    return json_response(body, status=status, headers=headers)
+    return refused(HttpRefusal.of(error))
 
 
 def error_event(error: PdserveError) -> bytes:
     """Build the error event of a stream that failed after its first byte; only the end event follows."""
-    return b"data: " + orjson.dumps(describe(error)[1]) + b"\n\n"
+    return b"data: " + orjson.dumps(HttpRefusal.of(error).body) + b"\n\n"
 
 
 async def _on_pdserve_error(_: Request, error: Exception) -> Response:

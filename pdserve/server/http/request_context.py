@@ -14,10 +14,9 @@ from contextlib import AbstractContextManager
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.http.access import GENERATING
 from pdserve.observe.tracing import CallSpan
 
-GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses"})
-"""Paths that generate tokens: only their calls are recorded."""
 REQUEST_ID_HEADER = b"x-request-id"
 CLIENT_OF_SCOPE = "pdserve.client"
 """Key in the ASGI scope of the client's name; set by `access`."""

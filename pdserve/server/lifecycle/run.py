@@ -17,11 +17,10 @@ from pathlib import Path
 
 import uvicorn
 
-from pdserve.base.http_rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 from pdserve.base.process import ENDING, raise_if_signalled
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.server.http.tls import server_tls
+from pdserve.http.rules import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 from pdserve.server.lifecycle.instance import EngineBackend, ignore_readiness
 from pdserve.server.lifecycle.role_switch_app import OtherRole, RoleSwitchApp
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
@@ -65,7 +64,7 @@ def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
         timeout_keep_alive=75,
     )
     settings.load()
-    settings.ssl = server_tls(config.access)
+    settings.ssl = config.access.tls_context()
     return settings
 
 

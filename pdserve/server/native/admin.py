@@ -13,10 +13,10 @@ from fastapi import Request
 from fastapi.responses import Response
 
 import pdserve
-from pdserve.base.http_rules import error_object
 from pdserve.base.process_use import own_processes
 from pdserve.config.access_group import shown
 from pdserve.errors import RequestError
+from pdserve.http.errors import error_object
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object

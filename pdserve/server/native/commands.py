@@ -13,8 +13,8 @@ from fastapi import Request
 from fastapi.responses import PlainTextResponse, Response
 
 import pdserve
-from pdserve.base.http_rules import error_object
 from pdserve.errors import RequestError
+from pdserve.http.errors import error_object
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from tests.unit.transfer.waiting import events_of
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
@@ -24,7 +25,6 @@ from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import MemoryKey
 from tests.unit.ranks.kit import replica
 from tests.unit.transfer.notifying import NotifyingMemory
-from tests.unit.transfer.waiting import events_of
 
 SIZE, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S = 1024, 7.0, 5.0
 KEY = MemoryKey(1, 2, "o")

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.base import cpu_affinity as cores
-from pdserve.base.session_proof import worker_secret
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.local_access import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
+from pdserve.http.session_proof import worker_secret
 from pdserve.launch_local import LocalConfig, child_env, config_from, router_argv, router_env, server_argv
 from pdserve.router.config.flags import config_from as routers_config
 from pdserve.router.config.flags import make_parser as router_parser

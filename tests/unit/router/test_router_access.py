@@ -20,7 +20,6 @@ from pdserve.router.config.access_config import RouterAccessConfig, TlsConfig
 from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.config.flags import config_from, make_parser
 from pdserve.router.http.access import is_admin
-from pdserve.router.http.tls import server_tls, worker_tls
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.router.streams import begin_stream
 
@@ -269,7 +268,7 @@ def test_https_to_clients_and_to_workers(run_world: RunWorld, certificate: tuple
         inner_config = RouterConfig(pd=False, tls=TlsConfig(cert=cert, key=key))
         inner = web.AppRunner(make_app(inner_config), handler_cancellation=True)
         await inner.setup()
-        await web.TCPSite(inner, "127.0.0.1", 0, ssl_context=server_tls(inner_config.tls)).start()
+        await web.TCPSite(inner, "127.0.0.1", 0, ssl_context=inner_config.tls.port_context()).start()
         url = f"https://127.0.0.1:{inner.addresses[0][1]}"
         try:
             trusted = ssl.create_default_context(cafile=cert)
@@ -292,11 +291,11 @@ def test_https_to_clients_and_to_workers(run_world: RunWorld, certificate: tuple
 def test_certificates_that_cannot_be_read_are_refused_by_flag(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
     missing = tmp_path / "none.pem"
     with pytest.raises(ConfigError, match="--tls-cert-path"):
-        server_tls(TlsConfig(cert=missing, key=certificate[1]))
+        TlsConfig(cert=missing, key=certificate[1]).port_context()
     with pytest.raises(ConfigError, match="--ca-cert-paths"):
-        worker_tls(TlsConfig(worker_ca=(missing,)))
-    assert server_tls(TlsConfig()) is None
-    assert worker_tls(TlsConfig()) is None
+        TlsConfig(worker_ca=(missing,)).worker_context()
+    assert TlsConfig().port_context() is None
+    assert TlsConfig().worker_context() is None
 
 
 @pytest.mark.parametrize(

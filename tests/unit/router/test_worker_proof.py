@@ -16,8 +16,8 @@ from aiohttp import web
 import pdserve.router
 from pdserve.base.env import worker_proof_secret
 from pdserve.base.proof import PROOF_HEADER, body_digest
-from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
 from pdserve.router import worker_proof
 from pdserve.router.config.access_config import RouterAccessConfig
 from pdserve.router.config.config import HealthConfig

@@ -9,10 +9,10 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pdserve.base.proof import PROOF_HEADER
-from pdserve.base.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session, worker_key
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session, worker_key
 from pdserve.launch_server import check_proof
 from pdserve.server.http.access import OPEN
 from pdserve.server.text.tokenizer import Tokenizer

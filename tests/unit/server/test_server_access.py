@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from pdserve.base import http_rules
-from pdserve.base.clients import COMMANDS
-from pdserve.base.session_proof import CHALLENGE_PATH
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
+from pdserve.http import bodies
+from pdserve.http.access import COMMANDS, GENERATING
+from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.server.app import BODIES
 from pdserve.server.http import access
 from pdserve.server.http.access import PUBLIC
-from pdserve.server.http.request_context import GENERATING
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, until
 
@@ -43,7 +42,7 @@ def bearer(key: str) -> dict[str, str]:
 async def test_every_route_is_public_for_clients_or_a_command(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         routes = [route for route in b.app.routes if isinstance(route, APIRoute)]
-    known = PUBLIC | COMMANDS | GENERATING | FACTS | PURE | PROBES | {CHALLENGE_PATH}
+    known = PUBLIC | COMMANDS | {*GENERATING} | FACTS | PURE | PROBES | {CHALLENGE_PATH}
     assert {route.path for route in routes} == known
 
 
@@ -183,7 +182,7 @@ async def test_answers_are_neither_guessed_at_nor_kept(tokenizer: Tokenizer) -> 
 
 
 async def test_all_generating_paths_have_bodies() -> None:
-    assert BODIES.keys() >= GENERATING
+    assert BODIES.keys() >= {*GENERATING}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +203,7 @@ async def test_wrong_flags_are_refused_by_name(argv: list[str], said: str) -> No
 
 
 async def test_large_bodies_have_a_budget_and_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_rules, "LARGE_BODIES", 1)
+    monkeypatch.setattr(bodies, "LARGE_BODIES", 1)
     async with bench(tokenizer, max_request_bytes=3 << 20) as b:
         b.scheduler.hold = True
         large = {"text": "hi", "ignored": "x" * (2 << 20)}

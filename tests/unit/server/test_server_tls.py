@@ -18,7 +18,6 @@ import pytest
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import ConfigError
 from pdserve.protocol.channel import memory_channel_pair
-from pdserve.server.http.tls import server_tls
 from pdserve.server.lifecycle.instance import EngineBackend
 from pdserve.server.lifecycle.run import serve
 from pdserve.server.text.tokenizer import Tokenizer
@@ -92,7 +91,7 @@ async def test_files_that_are_wrong_are_refused_by_flag_and_nobody_is_asked_for_
         ({"ssl_ca_certs": str(files / "key.pem")}, "--ssl-ca-certs"),
     ):
         with pytest.raises(ConfigError, match=flag) as refused:
-            server_tls(dataclasses.replace(good, **change))
+            dataclasses.replace(good, **change).tls_context()
         assert "wrong" not in str(refused.value)
 
 

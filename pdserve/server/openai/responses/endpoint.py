@@ -12,11 +12,12 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import PdserveError
+from pdserve.http.errors import HttpRefusal
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.http.json_http import convert, describe, json_response, read_json_object, refuse_unsupported
+from pdserve.server.http.json_http import convert, json_response, read_json_object, refuse_unsupported
 from pdserve.server.http.streaming import EventStream, collect, first_event, until_disconnect
 from pdserve.server.openai.chat_prepare import prepare_chat
 from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
@@ -111,7 +112,7 @@ class ResponsesCall:
         }
 
     def _failed(self, error: PdserveError) -> dict[str, Any]:
-        code, message = "server_error", describe(error)[1]["message"]
+        code, message = "server_error", HttpRefusal.of(error).body["message"]
         return {**self._response("failed", None), "error": {"code": code, "message": message}}
 
     def _usage(self, update: GenerationUpdate) -> dict[str, Any]:

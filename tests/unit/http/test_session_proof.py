@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.proof import ControlKey, MacKey
-from pdserve.base.session_proof import (
+from pdserve.errors import ProofError, ProofExpiredError
+from pdserve.http.session_proof import (
     MAX_SESSIONS,
     SESSION_LIFETIME_S,
     WINDOW,
@@ -15,7 +16,6 @@ from pdserve.base.session_proof import (
     worker_key,
     worker_secret,
 )
-from pdserve.errors import ProofError, ProofExpiredError
 
 TOKEN = "a-token-that-is-long-enough"
 OTHER = "another-token-of-the-same-length"

@@ -22,21 +22,6 @@ WORKER_API_KEY = "PDSERVE_WORKER_API_KEY"
 WORKER_ADMIN_API_KEY = "PDSERVE_WORKER_ADMIN_API_KEY"
 """Environment variables that replace the flags: every user of the machine can read a command line."""
 
-COMMANDS = frozenset(
-    {
-        "/flush_cache",
-        "/abort_request",
-        "/pause_generation",
-        "/continue_generation",
-        "/declare_peer_dead",
-        "/start_profile",
-        "/stop_profile",
-        "/pd_role_switch",
-        "/observe",
-    }
-)
-"""Admin paths of servers and router: they affect other clients, or show requests of other clients."""
-
 
 def split_keys(text: str | None) -> tuple[str, ...]:
     """Split a flag's value at commas into keys.

@@ -1,0 +1,1 @@
+"""Rules of the HTTP servers, without a web framework: server and router adapt them to theirs."""

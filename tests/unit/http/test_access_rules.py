@@ -1,0 +1,111 @@
+"""What server and router share: refusals of requests, identities of clients, parts of OpenAPI documents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.errors import EngineDeadError, PdserveError, RequestError
+from pdserve.http.access import AccessRules
+from pdserve.http.clients import Keys, parse_networks
+from pdserve.http.errors import HttpRefusal
+from pdserve.http.openapi import openapi_document, openapi_operation
+from pdserve.http.rules import framing_refusal, has_dots
+
+
+def rules(api: str | None = None, *, origins: Sequence[str] = (), proxies: str | None = None) -> AccessRules:
+    return AccessRules(Keys.of(api, None), origins, parse_networks("--forwarded-allow-ips", proxies), 1, 1 << 20)
+
+
+def test_a_request_without_a_valid_key_is_told_how_to_send_it() -> None:
+    refusal = rules("k").key_refusal("Bearer other", command=False)
+    assert refusal is not None and (refusal.status, refusal.code) == (401, "invalid_api_key")
+    assert refusal.headers == {"WWW-Authenticate": "Bearer"}
+    assert rules("k").key_refusal("Bearer k", command=False) is None
+    assert rules().key_refusal(None, command=True) is None
+
+
+def test_pages_are_refused_where_neither_key_nor_proof_keeps_them_out() -> None:
+    page = {"Origin": "http://there", "Host": "here"}
+    refusal = rules().page_refusal("GET", page, command=True)
+    assert refusal is not None and (refusal.status, refusal.code) == (403, "origin_not_allowed")
+    assert rules().page_refusal("GET", page, command=False) is None
+    assert rules().page_refusal("GET", page, command=True, proven=True) is None
+    assert rules("k").page_refusal("GET", page, command=True) is None
+    assert rules(origins=["http://there"]).page_refusal("GET", page, command=True) is None
+
+
+@pytest.mark.parametrize(
+    ("access", "authorization", "peer", "client"),
+    [
+        (rules("k"), "Bearer k", "1.1.1.1", "key k"),
+        (rules("k", proxies="1.1.1.1"), "Bearer k", "1.1.1.1", "2.2.2.2"),
+        (rules(proxies="1.1.1.1"), None, "3.3.3.3", "3.3.3.3"),
+        (rules(), None, "1.1.1.1", "1.1.1.1"),
+        (rules(), None, None, "unknown"),
+    ],
+)
+def test_a_client_is_its_key_or_its_address(
+    access: AccessRules, authorization: str | None, peer: str | None, client: str
+) -> None:
+    assert access.client(authorization, peer, ["2.2.2.2"]) == client
+
+
+def test_a_client_has_one_place_at_a_time() -> None:
+    access = rules()
+    with access.place("a"), access.place("b"), pytest.raises(RequestError) as refused:
+        access.place("a")
+    assert HttpRefusal.of(refused.value).headers == {"Retry-After": "1"}
+    with access.place("a"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (RequestError("no", field="n", code="bad"), 400, "bad"),
+        (EngineDeadError("gone"), 503, "engine_dead"),
+        (PdserveError("?"), 500, "internal_error"),
+    ],
+)
+def test_every_error_has_a_body_of_openais_form(error: PdserveError, status: int, code: str) -> None:
+    refusal = HttpRefusal.of(error)
+    assert (refusal.status, refusal.body["error"]["code"], refusal.body["code"]) == (status, code, status)
+    assert refusal.body["param"] == (error.field if isinstance(error, RequestError) else None)
+
+
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ([(b"Content-Length", b"1"), (b"TRANSFER-ENCODING", b"chunked")], "ambiguous_length"),
+        ([(b"content-encoding", b"identity"), (b"Content-Encoding", b"GZIP")], "unsupported_encoding"),
+        ([(b"a", b"x" * 8192), (b"b", b"x" * 8192)], "headers_too_large"),
+    ],
+)
+def test_framing_that_is_refused_closes_the_connection(headers: list[tuple[bytes, bytes]], code: str) -> None:
+    refusal = framing_refusal(headers, 10)
+    assert refusal is not None and (refusal.code, refusal.headers) == (code, {"Connection": "close"})
+    assert framing_refusal([(b"Content-Length", b"1"), (b"Content-Encoding", b" Identity ")], 10) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("/v1/..", True), ("/a/%2E%2e/b", True), ("/a\\..\\b", True), ("/a.b/..c", False), ("/a?b=/../", False)],
+)
+def test_segments_of_dots_are_found_however_they_are_quoted(path: str, expected: bool) -> None:
+    assert has_dots(path) is expected
+
+
+def test_an_operation_names_its_parameters_and_a_document_its_keys() -> None:
+    operation = openapi_operation(
+        "/a/{name}", "A", {"200": "good"}, {"400": "bad"}, {"n": {"type": "integer"}}, "#/{name}"
+    )
+    assert [(one["name"], one["in"], one["required"]) for one in operation["parameters"]] == [
+        ("name", "path", True),
+        ("n", "query", False),
+    ]
+    assert operation["responses"]["400"]["content"]["application/json"]["schema"] == {"$ref": "#/ErrorAnswer"}
+    document = openapi_document("T", {"/a/{name}": {"get": operation}}, {}, with_keys=True)
+    assert document["security"] == [{"key": []}] and document["info"]["title"] == "T"
+    assert "security" not in openapi_document("T", {}, {}, with_keys=False)
