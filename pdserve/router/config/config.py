@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import random
 from typing import Literal
 from urllib.parse import urlsplit
@@ -32,7 +33,7 @@ class WorkerRole(enum.StrEnum):
     @property
     def mode(self) -> str:
         """The role as a `--disaggregation-mode` of servers."""
-        return "null" if self is WorkerRole.REGULAR else self.value
+        return "null" if self is WorkerRole.REGULAR else str(self)
 
     @classmethod
     def of_mode(cls, mode: str) -> WorkerRole | None:
@@ -54,7 +55,7 @@ class WorkerSpec:
     ask_bootstrap_port: bool = False
     api_key: str | None = dataclasses.field(default=None, repr=False)
 
-    @property
+    @functools.cached_property
     def host(self) -> str:
         """The host of the URL (IPv6 without brackets), at which decode connects to the bootstrap server."""
         host = urlsplit(self.url).hostname

@@ -236,8 +236,8 @@ class Admission:
         return Refused(reason, message, self._pace.retry_after_s(self.now(), len(self._waiting)))
 
     def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Refused | Full:
-        limit = self._limits.max_concurrent_requests
-        found = {role: self._free(role) for role in self._config.roles}
+        limit, now = self._limits.max_concurrent_requests, self.now()
+        found = {role: self._free(role, now) for role in self._config.roles}
         for free in found.values():
             if isinstance(free, Refused):
                 return free
@@ -254,21 +254,22 @@ class Admission:
             serving = self._serving(role, free, lists, chosen) if self.pairs.any_down else free
             if not serving:
                 return Full() if self.could_serve() else NO_PAIR
-            chosen[role] = self._choose(role, [worker for worker in serving if worker not in avoid] or serving, request)
+            wanted = [worker for worker in serving if worker not in avoid] or serving
+            chosen[role] = self._choose(role, wanted, request, now)
         for role, worker in chosen.items():
-            self.policies[role].chosen(worker.spec.url, request, self.now())
+            self.policies[role].chosen(worker.spec.url, request, now)
         return PairSlots(
             self, Pair(chosen.get(WorkerRole.PREFILL), chosen.get(WorkerRole.DECODE) or chosen[WorkerRole.REGULAR])
         )
 
-    def _free(self, role: WorkerRole) -> list[Worker] | Refused | Full:
+    def _free(self, role: WorkerRole, now: float) -> list[Worker] | Refused | Full:
         """Return the workers of a role that can take a request now."""
         usable = self._registry.usable(role)
         if not usable:
             return Refused("no_worker", f"no healthy {role} worker")
-        passing = [worker for worker in usable if worker.breaker.admits(self.now())]
+        passing = [worker for worker in usable if worker.breaker.admits(now)]
         if not passing:
-            after = min(worker.breaker.retry_in_s(self.now()) for worker in usable)
+            after = min(worker.breaker.retry_in_s(now) for worker in usable)
             message = f"the circuit breaker of every {role} worker is open"
             return Refused("breaker_open", message, max(1, math.ceil(after)))
         limit = self._limits.max_inflight
@@ -288,8 +289,8 @@ class Admission:
             return [worker for worker in free if self.pairs.could_serve([worker], lists[WorkerRole.DECODE])]
         return [worker for worker in free if self.pairs.serves(Pair(chosen[WorkerRole.PREFILL], worker))]
 
-    def _choose(self, role: WorkerRole, workers: list[Worker], request: RoutedRequest) -> Worker:
-        now, max_age_s = self.now(), STALE_LOADS * self._config.health.load_interval_s
+    def _choose(self, role: WorkerRole, workers: list[Worker], request: RoutedRequest, now: float) -> Worker:
+        max_age_s = STALE_LOADS * self._config.health.load_interval_s
         candidates = [Candidate(worker.spec.url, worker.load(now, max_age_s)) for worker in workers]
         return workers[self.policies[role].choose(candidates, request, self._rng)]
 
