@@ -35,9 +35,10 @@ from pdserve.base.process import Child
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import PdserveError
 
-PROGRAMS = ("pdserve.launch_server", "pdserve.launch_router")
 IMPORTED = (
-    *PROGRAMS,
+    "pdserve.launch_server",
+    "pdserve.launch_router",
+    "pdserve.launch_offline",
     "pdserve.engine.build",
     "pdserve.engine.build_follower",
     "pdserve.server.lifecycle.run",
@@ -45,7 +46,7 @@ IMPORTED = (
     "transformers.tokenization_utils_tokenizers",
     "h11",
 )
-"""Programs, and the modules that they import while they start."""
+"""Programs that it can run, and the modules that they import while they start."""
 MAX_MESSAGE = 1 << 17
 MAX_FILES = 8
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -71,17 +72,20 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The fork server of this test process, which starts with the first server. Main thread only."""
+    """The fork server of this test process, which starts with the first server. One thread at a time."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
 
-    def start(self, argv: Sequence[str], env: Mapping[str, str]) -> ForkedProcess:
-        """Run `python -m`, the program of `PROGRAMS` and its flags, which `argv` ends with, in a new process."""
+    def start(self, argv: Sequence[str], env: Mapping[str, str], num_engines: int = 1) -> ForkedProcess:
+        """Run `argv` in a new process: `python -m`, a program, and its flags. The first `num_engines` engines of the
+        program have forked ranks.
+        """
         control = self._control or self._open(env)
         (out, our_out), (err, our_err) = ((write, read) for read, write in (os.pipe(), os.pipe()))
-        message = {"argv": list(argv), "env": dict(env), "parent": os.getpid(), "cwd": os.getcwd()}
+        message = {"argv": list(argv), "env": dict(env), "cwd": os.getcwd()}
+        message |= {"parent": os.getpid(), "num_engines": num_engines}
         _prctl(PR_SET_CHILD_SUBREAPER, 1)  # the server's first parent ends, and this process becomes its parent
         try:
             socket.send_fds(control, [json.dumps(message).encode()], [out, err])
@@ -112,14 +116,14 @@ class ForkServer:
 
 
 class ForkedChild(Child):
-    """A child that `fork_server` starts."""
+    """A child that `fork_server` starts. `num_engines`: see `ForkServer.start`."""
 
-    def __init__(self, fork_server: ForkServer, *args: Any, **keywords: Any) -> None:
-        self._fork_server = fork_server
+    def __init__(self, fork_server: ForkServer, *args: Any, num_engines: int = 1, **keywords: Any) -> None:
+        self._fork_server, self._num_engines = fork_server, num_engines
         super().__init__(*args, **keywords)
 
     def _spawn(self, argv: Sequence[str], env: Mapping[str, str] | None) -> Any:
-        return self._fork_server.start(argv, os.environ if env is None else env)
+        return self._fork_server.start(argv, os.environ if env is None else env, self._num_engines)
 
 
 # ---------------------------------------------------------------------- in the fork server
@@ -190,8 +194,8 @@ def serve(message: dict[str, Any], out: int, err: int) -> int:
     argv = message["argv"]
     become(argv, message["env"])
     name, *flags = argv[argv.index("-m") + 1 :]
-    if name == "pdserve.launch_server":
-        Spares(num_ranks(flags)).install()
+    if name != "pdserve.launch_router":
+        Spares(num_ranks(flags) * message["num_engines"]).install()
     program = importlib.import_module(name)
     sys.argv, sys.modules["__main__"] = [str(program.__file__), *flags], program
     return program.main(flags)

@@ -42,9 +42,10 @@ class Server:
         *,
         before: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
+        num_engines: int = 1,
     ) -> None:
         """`before` goes before the command line: a program that runs it somewhere else. `variables` are added to our
-        environment.
+        environment. `num_engines`: how many it will start, one after the other.
         """
         self.lines: deque[str] = deque(maxlen=200)
         RUNNING.add(self)
@@ -54,7 +55,9 @@ class Server:
         if fork_server is None or before:
             self.child = Child(name, argv, env=env, on_line=self.lines.append)
         else:
-            self.child = ForkedChild(fork_server, name, argv, env=env, on_line=self.lines.append)
+            self.child = ForkedChild(
+                fork_server, name, argv, env=env, on_line=self.lines.append, num_engines=num_engines
+            )
         self.ready: ServerReady | None = None
         self.headers: dict[str, str] = {}
         """With questions about its state: a key, where it wants one."""
@@ -122,8 +125,10 @@ class Server:
         assert self.child.wait_exit(10.0)
 
 
-def start_server(model: str, mode: str, *flags: str, name: str | None = None) -> Server:
-    """A server on a free port, one thread, CPU, pages so small that short prompts have several; not waited for."""
+def start_server(model: str, mode: str, *flags: str, name: str | None = None, num_engines: int = 1) -> Server:
+    """A server on a free port, one thread, CPU, pages so small that short prompts have several; not waited for.
+    `num_engines`: see `Server`.
+    """
     base = ["--model-path", model, "--port", "0", "--cpu-threads", "1", "--device", "cpu"]
     if "--page-size" not in flags:
         base += ["--page-size", "16"]
@@ -131,7 +136,7 @@ def start_server(model: str, mode: str, *flags: str, name: str | None = None) ->
         base += ["--disaggregation-mode", mode]
     if mode == "prefill" and "--disaggregation-bootstrap-port" not in flags:
         base += ["--disaggregation-bootstrap-port", "0"]
-    return Server(name or mode, "pdserve.launch_server", [*base, *flags])
+    return Server(name or mode, "pdserve.launch_server", [*base, *flags], num_engines=num_engines)
 
 
 def start_router(prefill: Sequence[Server], decode: Sequence[Server], *flags: str, probes: bool = False) -> Server:

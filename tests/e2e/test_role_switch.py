@@ -96,7 +96,7 @@ def test_decode_becomes_prefill_and_decode_again_while_clients_talk(
 ) -> None:
     model = str(tiny_checkpoint("llama"))
     prefill, decode = start_server(model, "prefill", *FLAGS), start_server(model, "decode", *FLAGS)
-    third = start_server(model, "null", *FLAGS, name="third")
+    third = start_server(model, "null", *FLAGS, name="third", num_engines=4)
     with running(prefill, decode, third):
         expected = [tokens(third.url, body) for body in BODIES]
         assert switch(third.url, new_role="decode", wait=False)["old_role"] == "null"
