@@ -6,6 +6,7 @@ snapshot (`EngineState`), which `engine_metrics` turns into gauges and counters 
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -13,7 +14,6 @@ from typing import Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdserve.observe.engine_metrics import EngineCollector
-from pdserve.observe.recent import TokenRate
 from pdserve.observe.record import TTFT_PARTS, RequestRecord
 from pdserve.protocol.messages import EngineState, RequestTiming
 
@@ -25,6 +25,8 @@ _MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
 
 HIT_RATE_PROMPTS = 128
 """Number of newest prompts in `sglang:cache_hit_rate`."""
+WINDOW_S = 10
+"""Seconds over which `TokenRate` averages."""
 
 
 class RequestMetrics(Protocol):
@@ -56,6 +58,25 @@ class RequestMetrics(Protocol):
     def ended(self, record: RequestRecord) -> None:
         """A sequence ended."""
         ...
+
+
+class TokenRate:
+    """Tokens per second over the last `WINDOW_S` whole seconds."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Count `num_tokens` generated now."""
+        second = int(time.monotonic())
+        if self._seconds and self._seconds[-1][0] == second:
+            num_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, num_tokens))
+
+    def value(self) -> float:
+        """Tokens per second, without the current second."""
+        now = int(time.monotonic())
+        return sum(count for second, count in self._seconds if now - WINDOW_S <= second < now) / WINDOW_S
 
 
 class HitRate:

@@ -1,4 +1,4 @@
-"""The record of one sequence in the API process, from arrival to end.
+"""The record of one sequence in the API process, from arrival to end, and the newest records for the dashboard.
 
 Written by the engine client; read by metrics, the list of recent requests, request logs and traces.
 """
@@ -6,14 +6,17 @@ Written by the engine client; read by metrics, the list of recent requests, requ
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest, RequestTiming
 
 TTFT_PARTS = ("intake", "bootstrap", "queue", "prefill", "transfer", "delivery")
 """Parts of TTFT in order of time; see `ttft_parts`."""
+NUM_RECENT = 64
+"""Most records that `RecentRequests` keeps."""
 
 
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
@@ -115,3 +118,44 @@ def ttft_parts(ttft_s: float, intake_s: float, timing: RequestTiming | None) -> 
         left_s -= parts[name]
     parts["delivery"] = left_s
     return parts
+
+
+class RecentRequests:
+    """A `RequestListener` that keeps the `NUM_RECENT` newest records of HTTP calls."""
+
+    keeps_output = False
+
+    def __init__(self) -> None:
+        self._records: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
+
+    def started(self, record: RequestRecord) -> None:
+        """See `RequestListener`."""
+
+    def ended(self, record: RequestRecord) -> None:
+        """See `RequestListener`."""
+        if record.path is not None:
+            self._records.append(record)
+
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return the records as JSON objects, the newest first."""
+        return [_fields(record) for record in reversed(self._records)]
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    timing = record.timing
+    return {
+        "id": record.name,
+        "path": record.path,
+        "room": None if record.room is None else str(record.room),
+        "arrived_at": record.arrived_at,
+        "outcome": record.outcome,
+        "error": None if record.failure is None else record.failure.message,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "ttft_s": record.ttft_s,
+        "ttft_parts": record.parts,
+        "e2e_s": record.e2e_s,
+        "kv_bytes": None if timing is None else timing.kv_bytes,
+        "kv_transfer_s": None if timing is None else timing.kv_transfer_s,
+    }

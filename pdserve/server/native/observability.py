@@ -14,7 +14,7 @@ import pdserve
 from pdserve.errors import PdserveError
 from pdserve.observe.engine_metrics import pages_by_state
 from pdserve.observe.json_lines import JsonLines
-from pdserve.observe.recent import RecentRequests
+from pdserve.observe.record import RecentRequests
 from pdserve.observe.request_log import RequestLog
 from pdserve.observe.tracing import Tracing, open_tracing
 from pdserve.protocol.messages import EngineState, Flow
