@@ -194,7 +194,7 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
     moves = config.parallel.enable_eplb and own.experts is not None
     if followers is not None:
         ready = followers.wait_ready()
-        _check_facts(built, ready)
+        check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
         group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
         executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
@@ -219,7 +219,7 @@ def rank_facts(built: LoadedEngine) -> dict[str, str]:
     }
 
 
-def _check_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
+def check_rank_facts(built: LoadedEngine, ready: Sequence[RankReady]) -> None:
     """Compare the facts of all ranks.
 
     Raises:

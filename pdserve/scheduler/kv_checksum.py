@@ -117,12 +117,13 @@ class KVChecksum:
                 "pages": list(pages),
                 "bytes": len(pages) * self._facts["page_bytes"],
                 "checksum": total,
-                "ranks": [_rank(digest) for digest in digests],
+                "ranks": [digest_as_json(digest) for digest in digests],
             }
         )
 
 
-def _rank(digest: RankDigest) -> dict[str, Any]:
+def digest_as_json(digest: RankDigest) -> dict[str, Any]:
+    """Return the entry of one rank in a log line."""
     groups = []
     for group in digest.groups:
         planes = ("latent",) if group.num_planes == 1 else ("k", "v")

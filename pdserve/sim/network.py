@@ -281,7 +281,7 @@ class SimCopyEngine:
         if self._net.happens("copies failed", self._net.faults.copy_failed):
             for piece, copy in self._copies(job):
                 if self._net.rng.random() < 0.5:
-                    self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
+                    self._net.later(lambda piece=piece, copy=copy: self.land(job, piece, copy))  # type: ignore[misc]
             self._report(CopyDone.of(job, INJECTED, settled=False, write_s=0.0))
             return
         left = self._copies(job)
@@ -305,7 +305,7 @@ class SimCopyEngine:
             return
         at_once = -(-sum(len(copies) for _, _, copies in job.pieces) // MAX_LANDINGS)
         for piece, copy in left[-at_once:]:
-            self._land(job, piece, copy)
+            self.land(job, piece, copy)
         del left[-at_once:]
         self._net.later(lambda: self._next(job, left))
 
@@ -314,7 +314,7 @@ class SimCopyEngine:
         if self._net.happens("copies given up over a cut link", 0.03):
             for piece, copy in left:
                 if self._net.rng.random() < 0.5:
-                    self._net.later(lambda piece=piece, copy=copy: self._land(job, piece, copy))  # type: ignore[misc]
+                    self._net.later(lambda piece=piece, copy=copy: self.land(job, piece, copy))  # type: ignore[misc]
             self._report(CopyDone.of(job, STALLED, settled=False, write_s=0.0))
             return
         self._soon(lambda: self._next(job, left))
@@ -333,7 +333,8 @@ class SimCopyEngine:
             behind_s = net.faults.max_delay_s if net.faults.lands_late else 0.0
             net.later(lambda: peer._notified(job.key, job.index), min_delay_s=behind_s)
 
-    def _land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
+    def land(self, job: CopyJob, piece: int, copy: PageCopy) -> None:
+        """Copy bytes of `piece` of `job` to the receiver, if both processes live."""
         if self._alive(job.transport_address) and self._process_lives(self._endpoint):
             source, destination, _ = job.pieces[piece]
             self._check(job, source, copy.source, copy.num_bytes, "reads")

@@ -29,7 +29,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
-from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
@@ -123,6 +123,7 @@ class SimNode:
     """One server: a scheduler and everything below it. `mode` is null, prefill or decode.
 
     Peers reach it at `endpoint`. `instance` names its process; a successor at the same endpoint has another name.
+    `write_kv_line` gets the log lines of KV hashes; None: no log.
     """
 
     def __init__(
@@ -136,8 +137,10 @@ class SimNode:
         clock: Clock | None = None,
         parallel: ParallelShape = SINGLE.shape,
         dp_size: int = 1,
+        write_kv_line: WriteLine | None = None,
     ) -> None:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
@@ -314,10 +317,11 @@ class SimNode:
         )
 
     def _kv_checksum(self) -> KVChecksum | None:
-        if not self._shape.kv_checksum:
+        verify, write = self._shape.kv_checksum, self._write_kv_line
+        if not verify and write is None:
             return None
-        facts = {"page_bytes": self.layout.page_bytes}
-        return KVChecksum(HashHasher(self.executor), self.layout, facts, None, verify=True)
+        facts = {"layout_fingerprint": self.layout.fingerprint(), "page_bytes": self.layout.page_bytes}
+        return KVChecksum(HashHasher(self.executor), self.layout, facts, write, verify=verify)
 
     def _grants(self, *, is_aux: bool) -> Grants:
         """Return the `Grants` of the aux slots, or of the KV pages."""

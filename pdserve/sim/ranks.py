@@ -63,7 +63,7 @@ class RankedNode(SimNode):
         self.stalled = False
         """Whether a rank is lost, so that no step ends any more."""
         reduction = _Reduction(parallel.num_ranks)
-        log = LeaderLog(clock, self._send)
+        log = LeaderLog(clock, self.log_entry)
         self._rank = _Rank(0, log, net, instance, reduction, self._wake)
         super().__init__(mode, shape, net, endpoint, instance, clock=clock, parallel=parallel, dp_size=dp_size)
         self.followers: list[_Follower] = []
@@ -99,11 +99,12 @@ class RankedNode(SimNode):
             self._hang_up()
         return LEADER_LASTS_S
 
-    def has_said(self, number: int) -> bool:
+    def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
         return bool(self._entries[number])
 
-    def _send(self, entry: Entry) -> None:
+    def log_entry(self, entry: Entry) -> None:
+        """Add an entry to the log of each follower."""
         for entries in self._entries[1:]:
             entries.append(entry)
 
@@ -189,7 +190,7 @@ class _Follower(SimNode):
 
     def catch_up(self) -> None:
         """Follow the log up to its end."""
-        while self._leader.has_said(self._rank.number):
+        while self._leader.has_entries(self._rank.number):
             self.scheduler.step()
 
     def _time(self) -> Clock:

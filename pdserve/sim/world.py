@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.protocol.messages import AbortRequest, RoomAddress
+from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import Prompt, RequestHalf, Shape, SimNode, monolith_halves, monolith_tokens, request
 
@@ -14,19 +15,23 @@ __all__ = ["Prompt", "RequestHalf", "Shape", "SimNode", "World", "monolith_halve
 
 
 class World:
-    """One prefill and one decode server, a workload, and faults."""
+    """One prefill and one decode server, a workload, and faults. `write_kv_line`: see `SimNode`.
+
+    Tests override `make_node` and `misfortune`.
+    """
 
     ADDRESS = ("prefill", 1)
 
-    def __init__(self, seed: int, shape: Shape, faults: Faults) -> None:
+    def __init__(self, seed: int, shape: Shape, faults: Faults, *, write_kv_line: WriteLine | None = None) -> None:
         self.clock = ManualClock()
         self.net = SimNet(seed, self.clock, faults)
         self.rng = self.net.rng
         self.shape = shape
+        self._write_kv_line = write_kv_line
         self._births = itertools.count()
         self.dead: list[SimNode] = []
-        self.prefill = self._born("prefill")
-        self.decode = self._born("decode")
+        self.prefill = self._start("prefill")
+        self.decode = self._start("decode")
         self.num_aborts = 0
         self.num_kills = 0
 
@@ -49,10 +54,10 @@ class World:
                 room = favourite if favourite in free else self.rng.choice(free)
                 rooms[room] = (index, self.prefill, self.decode)
                 self._launch(index, prompt, room)
-            self._misfortune(rooms)
+            self.misfortune(rooms)
             for node in (self.prefill, self.decode):
                 if self.rng.random() < 0.6:
-                    node.scheduler.step()
+                    node.step()
             for room, (index, prefill, decode) in list(rooms.items()):
                 if self._ended(prefill, index) and self._ended(decode, index):
                     results[index] = None if decode in self.dead else decode.halves[f"r{index}"]
@@ -65,23 +70,12 @@ class World:
             f"stuck after {max_steps} steps: rooms {rooms}, leaks {self.prefill.leaks()} {self.decode.leaks()}"
         )
 
-    # ------------------------------------------------------------------ inside
+    def make_node(self, mode: str, endpoint: str, instance: str) -> SimNode:
+        """Make a new server, which peers reach at `endpoint`."""
+        return SimNode(mode, self.shape, self.net, endpoint, instance, write_kv_line=self._write_kv_line)
 
-    def _born(self, mode: str) -> SimNode:
-        number = next(self._births)
-        node = SimNode(mode, self.shape, self.net, f"{mode}:{number}", f"{mode}-{number}")
-        if mode == "prefill":
-            self.net.served[self.ADDRESS] = ((node.instance, node.endpoint),)
-        return node
-
-    def _launch(self, index: int, prompt: Prompt, room: int) -> None:
-        """Act as the router: send the same request to both servers, at different moments."""
-        address = RoomAddress(host=self.ADDRESS[0], port=self.ADDRESS[1], room=room)
-        for node in (self.prefill, self.decode):
-            spec = request(f"r{index}", prompt, address)
-            self.net.later(lambda node=node, spec=spec: node.mailbox.post(spec))  # type: ignore[misc]
-
-    def _misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
+    def misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
+        """Abort requests and kill servers at random. `rooms`: the index of each running request, and its servers."""
         faults = self.net.faults
         if rooms and self.rng.random() < faults.abort:
             index, prefill, decode = self.rng.choice(list(rooms.values()))
@@ -95,9 +89,25 @@ class World:
             self.dead.append(victim)
             victim.die()
             if victim is self.prefill:
-                self.prefill = self._born("prefill")
+                self.prefill = self._start("prefill")
             else:
-                self.decode = self._born("decode")
+                self.decode = self._start("decode")
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self, mode: str) -> SimNode:
+        number = next(self._births)
+        node = self.make_node(mode, f"{mode}:{number}", f"{mode}-{number}")
+        if mode == "prefill":
+            self.net.served[self.ADDRESS] = ((node.instance, node.endpoint),)
+        return node
+
+    def _launch(self, index: int, prompt: Prompt, room: int) -> None:
+        """Act as the router: send the same request to both servers, at different moments."""
+        address = RoomAddress(host=self.ADDRESS[0], port=self.ADDRESS[1], room=room)
+        for node in (self.prefill, self.decode):
+            spec = request(f"r{index}", prompt, address)
+            self.net.later(lambda node=node, spec=spec: node.mailbox.post(spec))  # type: ignore[misc]
 
     def _ended(self, node: SimNode, index: int) -> bool:
         half = node.halves.get(f"r{index}")

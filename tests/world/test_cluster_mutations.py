@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import msgspec
 import pytest
 
+from pdserve.errors import ProtocolError
 from pdserve.protocol.codec import Seal
 from pdserve.protocol.failure import Failure
 from pdserve.ranks.copies import Fencing, RankCopies
@@ -18,13 +20,13 @@ from pdserve.transfer import sessions as sessions_module
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound
 from pdserve.transfer.in_flight import ClosedKeys
-from pdserve.transfer.peers import Notice, Peer, UnknownPeers
+from pdserve.transfer.peers import EndedSession, Notice, Peer, UnknownPeers
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
-from pdserve.transfer.room import ReceiveRoom, RemoteWritable, RemoteWritablePages
+from pdserve.transfer.room import RemoteWritable, RemoteWritablePages
 from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Ended, Hello, MemoryKey, Packet, Reset
+from pdserve.transfer.wire import Ended, MemoryKey, Reset
 from tests.world.campaign import play
 
 Patch = pytest.MonkeyPatch
@@ -66,15 +68,16 @@ def no_replica_sends_receivers_on(patch: Patch) -> None:
 
 
 def follow_with_the_old_key(patch: Patch) -> None:
-    follow = ReceiveSide._follow
+    on_ended = ReceiveSide.on_ended
 
-    def stubborn(self: ReceiveSide, room: ReceiveRoom, ended: Ended) -> bool:
-        key = room.key
-        followed = follow(self, room, ended)
-        room.key = key
-        return followed
+    def stubborn(self: ReceiveSide, ended: Ended) -> None:
+        room = self.rooms.get(ended.key.room)
+        key = None if room is None else room.key
+        on_ended(self, ended)
+        if room is not None and key is not None:
+            room.key = key
 
-    patch.setattr(ReceiveSide, "_follow", stubborn)
+    patch.setattr(ReceiveSide, "on_ended", stubborn)
 
 
 # ---------------------------------------------------------------------- ranks
@@ -109,15 +112,15 @@ def a_follower_fences_nothing(patch: Patch) -> None:
 
 def an_ended_session_writes_no_more(patch: Patch) -> None:
     """Free the pages as soon as a session ends, fenced or not."""
-    drop = Sessions._drop
+    fence = SessionReceivers.fence
 
-    def hasty(self: Sessions, peer: Peer) -> None:
-        drop(self, peer)
-        for receiver in self._receivers._receivers.values():
+    def hasty(self: SessionReceivers, name: str) -> None:
+        fence(self, name)
+        for receiver in self._receivers.values():
             if receiver.fence_begun_at is not None and receiver.free_at is None:
                 receiver.free_at = 0.0
 
-    patch.setattr(Sessions, "_drop", hasty)
+    patch.setattr(SessionReceivers, "fence", hasty)
 
 
 def a_rank_that_cannot_say_is_fenced(patch: Patch) -> None:
@@ -163,7 +166,7 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
 
 def an_endpoint_is_whose_Hello_says_so(patch: Patch) -> None:
-    patch.setattr(Sessions, "_may_begin", lambda self, instance, hello: True)
+    patch.setattr(UnknownPeers, "owns", lambda self, instance, endpoint, session: True)
 
 
 def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
@@ -177,27 +180,43 @@ def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
 
 
 def a_known_name_needs_no_challenge(patch: Patch) -> None:
-    may_begin = Sessions._may_begin
+    arrived, owns = Sessions.arrived, UnknownPeers.owns
+    known: set[str] = set()
 
-    def trusting(self: Sessions, instance: str, hello: Hello) -> bool:
-        return self.peer(instance) is not None or may_begin(self, instance, hello)
+    def arriving(self: Sessions, frame: bytes) -> list[Notice]:
+        known.clear()
+        known.update(peer.instance for peer in self)
+        return arrived(self, frame)
 
-    patch.setattr(Sessions, "_may_begin", trusting)
+    def trusting(self: UnknownPeers, instance: str, endpoint: str, session: int) -> bool:
+        return instance in known or owns(self, instance, endpoint, session)
+
+    patch.setattr(Sessions, "arrived", arriving)
+    patch.setattr(UnknownPeers, "owns", trusting)
 
 
 def an_ended_session_may_begin_again(patch: Patch) -> None:
-    patch.setattr(Sessions, "_has_ended", lambda self, instance, session: False)
+    session = UnknownPeers.session
+
+    def forgetful(self: UnknownPeers, instance: str, number: int) -> EndedSession | None:
+        ended = session(self, instance, number)
+        return None if ended is None or ended.receiver is None else ended
+
+    patch.setattr(UnknownPeers, "session", forgetful)
 
 
 def a_reset_of_any_session_counts(patch: Patch) -> None:
-    reset = Sessions._reset
+    arrived = Sessions.arrived
 
-    def lax(self: Sessions, packet: Packet, body: Reset) -> list[Notice]:
-        peer = self.peer(packet.sender)
-        known = packet if peer is None else msgspec.structs.replace(packet, session=peer.session)
-        return reset(self, known, body)
+    def lax(self: Sessions, frame: bytes) -> list[Notice]:
+        with contextlib.suppress(ProtocolError):
+            packet = self._wire.decode(frame)
+            peer = self.peer(packet.sender)
+            if isinstance(packet.body, Reset) and peer is not None:
+                frame = self._wire.encode(msgspec.structs.replace(packet, session=peer.session))
+        return arrived(self, frame)
 
-    patch.setattr(Sessions, "_reset", lax)
+    patch.setattr(Sessions, "arrived", lax)
 
 
 # ---------------------------------------------------------------------- servers that are stopped
@@ -232,19 +251,26 @@ def no_patience_with_one_that_listens(patch: Patch) -> None:
 
 def silence_by_the_clock(patch: Patch) -> None:
     """A leap of our clock is taken for the peer's silence."""
-    ping = Sessions._ping
+    tick = Sessions.tick
 
-    def timed(self: Sessions, peer: Peer) -> list[Notice]:
-        if self._clock.now() - peer.heard_at > 5.5:
-            peer.num_missed = 1000
-        return ping(self, peer)
+    def timed(self: Sessions) -> list[Notice]:
+        for peer in self:
+            if self._clock.now() - peer.heard_at > 5.5:
+                peer.num_missed = 1000
+        return tick(self)
 
-    patch.setattr(Sessions, "_ping", timed)
+    patch.setattr(Sessions, "tick", timed)
 
 
 def times_of_another_machine(patch: Patch) -> None:
     """The age of a room by the time of the peer."""
-    patch.setattr(ReceiveSide, "_waits_too_long", lambda self, room, now: now - (room.published_at or now) > 1.0)
+    tick = ReceiveSide.tick
+
+    def early(self: ReceiveSide) -> None:
+        self._waiting_timeout_s = 1.0
+        tick(self)
+
+    patch.setattr(ReceiveSide, "tick", early)
 
 
 # ---------------------------------------------------------------------- frames
@@ -305,22 +331,35 @@ def a_failed_look_up_is_not_told(patch: Patch) -> None:
 
 def what_was_found_once_is_there_for_good(patch: Patch) -> None:
     """A lost peer's address is not looked up again."""
-    patch.setattr(Sessions, "_undial", lambda self, peer, failure: [])
+    dial, found = Sessions.dial, Sessions.found
+    known: dict[tuple[str, Address], tuple[str, ...]] = {}
+
+    def finding(self: Sessions, event: PrefillFound) -> list[Notice]:
+        known[self.instance, event.address] = tuple(instance for instance, _ in event.replicas)
+        return found(self, event)
+
+    def stubborn(self: Sessions, address: Address) -> tuple[Peer | None, ...]:
+        if (self.instance, address) in known:
+            self._dialled.setdefault(address, known[self.instance, address])
+        return dial(self, address)
+
+    patch.setattr(Sessions, "found", finding)
+    patch.setattr(Sessions, "dial", stubborn)
 
 
 # ---------------------------------------------------------------------- servers that drain
 
 
 def an_ended_request_may_still_publish(patch: Patch) -> None:
-    leave = DecodeRole._leave
+    end = DecodeRole.end
 
-    def careless(self: DecodeRole, req: Req) -> None:
+    def careless(self: DecodeRole, req: Req, failure: Failure | None) -> None:
         was_ready = req in self._ready
-        leave(self, req)
+        end(self, req, failure)
         if was_ready:
             self._ready.add(req)
 
-    patch.setattr(DecodeRole, "_leave", careless)
+    patch.setattr(DecodeRole, "end", careless)
 
 
 def a_successor_is_its_predecessor(patch: Patch) -> None:

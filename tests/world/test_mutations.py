@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from pdserve.base.parallel import RankCoord
@@ -14,7 +15,7 @@ from pdserve.sim.network import Faults, SimCopyEngine
 from pdserve.transfer import plan as chunk_module
 from pdserve.transfer import room as room_module
 from pdserve.transfer.events import CopyDone
-from pdserve.transfer.in_flight import ClosedKeys, InFlightWrites, OutgoingKeys, WriteOutcome
+from pdserve.transfer.in_flight import ClosedKeys, OutgoingKeys, WriteOutcome
 from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy, ShardFlow
 from pdserve.transfer.receiver import ReceiveSide
@@ -101,13 +102,12 @@ def promise_quiet_while_writing(patch: Patch) -> None:
 
 
 def no_waiting_for_failed_writes(patch: Patch) -> None:
-    finish = OutgoingKeys._finish
+    copied = OutgoingKeys.copied
 
-    def hasty(self: OutgoingKeys, out: InFlightWrites) -> WriteOutcome | None:
-        out.settled_at = 0.0
-        return finish(self, out)
+    def hasty(self: OutgoingKeys, event: CopyDone) -> WriteOutcome | None:
+        return copied(self, msgspec.structs.replace(event, settled=True))
 
-    patch.setattr(OutgoingKeys, "_finish", hasty)
+    patch.setattr(OutgoingKeys, "copied", hasty)
 
 
 def never_promise_quiet(patch: Patch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from pdserve.protocol.messages import ContinueGeneration, PauseGeneration, PauseMode
@@ -20,8 +22,8 @@ class PausingWorld(World):
     """How often a server pauses, of all steps."""
     num_pauses = 0
 
-    def _misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
-        super()._misfortune(rooms)
+    def misfortune(self, rooms: dict[int, tuple[int, SimNode, SimNode]]) -> None:
+        super().misfortune(rooms)
         for node in (self.prefill, self.decode):
             if self.rng.random() < self.pause and rooms:
                 self.num_pauses += 1
@@ -35,8 +37,7 @@ def test_the_tokens_are_the_monoliths(overlap: bool) -> None:
     pauses = retracted = 0
     for seed in range(12):
         shape, prompts = workload(seed)
-        world = PausingWorld(seed, shape, Faults(lost=0.05))
-        world.prefill.scheduler._depth = world.decode.scheduler._depth = int(overlap)
+        world = PausingWorld(seed, dataclasses.replace(shape, overlap=overlap), Faults(lost=0.05))
         expected = monolith_tokens(shape, prompts)
         for index, half in enumerate(world.run(prompts, num_rooms=6)):
             assert half is not None and half.tokens == expected[index], (seed, index)

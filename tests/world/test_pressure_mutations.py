@@ -22,7 +22,18 @@ MAX_SEEDS = 150
 
 
 def free_while_a_step_is_under_way(patch: Patch) -> None:
-    patch.setattr(SchedulerContext, "_give_back", SchedulerContext._free)
+    release_slot, leave = SchedulerContext.release_slot, SchedulerContext.leave_device
+
+    def freeing(release: Callable[[SchedulerContext, Req], None]) -> Callable[[SchedulerContext, Req], None]:
+        def hasty(self: SchedulerContext, req: Req) -> None:
+            release(self, req)
+            while self._deferred_frees:
+                self._free(self._deferred_frees.popleft())
+
+        return hasty
+
+    patch.setattr(SchedulerContext, "release_slot", freeing(release_slot))
+    patch.setattr(SchedulerContext, "leave_device", freeing(leave))
 
 
 def cache_a_page_that_is_not_computed(patch: Patch) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.config.groups import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import FinishReason, GenerateRequest, OutputBatch, ToApi
+from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import WaitingQueue
@@ -61,6 +63,8 @@ class Mono:
         late: bool = False,
         offload_bytes: int = 0,
         num_stages: int = 1,
+        conservativeness: float = 1.0,
+        num_gated: Callable[[], int] | None = None,
     ) -> None:
         self.sent: list[ToApi] = []
         table = PageTable(num_rows, width)
@@ -73,6 +77,7 @@ class Mono:
         limits = StepLimits(
             chunk_tokens=chunk, mixed_chunk_tokens=mixed, offload_bytes=offload_bytes, eos_token_ids=frozenset({EOS}),
             saturation_tokens=saturation, prefill_tokens=prefill, num_stages=num_stages,
+            conservativeness=conservativeness,
         )  # fmt: skip
         self.context = context = SchedulerContext(
             self.memory, self.executor, Outbox(self.sent.append), self.clock, limits
@@ -85,6 +90,7 @@ class Mono:
             self.mailbox,
             max_queued=max_queued,
             overlap=overlap,
+            num_gated=num_gated,
         )
 
     def post(
@@ -121,15 +127,16 @@ class Mono:
         raise AssertionError(self.scheduler.role.queues())
 
     def tokens(self, rid: str) -> list[int]:
-        return [token for output in self._outputs(rid) for token in output.token_ids]
+        return [token for output in self.outputs(rid) for token in output.token_ids]
 
     def finish(self, rid: str) -> FinishReason:
         """The one end of a request."""
-        ends = [output.finish for output in self._outputs(rid) if output.finish is not None]
-        assert len(ends) == 1 and self._outputs(rid)[-1].finish is not None, ends
+        ends = [output.finish for output in self.outputs(rid) if output.finish is not None]
+        assert len(ends) == 1 and self.outputs(rid)[-1].finish is not None, ends
         return ends[0]
 
-    def _outputs(self, rid: str):  # type: ignore[no-untyped-def]
+    def outputs(self, rid: str) -> list[EngineCoreOutput]:
+        """All that a request was sent."""
         return [o for message in self.sent if isinstance(message, OutputBatch) for o in message.outputs if o.rid == rid]
 
     def all_free(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Shape, World
 from tests.unit.scheduler.kit import Mono
+from tests.waiting import wait_until
 
 
 def _replies(mono: Mono) -> list[tuple[str, bool]]:
@@ -87,16 +87,13 @@ def test_a_prompt_alone_leaves_no_token_and_no_memory() -> None:
     mono = Mono()
     mono.post("a", max_new_tokens=0)
     mono.run()
-    (output,) = mono._outputs("a")
+    (output,) = mono.outputs("a")
     assert output.token_ids == [] and output.finish is not None and output.finish.length == 0
     assert mono.all_free()
 
 
 def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 60.0
-    while not path.exists():
-        assert time.monotonic() < deadline, f"no {path}"
-        time.sleep(0.01)
+    wait_until(path.exists, str(path), 60.0)
     assert path.stat().st_size > 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.engine.replica import _check_facts, rank_facts
+from pdserve.engine.replica import check_rank_facts, rank_facts
 from pdserve.errors import ConfigError
 from pdserve.ranks.messages import RankReady
 from tests.driver import build
@@ -21,10 +21,10 @@ def test_all_ranks_have_the_kernels_or_none(tiny_checkpoint: Callable[[Family], 
     """Their hidden states have other number formats; other levels of the kernels do not matter."""
     native, torch = (build(tiny_checkpoint("llama"), dtype="bfloat16", cpu_kernels=who) for who in ("native", "torch"))
     other_level = dataclasses.replace(native, arithmetic="another level")
-    _check_facts(native, [ready(rank_facts(native)), ready(rank_facts(other_level))])
+    check_rank_facts(native, [ready(rank_facts(native)), ready(rank_facts(other_level))])
     for ours, theirs in ((native, torch), (torch, native)):
         with pytest.raises(ConfigError, match="rank 2 has cpu_kernels") as caught:
-            _check_facts(ours, [ready(rank_facts(ours)), ready(rank_facts(theirs))])
+            check_rank_facts(ours, [ready(rank_facts(ours)), ready(rank_facts(theirs))])
         assert caught.value.field == "cpu_kernels"
 
 

@@ -241,14 +241,13 @@ def test_memory_is_kept_for_what_running_requests_are_expected_to_need() -> None
 
 @pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
 def test_retraction_is_bounded_and_changes_no_token(offload_bytes: int) -> None:
-    roomy = Mono(num_pages=500, num_rows=8, chunk=64, width=100)
-    tight = Mono(num_pages=60, num_rows=8, chunk=64, width=60, offload_bytes=offload_bytes)
+    """The ratio is far too hopeful, so that memory runs out."""
+    roomy = Mono(num_pages=500, num_rows=8, chunk=64, width=100, conservativeness=0.07)
+    tight = Mono(num_pages=60, num_rows=8, chunk=64, width=60, offload_bytes=offload_bytes, conservativeness=0.07)
     for mono in (roomy, tight):
         mono.executor.resolve = super(type(mono.executor), mono.executor).resolve  # type: ignore[method-assign]
         for i in range(8):
             mono.post(str(i), [i * 100 + j + 3 for j in range(10)], max_new_tokens=100, ignore_eos=True)
-        ratio = mono.scheduler.role._batch_planner.running.ratio  # type: ignore[attr-defined]
-        ratio._init = ratio._least = 0.05  # far too hopeful, so that memory runs out
     worst: dict[str, int] = {}
     for _ in range(2000):
         tight.step()
@@ -266,8 +265,7 @@ def test_retraction_is_bounded_and_changes_no_token(offload_bytes: int) -> None:
 
 
 def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
-    mono = Mono(num_pages=20, num_rows=4, chunk=64, width=20, offload_bytes=1 << 20)
-    mono.scheduler.role._batch_planner.running.ratio._init = 0.0  # type: ignore[attr-defined]
+    mono = Mono(num_pages=20, num_rows=4, chunk=64, width=20, offload_bytes=1 << 20, conservativeness=0.0)
     for rid in "ab":
         mono.post(rid, SHORT, max_new_tokens=60, ignore_eos=True)
     for _ in range(200):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -39,6 +38,7 @@ from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import RankMemory
+from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
 NUM_REQUESTS = 60
@@ -164,10 +164,7 @@ def test_requests_and_hang_ups_over_real_threads_give_the_monoliths_tokens_and_l
                     server.mailbox.post(AbortRequest(rid=rid))
         for server in servers:
             server.wait_for(NUM_REQUESTS)
-        deadline = time.monotonic() + DEADLINE_S
-        while not all(_all_free(server.state()) for server in servers):
-            assert time.monotonic() < deadline, [server.state().memory for server in servers]
-            time.sleep(0.02)
+        wait_until(lambda: all(_all_free(server.state()) for server in servers), "all is free", DEADLINE_S)
         decode = servers[1]
         aborted = [rid for rid, finish in decode.finish.items() if finish.type == "abort"]
         assert len(aborted) <= NUM_REQUESTS // 10

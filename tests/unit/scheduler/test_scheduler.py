@@ -67,8 +67,8 @@ def test_logprobs_only_where_asked(mono: Mono) -> None:
     mono.post("plain")
     mono.post("rich", top_logprobs=1)
     mono.run()
-    assert all(output.logprobs is None for output in mono._outputs("plain"))
-    first = mono._outputs("rich")[0].logprobs
+    assert all(output.logprobs is None for output in mono.outputs("plain"))
+    first = mono.outputs("rich")[0].logprobs
     assert first is not None and (first[0].logprob, first[0].top) == (-0.5, [(1, -0.5)])
 
 
@@ -76,7 +76,7 @@ def test_a_rid_in_use_is_refused_with_409_and_its_owner_goes_on(mono: Mono) -> N
     mono.post("a")
     mono.post("a")
     mono.scheduler.step()
-    (refusal,) = [o for o in mono._outputs("a") if o.finish is not None]
+    (refusal,) = [o for o in mono.outputs("a") if o.finish is not None]
     assert (refusal.finish.type, refusal.finish.status_code) == ("abort", 409)
     mono.run()
     assert mono.tokens("a") == [100] * 4
@@ -170,8 +170,7 @@ def test_state_counts_what_is_where() -> None:
 
 
 def test_requests_that_wait_for_their_grammar_are_in_the_queue() -> None:
-    mono = Mono(num_rows=2, chunk=4)
-    mono.scheduler._num_gated = lambda: 5
+    mono = Mono(num_rows=2, chunk=4, num_gated=lambda: 5)
     mono.post("a")
     mono.scheduler.step()
     state = mono.scheduler.state()

@@ -3,61 +3,27 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
-from pdserve.base.parallel import SINGLE
 from pdserve.observe.compare_kv import compare
-from pdserve.scheduler.kv_checksum import KVChecksum
-from pdserve.scheduler.roles.decode import DecodeRole
-from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import Faults, SimCopyEngine
-from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens
-from pdserve.transfer.checksum import RankDigest, digest_group
+from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_tokens
 from pdserve.transfer.events import CopyJob
-from pdserve.transfer.plan import PageCopy, RankShard
+from pdserve.transfer.plan import PageCopy
 
 SHAPE = Shape(page_tokens=4, num_pages=64, chunk_tokens=5)
 PROMPTS = [Prompt(tuple(range(3 + i, 16 + 2 * i)), 4) for i in range(6)]
 
 
-class HashHasher:
-    """`KVHasher` over the pool of the hash model."""
-
-    def __init__(self, executor: HashExecutor) -> None:
-        self._executor = executor
-        self._window = RankShard.of(executor.layout.groups[0], SINGLE)
-
-    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
-        rows = self._executor.pool[list(pages)].reshape(len(pages), -1).view(np.uint8)
-        return (RankDigest(0, (digest_group(self._window, [rows], first, num_tokens),)),)
-
-
-def watched(world: World, *, verify: bool) -> list[dict[str, Any]]:
-    """The lines that both sides write from now on."""
-    lines: list[dict[str, Any]] = []
-
-    def watch(node: SimNode) -> None:
-        layout = node.executor.layout
-        facts = {"layout_fingerprint": layout.fingerprint(), "page_bytes": layout.groups[0].page_bytes}
-        role = node.scheduler.role
-        assert isinstance(role, PrefillRole | DecodeRole)
-        role._kv_checksum = KVChecksum(HashHasher(node.executor), layout, facts, lines.append, verify=verify)
-
-    watch(world.prefill)
-    watch(world.decode)
-    return lines
-
-
 def run(
     shape: Shape, *, verify: bool, prompts: Sequence[Prompt] = PROMPTS
 ) -> tuple[list[RequestHalf | None], list[Any]]:
-    world = World(5, shape, Faults())
-    lines = watched(world, verify=verify)
+    lines: list[dict[str, Any]] = []
+    world = World(5, dataclasses.replace(shape, kv_checksum=verify), Faults(), write_kv_line=lines.append)
     halves = world.run(prompts, 3)
     assert not world.prefill.leaks() and not world.decode.leaks()
     return halves, lines
@@ -88,7 +54,7 @@ class Damage:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done = False
-        land = SimCopyEngine._land
+        land = SimCopyEngine.land
 
         def damaged(engine: SimCopyEngine, job: CopyJob, piece: int, copy: PageCopy) -> None:
             land(engine, job, piece, copy)
@@ -97,7 +63,7 @@ class Damage:
                 ctypes.c_uint8.from_address(address).value ^= 1
                 self.done = True
 
-        monkeypatch.setattr(SimCopyEngine, "_land", damaged)
+        monkeypatch.setattr(SimCopyEngine, "land", damaged)
 
 
 def test_damage_on_the_way_is_refused_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
