@@ -96,6 +96,11 @@ class RankCopies:
         """Number of items that the ranks have not agreed on; the same on all ranks."""
         return len(self._pending)
 
+    @property
+    def num_reports(self) -> int:
+        """Reports that are kept for items on which the ranks have not agreed yet; this rank's own and others'."""
+        return len(self._outcomes) + len(self._reasons) + len(self._addresses)
+
     def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`. Always False: a result that only this rank knows needs the agreement of all ranks first."""
         if (transport_address, rank) in self._pending:

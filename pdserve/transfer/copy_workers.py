@@ -177,6 +177,11 @@ class CopyWorkers:
         """See `CopyEngine`."""
         return self._notifying is not None
 
+    @property
+    def num_threads(self) -> int:
+        """Copy threads that run."""
+        return sum(thread.is_alive() for thread in self._threads)
+
     def connect(self, rank: int, transport_address: str) -> bool:
         """See `CopyEngine`."""
         workers = self._workers(transport_address)

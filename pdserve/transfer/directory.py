@@ -44,7 +44,8 @@ class Probes:
         self._resolver = LaneResolver(max_threads=4)
         self._peers: OrderedDict[str, _Probed] = OrderedDict()
         """Probed peers by instance, the most recently requested one at the end."""
-        self._num_running = 0
+        self.num_running = 0
+        """Probes under way."""
 
     def start(self, instance: str, endpoint: str) -> None:
         """Probe `instance` at `endpoint` (`host:port`), unless a probe runs or the pause after a failed one lasts."""
@@ -53,9 +54,9 @@ class Probes:
         peer.asked_s = now
         self._peers.move_to_end(instance)
         self._forget_old(now)
-        if peer.task is not None or now < peer.not_before_s or self._num_running >= MAX_AT_ONCE:
+        if peer.task is not None or now < peer.not_before_s or self.num_running >= MAX_AT_ONCE:
             return
-        self._num_running += 1
+        self.num_running += 1
         peer.task = asyncio.create_task(self._probe(instance, endpoint, peer))
         peer.task.add_done_callback(self._ended)
 
@@ -82,7 +83,7 @@ class Probes:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         """Count the end of a probe, also of one that was cancelled before it began."""
-        self._num_running -= 1
+        self.num_running -= 1
 
     async def _look(self, instance: str, endpoint: str) -> TransferEvent | None:
         """Probe an endpoint; None for no answer in time, no route, or no valid endpoint."""

@@ -217,6 +217,11 @@ class ReceiveSide:
         self.published.tick()
 
     @property
+    def num_seeking(self) -> int:
+        """Number of rooms without a session."""
+        return sum(map(len, self._seeking.values()))
+
+    @property
     def num_remote_pages(self) -> int:
         """Number of KV pages and aux slots that a peer may write to."""
         return sum(entry.num_pages for entry in self.published)

@@ -384,6 +384,11 @@ class SendSide:
         """Number of receivers whose prefill request has not arrived yet."""
         return self._unmatched.num_early
 
+    @property
+    def num_tombstones(self) -> int:
+        """Number of requests that ended before their receiver came."""
+        return self._unmatched.num_tombstones
+
     # ------------------------------------------------------------------ inside
 
     def _supersedes(self, room: SendRoom, key: MemoryKey) -> bool:

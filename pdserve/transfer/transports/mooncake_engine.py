@@ -13,7 +13,7 @@ import struct
 import threading
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -39,7 +39,8 @@ INSTALL_HELP = (
 )
 
 
-def _new_native() -> Any:
+def new_native() -> Any:
+    """Make a native engine. Raises ConfigError when the library is missing."""
     try:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:
@@ -49,7 +50,7 @@ def _new_native() -> Any:
         ) from error
 
 
-def _started(host: str, protocol: str, ib_device: str) -> Any:
+def start_native(host: str, protocol: str, ib_device: str, new_native: Callable[[], Any] = new_native) -> Any:
     """Return a native engine that listens.
 
     The engine picks free ports and binds them later, so another process may take them first; then it is started again.
@@ -59,7 +60,7 @@ def _started(host: str, protocol: str, ib_device: str) -> Any:
         TransferError: its ports were taken each time, or it fails in another way.
     """
     for _ in range(MAX_STARTS):
-        native = _new_native()
+        native = new_native()
         try:
             code = int(native.initialize(host, "P2PHANDSHAKE", protocol, ib_device))
         except RuntimeError as error:
@@ -74,10 +75,10 @@ def _started(host: str, protocol: str, ib_device: str) -> Any:
 
 
 class MooncakeEngine:
-    """One native TransferEngine. Calls are thread-safe and release the GIL."""
+    """One native TransferEngine, made by `new_native`. Calls are thread-safe and release the GIL."""
 
-    def __init__(self, host: str, protocol: str, ib_device: str) -> None:
-        self._native = _started(host, protocol, ib_device)
+    def __init__(self, host: str, protocol: str, ib_device: str, new_native: Callable[[], Any] = new_native) -> None:
+        self._native = start_native(host, protocol, ib_device, new_native)
         self._port = int(self._native.get_rpc_port())
         self._lock = threading.Lock()
         self._num_probes = 0

@@ -34,6 +34,7 @@ from benchmarks.chaos_load import (
     make_questions,
 )
 from benchmarks.chaos_report import Outcome, Sample, render
+from tests.waiting import until
 
 QUESTION = Question("completion", COMPLETIONS, {"prompt": "a"}, ("one two",))
 CHATTED = Question("chat", CHAT, {"messages": []}, ("one two",))
@@ -97,7 +98,7 @@ async def bad_request(request: web.Request) -> web.StreamResponse:
 
 
 async def silent(request: web.Request) -> web.StreamResponse:
-    await asyncio.sleep(60)
+    await asyncio.Event().wait()
     raise AssertionError
 
 
@@ -259,8 +260,7 @@ async def test_health_is_measured_of_each_server_that_is_under_no_fault_itself()
     members: Any = [types.SimpleNamespace(name=name, url=f"{url}/{name}") for name in names]
     watch = HealthWatch(members, turns)
     running = asyncio.create_task(watch.run())
-    while watch.worst["sound"] is None or not watch.failures:
-        await asyncio.sleep(0.01)
+    await until(lambda: watch.worst["sound"] is not None and watch.failures)
     watch.stopping = True
     await running
     await runner.cleanup()

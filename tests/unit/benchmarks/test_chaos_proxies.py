@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from benchmarks.chaos_proxies import BOOTSTRAP, CONTROL, HOST, HTTP, MOONCAKE, Proxies, ask_for_proxy
-from tests.unit.transfer.waiting import wait_until
+from tests.waiting import wait_until
 
 DEADLINE_S = 30.0
 BRIEFLY_S = 0.3

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+import zmq
 from torch.distributed import HashStore
 
 from pdserve.base.clock import MonotonicClock
@@ -27,6 +28,7 @@ TOKEN = "secret"
 HOST = "127.0.0.1"
 TIMES = LinkTimes(beat_s=0.05, silent_s=5.0, join_s=10.0, grace_s=0.1)
 MEET_S = 10.0
+RECEIVE_MS = 10_000
 
 
 class Losses:
@@ -157,3 +159,30 @@ def talking(
     finally:
         follower.close()
         leader.close()
+
+
+class Tap:
+    """Stands on the way to a rank: takes frames, and sends what it likes to any rank."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+        self._pull = context.socket(zmq.PULL)
+        self._pull.linger, self._pull.rcvtimeo = 0, RECEIVE_MS
+        self._pull.bind(f"tcp://{HOST}:*")
+        self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._pushes: dict[str, zmq.Socket[bytes]] = {}
+
+    def take(self, count: int) -> list[bytes]:
+        """The next frames."""
+        return [self._pull.recv() for _ in range(count)]
+
+    def send(
+        self, links: RankLink[ToFollower, ToLeader] | RankLink[ToLeader, ToFollower], frames: Sequence[bytes]
+    ) -> None:
+        """In a connection of its own to each rank."""
+        if links.endpoint not in self._pushes:
+            push = self._pushes[links.endpoint] = self._context.socket(zmq.PUSH)
+            push.linger = 0
+            push.connect(links.endpoint)
+        for frame in frames:
+            self._pushes[links.endpoint].send(frame)

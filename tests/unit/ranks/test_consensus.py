@@ -21,8 +21,7 @@ from pdserve.base.clock import ManualClock, MonotonicClock
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.errors import PdserveError, RankError
 from pdserve.protocol.failure import Failure
-from pdserve.ranks import consensus as consensus_module
-from pdserve.ranks.consensus import Consensus, Reduction
+from pdserve.ranks.consensus import PATIENCE_S, Consensus, Reduction
 from pdserve.ranks.copies import LOST, Item, Outcome, RankCopies, item_of
 from pdserve.ranks.input_log import FollowerLog, LeaderLog
 from pdserve.ranks.messages import Entry
@@ -99,6 +98,7 @@ class Rank:
             lambda: world.lost,
             world.wake,
             in_step=False,
+            now=world.clock.now,
         )
         mailbox: Mailbox[Event] = Mailbox()
         self._input_source = (
@@ -120,6 +120,7 @@ class World:
 
     def __init__(self, num_ranks: int) -> None:
         self.reductions = Reductions(num_ranks)
+        self.clock = ManualClock()
         self.num_wakes = 0
         self.lost: PdserveError | None = None
         self.followers: list[Rank] = []
@@ -216,13 +217,13 @@ def test_the_leader_learns_where_every_rank_receives_and_waits_until_it_has_hear
     for _ in range(4):  # the follower has an engine, but its word is on its way
         world.lead()
         world.catch_up()
-        time.sleep(consensus_module.PATIENCE_S / 2)
+        world.clock.advance(PATIENCE_S / 2)
     assert not any(isinstance(event, ReceiverOpened) and event.rank == 1 for turn in leader.turns for event in turn)
     world.next_entry()
     for _ in range(6):
         world.lead()
         world.catch_up()
-        time.sleep(consensus_module.PATIENCE_S / 2)
+        world.clock.advance(PATIENCE_S / 2)
     heard = [[event for turn in rank.turns for event in turn] for rank in world.ranks]
     assert sorted(heard[0], key=str) == [
         ReceiverOpened("p#1", "address-0", None, 0),
@@ -245,7 +246,7 @@ def test_a_session_is_fenced_at_each_rank_by_that_rank_s_word() -> None:
     for _ in range(6):
         world.lead()
         world.catch_up()
-        time.sleep(consensus_module.PATIENCE_S / 2)
+        world.clock.advance(PATIENCE_S / 2)
     for rank in world.ranks:
         found = [event for turn in rank.turns for event in turn]
         assert sorted(found, key=str) == [PeerFenced("p#1", False, 0), PeerFenced("p#1", True, 1)]
@@ -380,14 +381,14 @@ def test_a_failure_whose_words_have_not_come_is_a_failure() -> None:
     (event,) = world.leader.turns[-1]
     assert event == CopyDone(theirs.key, 0, LOST, False, 0.0)
     world.next_entry()
-    assert world.leader.copies._reasons, "late"
+    assert world.leader.copies.num_reports == 1, "late"
     again = job(1, rank=0)
     world.lead(submits(again))
     world.leader.copies.post(CopyDone.of(again, None, settled=True, write_s=0.0))
     for _ in range(2):
         world.lead()
         world.catch_up()
-    assert not world.leader.copies._reasons, "and forgotten"
+    assert world.leader.copies.num_reports == 0, "and forgotten"
 
 
 def test_what_an_engine_knows_at_once_is_agreed_on_as_well() -> None:
@@ -450,12 +451,14 @@ def test_while_a_reduction_is_under_way_only_its_end_is_due() -> None:
     assert len(world.leader.turns[-1]) == 1 and len(world.reductions.rounds) == 2, "now the other one's turn has come"
 
 
-def test_a_word_that_makes_nothing_whole_is_told_of_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_word_that_makes_nothing_whole_is_told_of_after_a_while() -> None:
     world = World(2)
     world.lead(submits(job(0, rank=0), job(1, rank=1)))
     world.leader.copies.post(CopyDone.of(world.leader.engine.jobs[0], None, settled=True, write_s=0.0))
     assert not world.leader.consensus.is_due
-    monkeypatch.setattr(consensus_module, "PATIENCE_S", -1.0)
+    world.clock.advance(PATIENCE_S)
+    assert not world.leader.consensus.is_due
+    world.clock.advance(0.001)
     assert world.leader.consensus.is_due
 
 
@@ -474,7 +477,7 @@ def test_who_asks_again_for_what_is_being_asked_for_gets_that_answer() -> None:
         world.lead()
         world.catch_up()
     heard = [event for turn in world.leader.turns for event in turn]
-    assert len(heard) == 2 and not any(rank.copies._outcomes for rank in world.ranks)
+    assert len(heard) == 2 and not any(rank.copies.num_reports for rank in world.ranks)
 
 
 class _Over(Exception):

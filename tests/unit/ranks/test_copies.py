@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from tests.unit.transfer.waiting import events_of
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import ParallelShape
@@ -25,6 +24,7 @@ from pdserve.transfer.transports.memory import MemoryHub
 from pdserve.transfer.wire import MemoryKey
 from tests.unit.ranks.kit import replica
 from tests.unit.transfer.notifying import NotifyingMemory
+from tests.waiting import events_of, wait_until
 
 SIZE, DRAIN_TIMEOUT_S, FENCE_DRAIN_TIMEOUT_S = 1024, 7.0, 5.0
 KEY = MemoryKey(1, 2, "o")
@@ -121,7 +121,7 @@ def test_an_address_that_comes_before_the_leader_asks_for_it_is_kept() -> None:
     items, values = leader.poll()
     theirs = torch.tensor([[KVPoll.SUCCESS, 1, 0]], dtype=torch.int64)
     assert leader.agreed(items, torch.minimum(values, theirs)) == [opened]
-    assert not leader.num_pending and not leader._addresses
+    assert not leader.num_pending and not leader.num_reports
 
 
 def test_every_rank_forgets_a_peer_that_is_gone(bench: Bench) -> None:
@@ -129,9 +129,10 @@ def test_every_rank_forgets_a_peer_that_is_gone(bench: Bench) -> None:
         bench.submit(rank)
         assert bench.ended().failure is None
     address = bench.transports[2].address()
+    assert [workers.num_threads for workers in bench.workers] == [1, 1]
     for copies in bench.copies:
         copies.forget(address)
-    assert all(address not in workers._workers_of for workers in bench.workers)
+    wait_until(lambda: not any(workers.num_threads for workers in bench.workers), "the peer's threads end")
 
 
 @pytest.mark.parametrize("rank", [0, 1])

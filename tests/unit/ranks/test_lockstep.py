@@ -18,7 +18,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle, StepResu
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, RoundRebalancer
 from tests.unit.ranks.kit import HOST, MEET_S, TIMES, TOKEN, Losses
-from tests.unit.transfer.waiting import wait_until
+from tests.waiting import wait_until
 
 ROUND_S = 20.0
 WORK = (BatchRow("r", 0, 0, 1, True),)
@@ -146,7 +146,7 @@ def test_replicas_without_work_are_called_once_a_round_and_sleep_between() -> No
 
 def test_samples_of_all_replicas_reach_all() -> None:
     with leaders(3) as met, ThreadPoolExecutor(3) as pool:
-        every = list(pool.map(lambda one: one.share_samples([{"w": {one._links.rank: 1.5}}]), met))
+        every = list(pool.map(lambda one, rank: one.share_samples([{"w": {rank: 1.5}}]), met, range(3)))
     assert [sorted(next(iter(rank["w"])) for rank in others) for others in every] == [[1, 2], [0, 2], [0, 1]]
 
 

@@ -22,10 +22,10 @@ from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rank0_link import Rank0Link
-from pdserve.ranks.rendezvous import Facts, facts_of
+from pdserve.ranks.rendezvous import Facts, Introduction, facts_of, rank_names
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
-from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
-from tests.unit.transfer.waiting import wait_until
+from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, Tap, talking
+from tests.waiting import wait_until
 
 SCRIPT = Path(__file__).with_name("follower_process.py")
 ROOT = Path(__file__).resolve().parents[3]
@@ -57,6 +57,15 @@ def lead(path: Path, num_ranks: int, losses: Losses, silent_s: float = 30.0) -> 
     assert followers.agree(40) == 40
     followers.wait_ready()
     return followers
+
+
+def lead_by(links: RankLink[ToFollower, ToLeader], path: Path, shape: ParallelShape) -> None:
+    """Lead the replica that meets at `path` over `links`."""
+    introduction = Introduction(rank_names(shape), 0, FileStore(str(path), shape.num_ranks), TOKEN, {}, 60.0)
+    introduction.publish(links.endpoint, links.nonce)
+    followers = WorkerLinks(shape, links, introduction.lookup_followers(), TOKEN, Losses())
+    assert followers.agree(40) == 40
+    followers.wait_ready()
 
 
 def ends_with(process: subprocess.Popen[str], status: int) -> str:
@@ -96,10 +105,12 @@ def test_a_follower_ends_when_its_leader_is_gone_or_says_so(tmp_path: Path) -> N
     paths = [tmp_path / name for name in ("gone", "refuses", "stops")]
     with contextlib.ExitStack() as stack:
         (gone,), (refusing,), (stopping,) = (stack.enter_context(processes(path, 2)) for path in paths)
-        leaders = [lead(path, 2, Losses()) for path in paths]
-        leaders[0]._links.close()  # not a word: as a leader that is killed
-        leaders[1].close(ConfigError("a flag is wrong", field="x"))
-        leaders[2].close()
+        links: RankLink[ToFollower, ToLeader] = RankLink(0, HOST, follower_codec(), leader_codec(), TIMES)
+        lead_by(links, paths[0], ParallelShape(tp_size=2))
+        leaders = [lead(path, 2, Losses()) for path in paths[1:]]
+        links.close()  # not a word: as a leader that is killed
+        leaders[0].close(ConfigError("a flag is wrong", field="x"))
+        leaders[1].close()
         assert "rank 0 (tp 0, pp 0)" in ends_with(gone, 1)
         assert "a flag is wrong" in ends_with(refusing, 2)
         assert ends_with(stopping, 0) == ""
@@ -219,12 +230,14 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
         RankLink(0, "192.0.2.1", follower_codec(), leader_codec())
 
 
-def test_a_lost_order_is_not_passed_over() -> None:
-    with talking() as (leader, _, got, losses):
+def test_a_lost_order_is_not_passed_over(tap: Tap) -> None:
+    """The second of three frames does not arrive."""
+    with talking(tap=tap.endpoint) as (leader, follower, got, losses):
         leader.broadcast(Agreed(1))
-        leader._lines[1]._count += 1
         leader.broadcast(Agreed(2))
-        assert "rank 0 failed: its message" in str(losses.wait())
+        first, _, third = tap.take(3)
+        tap.send(follower, [first, third])
+        assert "rank 0 failed: its message 3 came where 2 was expected" in str(losses.wait())
         assert Agreed(2) not in got
 
 

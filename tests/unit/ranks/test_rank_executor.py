@@ -20,7 +20,7 @@ from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from tests.unit.ranks.kit import Losses, Rank, replica
 from tests.unit.ranks.reductions import Unaided
-from tests.unit.transfer.waiting import wait_until
+from tests.waiting import wait_until
 
 PAGE_TOKENS, NUM_PAGES, NUM_ROWS, MAX_PAGES = 4, 101, 6, 12
 LAYOUT = hash_layout(PAGE_TOKENS)

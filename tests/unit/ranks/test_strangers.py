@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Iterator
 
 import pytest
 import zmq
@@ -16,45 +16,10 @@ from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
 from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rendezvous import Introduction
-from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, talking
-from tests.unit.transfer.waiting import wait_until
+from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, Tap, talking
+from tests.waiting import wait_until
 
 NAMES = ("rank 0", "rank 1")
-RECEIVE_MS = 10_000
-
-
-class Tap:
-    """Stands on the way to a rank: takes frames, and sends what it likes to any rank."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-        self._context = context
-        self._pull = context.socket(zmq.PULL)
-        self._pull.linger, self._pull.rcvtimeo = 0, RECEIVE_MS
-        self._pull.bind(f"tcp://{HOST}:*")
-        self.endpoint = self._pull.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._pushes: dict[str, zmq.Socket[bytes]] = {}
-
-    def take(self, count: int) -> list[bytes]:
-        """The next frames."""
-        return [self._pull.recv() for _ in range(count)]
-
-    def send(
-        self, links: RankLink[ToFollower, ToLeader] | RankLink[ToLeader, ToFollower], frames: Sequence[bytes]
-    ) -> None:
-        """In a connection of its own to each rank."""
-        if links.endpoint not in self._pushes:
-            push = self._pushes[links.endpoint] = self._context.socket(zmq.PUSH)
-            push.linger = 0
-            push.connect(links.endpoint)
-        for frame in frames:
-            self._pushes[links.endpoint].send(frame)
-
-
-@pytest.fixture
-def tap() -> Iterator[Tap]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield Tap(context)
-    context.destroy(linger=0)
 
 
 # ---------------------------------------------------------------------- frames
@@ -103,22 +68,35 @@ def test_a_recorded_frame_opens_for_no_other_rank_and_at_no_later_start(tap: Tap
         assert not heard and not losses.errors and not later[3].errors
 
 
-def test_a_stranger_who_sends_without_a_pause_silences_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of ten frames that come nine are a stranger's, and there is always a next one."""
+@contextlib.contextmanager
+def flooded(endpoint: str) -> Iterator[None]:
+    """A stranger sends to `endpoint` without a pause."""
+    over = threading.Event()
+
+    def flood() -> None:
+        with zmq.Context() as context, context.socket(zmq.PUSH) as push:
+            push.linger = 0
+            push.connect(endpoint)
+            while not over.is_set():
+                if push.poll(100, zmq.POLLOUT):
+                    push.send(b"junk")
+
+    thread = threading.Thread(target=flood, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(10.0)
+
+
+def test_a_stranger_who_sends_without_a_pause_silences_nobody() -> None:
     with talking(LinkTimes(beat_s=0.05, silent_s=1.0, grace_s=0.1)) as (leader, follower, _, losses):
-        real, turns = follower._pull.recv, itertools.count()
-
-        def receive(flags: int) -> bytes:
-            if next(turns) % 10 == 0:
-                with contextlib.suppress(zmq.Again):
-                    return real(flags)
-            return b"junk"
-
-        with monkeypatch.context() as patch:
-            patch.setattr(follower._pull, "recv", receive)
-            since = leader.num_heard
+        with flooded(follower.endpoint):
+            wait_until(lambda: follower.refused > 1000, "the flood")
+            since, before = leader.num_heard, follower.refused
             wait_until(lambda: leader.num_heard > since + 30 or bool(losses.errors), "heartbeats beside the junk")
-        assert not losses.errors and follower.refused > 0
+        assert not losses.errors and follower.refused > before + 1000
 
 
 # ---------------------------------------------------------------------- the rendezvous

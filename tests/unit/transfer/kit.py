@@ -23,8 +23,8 @@ from pdserve.transfer.events import (
     TransferEvent,
 )
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
-from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.wire import Body, MemoryKey, Packet, RankMemory, TransferStats, Wire
+from pdserve.transfer.peers import PeerState, SessionTimes
+from pdserve.transfer.wire import Body, Hello, MemoryKey, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
 TOKEN = "cluster"
@@ -311,3 +311,14 @@ def say(net: Net, sender: str, to: Side, body: Body, *, session: int | None = No
     packet = Packet(sender=sender, receiver=to.instance, session=session, seq=1 << 40, body=body)
     to.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
     net.pump()
+
+
+def hello_of(net: Net, side: Side) -> Hello:
+    """The first Hello that `side` sent."""
+    return next(p.body for p in net.seen if p.sender == side.instance and isinstance(p.body, Hello))
+
+
+def state_of(side: Side, instance: str) -> PeerState | None:
+    """State of the session that `side` has with a peer; None: it has none."""
+    peer = side.kv.sessions.peer(instance)
+    return None if peer is None else peer.state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -35,6 +35,9 @@ class End:
         memory = bytearray(NUM_BYTES) if private else shared.allocate(NUM_BYTES)
         self.bytes = np.frombuffer(memory, dtype=np.uint8)
         self.start = int(self.bytes.ctypes.data)
+        self._wrote: list[str] = []
+        for way in ways:
+            self._watch(way)
         self.transport = AutoTransport(ways)
         self.transport.register([MemoryRegion(self.start, NUM_BYTES)])
         self.address = self.transport.address()
@@ -46,8 +49,16 @@ class End:
         self.transport.connect(peer.address)
         self.transport.write(peer.address, [Copy(self.start, peer.start + 1, 1)])
         assert peer.bytes[:3].tolist() == [0, 5, 0]
-        way, _ = self.transport._chosen[peer.address]
-        return way.name
+        return self._wrote.pop()
+
+    def _watch(self, way: Transport) -> None:
+        write = way.write
+
+        def watched(address: str, copies: Sequence[Copy]) -> None:
+            self._wrote.append(way.name)
+            write(address, copies)
+
+        way.write = watched  # type: ignore[method-assign]
 
 
 Make = Callable[..., End]

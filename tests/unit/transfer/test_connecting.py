@@ -51,10 +51,12 @@ def test_a_room_waits_until_all_our_ranks_reach_the_peer() -> None:
 
 
 def test_every_rank_that_feeds_another_has_a_way_and_the_aux_slots_have() -> None:
-    _, prefill, decode = split(prefill_tp=2, decode_tp=1)
-    assert prefill.kv.send_side._chunks.rank_pairs(decode.kv.sessions._me) == ((0, "decode-1"), (1, "decode-1"))
-    _, prefill, decode = split(prefill_tp=1, decode_tp=2)
-    assert prefill.kv.send_side._chunks.rank_pairs(decode.kv.sessions._me) == ((0, "decode-1"), (0, "decode-1.1"))
+    net, prefill, decode = split(prefill_tp=2, decode_tp=1)
+    Pair(net, prefill, decode)
+    assert prefill.engine.asked == [(0, "decode-1"), (1, "decode-1")]
+    net, prefill, decode = split(prefill_tp=1, decode_tp=2)
+    Pair(net, prefill, decode)
+    assert prefill.engine.asked == [(0, "decode-1"), (0, "decode-1.1")]
 
 
 def test_a_rank_that_cannot_reach_the_peer_fails_the_room_on_both_sides_and_is_asked_again() -> None:
@@ -92,7 +94,28 @@ def test_a_peer_that_is_gone_is_asked_for_anew_when_it_comes_back() -> None:
     assert Pair(net, prefill, decode).sender.poll() is KVPoll.WAITING_FOR_INPUT
     assert len(prefill.engine.asked) == 1
     prefill.kv.handle(PeerGone("decode-1"))
-    assert not prefill.kv.send_side._connecting._missing and not prefill.kv.send_side._connecting._whose
+    net.pump()
+    decode.kv.sessions.dial(ADDRESS)
+    found(decode, prefill)
+    net.pump()
+    assert Pair(net, prefill, decode, room=8).sender.poll() is KVPoll.WAITING_FOR_INPUT
+    assert prefill.engine.asked == [(0, "decode-1")] * 2
+
+
+def test_an_answer_that_is_due_to_a_peer_that_is_gone_is_not_that_of_its_next_session() -> None:
+    net, prefill, decode = meet()
+    prefill.engine.connects = False
+    Pair(net, prefill, decode)
+    prefill.kv.handle(PeerGone("decode-1"))
+    net.pump()
+    prefill.kv.handle(PeerConnected("decode-1", NO_WAY))
+    decode.kv.sessions.dial(ADDRESS)
+    found(decode, prefill)
+    net.pump()
+    sender = Pair(net, prefill, decode, room=8).sender
+    assert sender.poll() is KVPoll.BOOTSTRAPPING and len(prefill.engine.asked) == 2
+    prefill.kv.handle(PeerConnected("decode-1", None))
+    assert sender.poll() is KVPoll.WAITING_FOR_INPUT
 
 
 def test_what_is_never_known_ends_with_the_time_for_bootstrapping() -> None:

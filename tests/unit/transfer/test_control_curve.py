@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import zmq
-from tests.unit.transfer.waiting import wait_until
 
-from pdserve.transfer.control import ZmqControlSocket
+from pdserve.transfer.control import CurveKeys, ZmqControlSocket
 from pdserve.transfer.events import FrameArrived, HandshakesFailed, PeerHandshakeFailed
+from tests.waiting import wait_until
 
 HOST = "127.0.0.1"
 TOKEN = "a-token-that-is-long-enough"
@@ -168,8 +168,7 @@ def test_a_peer_that_comes_with_the_right_token_is_reached_though_another_was_th
     wrong.socket.close()
     _, _, port = endpoint.rpartition(":")
     with zmq.Context() as context, context.socket(zmq.PULL) as right:
-        keys = decode.socket._keys
-        assert keys is not None
+        keys = CurveKeys.of(TOKEN)
         right.curve_server, right.curve_publickey, right.curve_secretkey = True, keys.public, keys.secret
         right.bind(f"tcp://{HOST}:{port}")
 

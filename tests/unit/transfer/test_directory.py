@@ -23,7 +23,7 @@ from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import Address, PeerGone, PeerListens, PrefillFound, PrefillNotFound, TransferEvent
 from pdserve.transfer.lookups import MAX_REPLICAS, MAX_UNKNOWN_AT_ONCE, MAX_UNKNOWN_OF_A_HOST
 from tests.unit.transfer.test_bootstrap import OTHER_SECRET, SECRET, route
-from tests.unit.transfer.waiting import DEADLINE_S, events_of
+from tests.waiting import DEADLINE_S, events_of, until
 
 HOST = "127.0.0.1"
 PATIENCE_S = 0.6
@@ -124,11 +124,6 @@ STRANGERS: dict[str, Serve] = {
     "flood": flood,
     "flood_of_headers": flood_of_headers,
 }
-
-
-@pytest.fixture
-def mailbox() -> Mailbox[TransferEvent]:
-    return Mailbox()
 
 
 @pytest.fixture
@@ -324,21 +319,31 @@ class BlackHole:
                 filler.connect(listener.getsockname())
 
 
-def test_a_death_is_known_at_once_beside_peers_that_vanished(
-    mailbox: Mailbox[TransferEvent], open_directory: Callable[..., HttpDirectory], stack: contextlib.ExitStack
+async def test_a_death_is_known_at_once_beside_peers_that_vanished(stack: contextlib.ExitStack) -> None:
+    events: asyncio.Queue[TransferEvent] = asyncio.Queue()
+    all_probes = probes.Probes(events.put_nowait, timeout_s=1000.0)
+    holes = [BlackHole(stack) for _ in range(50)]
+    async with asyncio.timeout(DEADLINE_S):
+        for _ in range(20):
+            for number, hole in enumerate(holes):
+                all_probes.start(f"hole-{number}", hole.endpoint)
+        with socket.create_server((HOST, 0)) as server:
+            endpoint = f"{HOST}:{server.getsockname()[1]}"
+            all_probes.start("real", endpoint)
+            assert await events.get() == PeerListens("real")
+        all_probes.start("real", endpoint)
+        assert await events.get() == PeerGone("real")
+    await until(lambda: all_probes.num_running == len(holes))
+    all_probes.close()
+
+
+def test_a_peer_is_probed_by_the_directory_s_thread(
+    mailbox: Mailbox[TransferEvent], open_directory: Callable[..., HttpDirectory]
 ) -> None:
     directory = open_directory()
-    holes = [BlackHole(stack) for _ in range(50)]
-    for _ in range(20):
-        for number, hole in enumerate(holes):
-            directory.probe(f"hole-{number}", hole.endpoint)
     with socket.create_server((HOST, 0)) as server:
-        endpoint = f"{HOST}:{server.getsockname()[1]}"
-        directory.probe("real", endpoint)
+        directory.probe("real", f"{HOST}:{server.getsockname()[1]}")
         assert events_of(mailbox, 1) == [PeerListens("real")]
-    directory.probe("real", endpoint)
-    assert events_of(mailbox, 1) == [PeerGone("real")]
-    assert len(holes) == sum(peer.task is not None for peer in directory._probes._peers.values()), "all are pending"
 
 
 async def test_a_peer_that_does_not_answer_is_probed_ever_less_often_and_forgotten_at_last(
@@ -347,14 +352,21 @@ async def test_a_peer_that_does_not_answer_is_probed_ever_less_often_and_forgott
     monkeypatch.setattr(probes, "MIN_PAUSE_S", 1000.0)
     events: list[TransferEvent] = []
     all_probes = probes.Probes(events.append, timeout_s=0.02)
+
+    async def end() -> None:
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=DEADLINE_S)
+        assert all_probes.num_running == 0
+
     all_probes.start("hole", BlackHole(stack).endpoint)
-    (peer,) = all_probes._peers.values()
-    assert peer.task is not None
-    await asyncio.wait([peer.task])
+    await end()
     all_probes.start("hole", "127.0.0.1:1")
-    assert peer.task is None and peer.num_unanswered == 1, "it pauses"
-    peer.asked_s = -probes.FORGET_AFTER_S
-    all_probes.start("other", "nonsense")
-    assert list(all_probes._peers) == ["other"]
-    all_probes.close()
+    assert all_probes.num_running == 0 and events == [], "it pauses"
+    with monkeypatch.context() as patch:
+        patch.setattr(probes, "FORGET_AFTER_S", 0.0)
+        all_probes.start("other", "nonsense")
+    await end()
     assert events == []
+    all_probes.start("hole", "127.0.0.1:1")
+    await end()
+    assert events == [PeerGone("hole")], "its pause is forgotten"
+    all_probes.close()

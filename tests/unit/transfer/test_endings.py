@@ -82,7 +82,7 @@ def test_a_repeated_report_of_a_copy_counts_once() -> None:
 def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    key = pair.receiver._room.key
+    key = pair.receiver.key
     for number, side in enumerate((prefill, decode)):
         stranger = Side(net, f"stranger-{number}")
         found(stranger, side)

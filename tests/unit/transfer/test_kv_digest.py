@@ -11,7 +11,7 @@ import pytest
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord
 from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.observe.compare_kv import compare
-from pdserve.scheduler.kv_checksum import _rank
+from pdserve.scheduler.kv_checksum import digest_as_json
 from pdserve.transfer.checksum import RankDigest, checksum, digest_group
 from pdserve.transfer.plan import RankShard
 
@@ -54,7 +54,7 @@ def digests(whole: np.ndarray, group: KVGroup, shape: ParallelShape, first: int 
 
 def line(event: str, found: Sequence[RankDigest], pages: Sequence[int]) -> dict[str, Any]:
     known = {"key": "7/1/x", "rid": "r", "layout_fingerprint": "f", "num_tokens": NUM_TOKENS, "first_page": 0}
-    return {"event": event, **known, "pages": list(pages), "ranks": [_rank(digest) for digest in found]}
+    return {"event": event, **known, "pages": list(pages), "ranks": [digest_as_json(digest) for digest in found]}
 
 
 SHAPES = [ParallelShape(tp_size=tp, pp_size=pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 3)]

@@ -16,7 +16,7 @@ from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.wire import MemoryKey
-from tests.unit.transfer.waiting import DEADLINE_S, events_of
+from tests.waiting import DEADLINE_S, events_of
 
 NUM_SLOTS, SLOT_BYTES = 8, 16
 

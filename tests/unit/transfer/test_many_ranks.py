@@ -19,8 +19,8 @@ from pdserve.transfer.events import CopyDone, CopyJob, PeerGone, PrefillFound
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory, TransferStats, WireRegion
-from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, Net, Side, found
+from pdserve.transfer.wire import Hello, RankMemory, Refusal, TransferStats, WireRegion
+from tests.unit.transfer.kit import ADDRESS, ALL_FREE, BOOTSTRAP_S, CLIENT_LEFT, FACTS, Net, Side, found, say
 from tests.unit.transfer.kit import meet as meet_one
 
 NUM_HEADS, NUM_LAYERS, PAGE_TOKENS, NUM_PAGES = 4, 5, 2, 16
@@ -213,10 +213,13 @@ def test_a_decode_server_with_dp_attention_is_known_by_the_size_of_its_flag() ->
 def test_a_hello_with_more_or_fewer_ranks_than_it_says_is_refused() -> None:
     net = Net()
     prefill, decode = Side(net, "prefill-1"), Side(net, "decode-1")
-    hello = decode.kv.sessions._me
-    decode.kv.sessions._me = msgspec.structs.replace(hello, tp_size=2)
     meet(net, prefill, decode)
+    hello = next(hello for hello in net.said(Hello) if isinstance(hello, Hello) and not hello.answer)
+    assert prefill.kv.counters["handshakes_refused"] == 0
+    wrong = msgspec.structs.replace(hello, tp_size=2, endpoint="decode-2:1", session=77)
+    say(net, "decode-2", prefill, wrong, session=77)
     assert prefill.kv.counters["handshakes_refused"] == 1
+    assert net.said(Refusal)
 
 
 def test_a_room_goes_to_the_replica_that_its_number_names() -> None:
@@ -294,7 +297,7 @@ def test_a_room_that_another_replica_has_finds_it(first: str) -> None:
     for lease in (*mine, *theirs):
         lease.drop("request")
     assert all(side.kv.quiet and side.free == ALL_FREE for side in (*replicas, decode))
-    assert all(side.kv.send_side._unmatched.num_tombstones == 0 for side in replicas)
+    assert all(side.kv.send_side.num_tombstones == 0 for side in replicas)
 
 
 @pytest.mark.parametrize("ends", ["session", "abort", "never", "lost"])
@@ -342,7 +345,7 @@ def test_a_room_that_a_replica_without_a_session_has_waits_for_that_session(ends
     net.drop = lambda packet: False
     net.pass_time(3.0)
     assert decode.kv.quiet and decode.free == ALL_FREE
-    assert not decode.kv.receive_side.rooms and not decode.kv.receive_side._seeking
+    assert not decode.kv.receive_side.rooms and decode.kv.receive_side.num_seeking == 0
 
 
 def test_a_room_that_went_to_a_replica_that_is_not_there_fails() -> None:

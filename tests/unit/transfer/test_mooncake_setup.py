@@ -18,15 +18,16 @@ from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports import mooncake_engine
 from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import WritePermits
-from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, MooncakeTransport, session_of, set_environment
+from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, session_of, set_environment
 from pdserve.transfer.transports.mooncake_engine import (
     BRIEF_TIMEVAL,
     MooncakeEngine,
     open_session,
     sockets_at,
     speed_up_shutdown,
+    start_native,
 )
-from tests.unit.transfer.waiting import wait_until
+from tests.waiting import wait_until
 
 ENGINE_VARIABLES = (
     *TCP_TIMEOUTS,
@@ -121,13 +122,13 @@ def test_a_window_never_hands_out_more_permits_than_it_has() -> None:
 
 def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
     """The engine's call must let go of the interpreter's lock: who else would close the connection it waits on?"""
-    transport = MooncakeTransport.open("127.0.0.1", None)
+    set_environment("tcp")
+    native = start_native("127.0.0.1", "tcp", "")
     answers: list[bool] = []
     try:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             silent.settimeout(90.0)
             session = f"127.0.0.1:{silent.getsockname()[1]}"
-            native = transport._base._native
             asking = threading.Thread(target=lambda: answers.append(open_session(native, session)))
             asking.start()
             connection, _ = silent.accept()
@@ -136,7 +137,7 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
             asking.join(timeout=90.0)
         assert answers == [False]
     finally:
-        transport.close()
+        speed_up_shutdown(int(native.get_rpc_port()))
 
 
 def test_where_an_engine_listens_is_found() -> None:
@@ -174,12 +175,12 @@ def test_strangers_who_say_nothing_do_not_hold_up_the_end_of_an_engine(said: byt
 class KitNative:
     """Listens, like the engine, and says at its end whether the thread that accepts would have been woken."""
 
-    def __init__(self, ends: list[tuple[bool, bool]]) -> None:
+    def __init__(self, ends: list[tuple[bool, bool]], may_answer: threading.Event | None = None) -> None:
         self._ends = ends
+        self._may_answer = may_answer or threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._awaited = self._listener.dup()
         """Where the thread that accepts is at; its descriptor is given another socket."""
-        self.asked, self.may_answer = threading.Event(), threading.Event()
 
     def initialize(self, host: str, metadata: str, protocol: str, device: str) -> int:
         return 0
@@ -188,8 +189,7 @@ class KitNative:
         return int(self._listener.getsockname()[1])
 
     def send_probe(self, session: str) -> int:
-        self.asked.set()
-        assert self.may_answer.wait(30.0)
+        assert self._may_answer.wait(30.0)
         return -1
 
     def __del__(self) -> None:
@@ -205,10 +205,9 @@ class KitNative:
         self._ends.append((limit != bytes(len(limit)), woken))
 
 
-def test_an_engine_is_told_to_hurry_right_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_is_told_to_hurry_right_before_its_end() -> None:
     ends: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
-    engine = MooncakeEngine("127.0.0.1", "tcp", "")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "", lambda: KitNative(ends))
     engine.destroy()
     assert ends == [(True, True)]
     engine.destroy()
@@ -217,10 +216,9 @@ def test_an_engine_is_told_to_hurry_right_before_its_end(monkeypatch: pytest.Mon
 
 def test_an_engine_given_up_while_it_asks_ends_when_it_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: KitNative(ends))
+    may_answer = threading.Event()
     monkeypatch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 0.1)
-    engine = MooncakeEngine("127.0.0.1", "tcp", "")
-    may_answer = engine._native.may_answer
+    engine = MooncakeEngine("127.0.0.1", "tcp", "", lambda: KitNative(ends, may_answer))
     with pytest.raises(TransferError, match="does not answer"):
         engine.reach("127.0.0.1:1")
     engine.destroy()
@@ -242,7 +240,7 @@ def _has_ended(connection: socket.socket) -> bool:
     return True
 
 
-def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more() -> None:
     ends: list[tuple[bool, bool]] = []
     failures: Iterator[str] = iter(["bind: Address already in use"] * 2)
 
@@ -252,12 +250,14 @@ def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more(monkeyp
                 raise RuntimeError(failure)
             return 0
 
-    monkeypatch.setattr(mooncake_engine, "_new_native", lambda: Unlucky(ends))
-    MooncakeEngine("127.0.0.1", "tcp", "").destroy()
+    def start() -> MooncakeEngine:
+        return MooncakeEngine("127.0.0.1", "tcp", "", lambda: Unlucky(ends))
+
+    start().destroy()
     assert len(ends) == 3
     failures = itertools.repeat("bind: Address already in use")
     with pytest.raises(TransferError, match="ports were taken"):
-        MooncakeEngine("127.0.0.1", "tcp", "")
+        start()
     failures = itertools.repeat("no memory")
     with pytest.raises(TransferError, match="no memory"):
-        MooncakeEngine("127.0.0.1", "tcp", "")
+        start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -37,14 +38,9 @@ from tests.unit.transfer.kit import (
     say,
 )
 from tests.unit.transfer.notifying import Notes, NotifyingMemory
-from tests.unit.transfer.waiting import events_of, wait_until
+from tests.waiting import events_of, wait_until
 
-KEY, OTHER = MemoryKey(1, 1, "decode-1"), MemoryKey(2, 1, "decode-1")
-
-
-@pytest.fixture
-def mailbox() -> Mailbox[TransferEvent]:
-    return Mailbox()
+KEY, OTHER, LAST = (MemoryKey(room, 1, "decode-1") for room in (1, 2, 3))
 
 
 @pytest.fixture
@@ -54,17 +50,18 @@ def notes() -> Notes:
 
 @pytest.fixture
 def waiting(notes: Notes, mailbox: Mailbox[TransferEvent]) -> Iterator[Notifications]:
+    before = set(threading.enumerate())
     waiting = Notifications(notes.take, mailbox.post)
     yield waiting
     waiting.close()
-    assert not waiting._thread.is_alive()
+    assert not any(thread.name == "kv-notes" for thread in set(threading.enumerate()) - before)
 
 
-def taken(notes: Notes, waiting: Notifications) -> None:
-    """All that had come has been looked at."""
-    wait_until(notes.came.empty, "all were taken")
-    with waiting._changed:
-        pass
+def expect_last(notes: Notes, waiting: Notifications) -> Notified:
+    """Expect a note of another key, which comes behind all that have come; return its report."""
+    assert not waiting.expect(LAST, 1)
+    notes.came.put(encode_note(LAST, 0))
+    return Notified(LAST, 0)
 
 
 def test_notes_that_have_come_are_found_at_once(
@@ -73,7 +70,9 @@ def test_notes_that_have_come_are_found_at_once(
     for index in (0, 1, 1, 2):
         notes.came.put(encode_note(KEY, index))
     assert waiting.expect(KEY, 3)
-    assert not waiting._seen and not waiting._expected and mailbox.drain() == []
+    last = expect_last(notes, waiting)
+    assert events_of(mailbox, 1) == [last], "what was found at once is not reported"
+    assert not waiting.expect(KEY, 1), "and is forgotten"
 
 
 def test_notes_that_come_later_are_reported_whatever_else_comes(
@@ -84,13 +83,15 @@ def test_notes_that_come_later_are_reported_whatever_else_comes(
     assert not waiting.expect(OTHER, 1)
     assert not waiting.expect(KEY, 3)
     notes.came.put(encode_note(KEY, 1))  # again: it stands for no other
-    taken(notes, waiting)
-    assert mailbox.drain() == []
+    last = expect_last(notes, waiting)
+    assert events_of(mailbox, 1) == [last]
     notes.came.put(encode_note(KEY, 2))
     assert events_of(mailbox, 1) == [Notified(KEY, 0)]
     notes.came.put(encode_note(OTHER, 0))
     assert events_of(mailbox, 1) == [Notified(OTHER, 0)]
-    assert not waiting._seen and not waiting._expected
+    last = expect_last(notes, waiting)
+    assert events_of(mailbox, 1) == [last], "each is reported once"
+    assert not waiting.expect(KEY, 1) and not waiting.expect(OTHER, 1), "what was reported is forgotten"
 
 
 def test_notes_that_do_not_come_are_counted_as_missing(
@@ -111,9 +112,8 @@ def test_time_in_which_the_process_was_stopped_does_not_count(
     monkeypatch.setattr(notifications_module, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
     assert not waiting.expect(KEY, 1)
     later[0] = 10 * notifications_module.TIMEOUT_S
-    notes.came.put(encode_note(OTHER, 0))
-    taken(notes, waiting)
-    assert mailbox.drain() == []
+    last = expect_last(notes, waiting)
+    assert events_of(mailbox, 1) == [last]
     notes.came.put(encode_note(KEY, 0))
     assert events_of(mailbox, 1) == [Notified(KEY, 0)]
 
@@ -161,10 +161,11 @@ def test_notes_that_nobody_expects_are_taken_and_forgotten_in_their_turn(
     monkeypatch.setattr(notifications_module, "MAX_KEYS", 3)
     monkeypatch.setattr(notifications_module, "IDLE_LOOK_S", 0.01)
     waiting = Notifications(notes.take, mailbox.post)
-    for attempt in range(10):
-        notes.came.put(encode_note(MemoryKey(5, attempt, "decode-1"), 0))
-    taken(notes, waiting)
-    assert [key.attempt for key in waiting._seen] == [7, 8, 9]
+    keys = [MemoryKey(5, attempt, "decode-1") for attempt in range(10)]
+    for key in keys:
+        notes.came.put(encode_note(key, 0))
+    wait_until(notes.came.empty, "all were taken")
+    assert [waiting.expect(key, 1) for key in keys] == [False] * 7 + [True] * 3
     waiting.close()
 
 
@@ -225,7 +226,7 @@ def test_done_is_believed_when_every_rank_has_been_notified() -> None:
     prefill.end_jobs()
     net.pump()
     assert pair.sender.poll() is KVPoll.SUCCESS and pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
-    key = pair.receiver._room.key
+    key = pair.receiver.key
     counts = [sum(job.transport_address == address for job in jobs) for address in ("decode-1", "decode-1.1")]
     assert decode.engine.expected == [(key, 0, counts[0]), (key, 1, counts[1])] and sum(counts) == len(jobs)
     decode.kv.handle(Notified(key, 0, rank=1))
@@ -242,7 +243,7 @@ def test_done_is_believed_when_every_rank_has_been_notified() -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_was_not_notified_fails_the_transfer_and_pages_wait_for_the_other(missing: int) -> None:
     net, prefill, decode, pair = sent(decode_ranks=2)
-    key = pair.receiver._room.key
+    key = pair.receiver.key
     decode.kv.handle(Notified(key, 1, rank=missing))
     assert pair.theirs[0].held_by("remote")
     decode.kv.handle(Notified(key, 0, rank=1 - missing))
@@ -277,7 +278,7 @@ def test_a_receiver_that_left_keeps_its_pages_until_the_notes_have_come() -> Non
     net.pump()
     assert net.said(Ended) and net.said(Done)
     assert decode.free == (13, 3)
-    decode.kv.handle(Notified(pair.receiver._room.key, 0))
+    decode.kv.handle(Notified(pair.receiver.key, 0))
     assert_quiet_and_free(prefill, decode)
 
 
@@ -297,7 +298,7 @@ def test_a_done_that_crosses_an_abort_is_waited_for_in_any_order(order: str) -> 
     net.drop = lambda packet: False
     net.pass_time(3.0)
     assert len(decode.engine.expected) == 1 and decode.free == (13, 3)
-    decode.kv.handle(Notified(pair.receiver._room.key, 0))
+    decode.kv.handle(Notified(pair.receiver.key, 0))
     net.pass_time(3.0)
     assert_quiet_and_free(prefill, decode)
     assert bool(late) == (order == "ended first")
@@ -315,7 +316,7 @@ def test_a_transfer_that_failed_keeps_its_pages_until_what_was_written_is_there(
     assert pair.receiver.failure == BROKEN
     pair.drop_requests()
     net.pump()
-    key = pair.receiver._room.key
+    key = pair.receiver.key
     assert decode.engine.expected == [(key, 0, 1)] and decode.free == (13, 3)
     decode.kv.handle(Notified(key, 0))
     assert_quiet_and_free(prefill, decode)
@@ -329,9 +330,9 @@ def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_
     for lease in pair.theirs:
         lease.drop("request")
     assert decode.free == (13, 3)
-    decode.kv.handle(Notified(pair.receiver._room.key, 0))
+    decode.kv.handle(Notified(pair.receiver.key, 0))
     assert decode.free == (16, 4)
-    decode.kv.handle(Notified(pair.receiver._room.key, 0))  # nobody knows of it any more
+    decode.kv.handle(Notified(pair.receiver.key, 0))  # nobody knows of it any more
 
 
 def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fence_ends_it() -> None:
@@ -343,7 +344,7 @@ def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fenc
     for lease in pair.theirs:
         lease.drop("request")
     net.pass_time(1.0)
-    decode.kv.handle(Notified(pair.receiver._room.key, 1))
+    decode.kv.handle(Notified(pair.receiver.key, 1))
     net.pass_time(DRAIN_TIMEOUT_S - 0.5)
     assert decode.free == (13, 3)
     net.pass_time(1.0)
@@ -354,7 +355,7 @@ def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fenc
 def test_a_done_that_speaks_of_other_ranks_than_there_are_is_not_believed(notified: tuple[int, ...]) -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    done = Done(key=pair.receiver._room.key, stats=TransferStats(), notified=notified)
+    done = Done(key=pair.receiver.key, stats=TransferStats(), notified=notified)
     say(net, prefill.instance, decode, done)
     assert pair.receiver.poll() is KVPoll.FAILED and pair.receiver.failure is not None
     assert pair.receiver.failure.code == "transfer_unconfirmed" and decode.engine.expected == []

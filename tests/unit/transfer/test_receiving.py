@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from tests.unit.transfer.waiting import DEADLINE_S, wait_until
 
 from pdserve.base.listeners import listening_ports
 from pdserve.errors import ConfigError, TransferError
@@ -23,6 +22,7 @@ from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.local_peers import LocalPeers, call
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
+from tests.waiting import DEADLINE_S, wait_until
 
 
 class Listener:
@@ -231,7 +231,7 @@ def child(action: Callable[[], None]) -> Iterator[int]:
             action()
             signal.pause()
         finally:
-            os._exit(1)
+            signal.raise_signal(signal.SIGKILL)  # it cleans up nothing of its parent's
     pidfd = os.pidfd_open(pid)
     try:
         yield pid
@@ -299,7 +299,7 @@ def test_a_process_lives_on_in_those_that_it_forked(local: LocalPeers) -> None:
         pid = os.fork()
         if pid:
             os.write(said_w, pid.to_bytes(4, "little"))
-            os._exit(0)
+            signal.raise_signal(signal.SIGKILL)
         signal.alarm(60)
         signal.pause()  # with the connection
 
@@ -318,12 +318,15 @@ def test_without_the_kernel_s_word_a_process_is_found_by_its_number(
 ) -> None:
     monkeypatch.setattr(local_peers, "SO_PEERPIDFD", 9999)
     name = local.open("a")
-    with child(lambda: call(name, "a").recv(100) and None) as pid:
-        wait_until(lambda: bool(local._peers["a"].processes), "it has come")
+    said_r, said_w = os.pipe()
+    with child(lambda: os.write(said_w, call(name, "a").recv(100)[:1]) and None) as pid:
+        assert os.read(said_r, 1) == name[:1].encode(), "it has come"
         assert not local.fence("a")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         wait_until(lambda: local.fence("a"), "it is dead")
+    os.close(said_r)
+    os.close(said_w)
 
 
 def test_a_fence_in_memory_waits_for_the_write_under_way() -> None:

@@ -81,7 +81,7 @@ def test_a_fake_room_goes_through_all_states_without_a_peer() -> None:
 def test_metadata_of_another_room_or_attempt_is_not_taken() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    slot, key = pair.theirs[1], pair.receiver._room.key
+    slot, key = pair.theirs[1], pair.receiver.key
     aux = decode.kv.args.aux
     for room, attempt in ((8, key.attempt), (7, key.attempt + 1), (0, 0)):
         aux.write(slot.pages[0], AuxRecord(room, attempt, 1))
@@ -161,7 +161,7 @@ def test_the_newest_tombstones_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
         sender = prefill.kv.open_sender(room, ADDRESS[0], "d")
         sender.abort(CLIENT_LEFT)
         sender.close()
-    assert prefill.kv.send_side._unmatched.num_tombstones == 5
+    assert prefill.kv.send_side.num_tombstones == 5
 
 
 def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
@@ -175,7 +175,7 @@ def test_tombstones_are_for_one_prompt_and_a_limited_time() -> None:
     net.pump()
     assert other.poll() is KVPoll.WAITING_FOR_INPUT
     net.pass_time(BOOTSTRAP_S + 1)
-    assert prefill.kv.send_side._unmatched.num_tombstones == 0
+    assert prefill.kv.send_side.num_tombstones == 0
 
 
 def test_a_request_nobody_comes_for_times_out_with_504() -> None:
@@ -214,7 +214,7 @@ def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_se
     pages = decode.leases()
     second.publish(*pages)
     net.pump()
-    assert pair.sender._room.target is not None and pair.sender._room.target.pages[0] == tuple(pages[0].pages)
+    assert pair.sender.key == second.key
     pair.sender.send(pair.mine[0], 3)
     second.close()
     third = decode.kv.open_receiver(7, ADDRESS, "d")

@@ -52,22 +52,19 @@ from tests.unit.transfer.kit import (
     Side,
     assert_quiet_and_free,
     found,
+    hello_of,
     meet,
     say,
+    state_of,
 )
 
 SILENCE_S = HEARTBEAT_S * (MISSES + 1) + 1
 
 
-def _state(side: Side, instance: str) -> PeerState | None:
-    peer = side.kv.sessions.peer(instance)
-    return None if peer is None else peer.state
-
-
 def test_a_handshake_makes_both_ready_and_is_acknowledged() -> None:
     _, prefill, decode = meet()
-    assert _state(decode, "prefill-1") is PeerState.READY
-    assert _state(prefill, "decode-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is PeerState.READY
     assert prefill.kv.quiet and decode.kv.quiet
 
 
@@ -130,7 +127,7 @@ def test_a_refused_peer_is_forgotten_and_may_try_again() -> None:
         net.pass_time(2 * HEARTBEAT_S)
     net.pass_time(3 * HEARTBEAT_S)
     for side, other in ((prefill, decode), (decode, prefill)):
-        assert _state(side, other.instance) is None
+        assert state_of(side, other.instance) is None
         assert other.endpoint in side.socket.forgotten, "its socket must be closed"
         assert side.kv.quiet
     assert len(decode.directory.finds) == 2
@@ -151,7 +148,7 @@ def test_junk_and_wrongly_sealed_frames_are_counted_and_change_nothing() -> None
         prefill.kv.handle(FrameArrived(frame))
     assert prefill.kv.counters["control_frames_refused"] == 4
     net.pump()
-    assert _state(prefill, "decode-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is PeerState.READY
     assert decode.kv.counters["control_frames_refused"] == 0
 
 
@@ -187,7 +184,7 @@ def test_messages_are_repeated_until_acknowledged_and_no_longer() -> None:
     decode.kv.sessions.dial(ADDRESS)
     found(decode, prefill)
     net.pass_time(10)
-    assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is state_of(decode, "prefill-1") is PeerState.READY
     assert prefill.kv.quiet and decode.kv.quiet
     hellos = len(net.said(Hello))
     net.pass_time(10)
@@ -221,11 +218,11 @@ def test_a_peer_that_answers_nothing_is_silent_then_comes_back() -> None:
     net, prefill, decode = meet()
     del net.sides[prefill.endpoint]
     net.pass_time(SILENCE_S)
-    assert _state(decode, "prefill-1") is PeerState.SILENT
+    assert state_of(decode, "prefill-1") is PeerState.SILENT
     assert ("prefill-1", prefill.endpoint) in decode.directory.probes
     net.sides[prefill.endpoint] = prefill
     net.pass_time(HEARTBEAT_S + 1)
-    assert _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
 
 
 def test_a_busy_peer_that_still_listens_is_not_given_up_for_a_while() -> None:
@@ -234,11 +231,11 @@ def test_a_busy_peer_that_still_listens_is_not_given_up_for_a_while() -> None:
     for _ in range(8):
         net.pass_time(HEARTBEAT_S)
         decode.kv.handle(PeerListens("prefill-1"))
-    assert _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
     for _ in range(10 * MISSES):
         net.pass_time(HEARTBEAT_S)
         decode.kv.handle(PeerListens("prefill-1"))
-    assert _state(decode, "prefill-1") is PeerState.SILENT, "stopped, not busy"
+    assert state_of(decode, "prefill-1") is PeerState.SILENT, "stopped, not busy"
 
 
 def test_a_stopped_peer_is_given_up_although_its_directory_answers_each_request() -> None:
@@ -251,7 +248,7 @@ def test_a_stopped_peer_is_given_up_although_its_directory_answers_each_request(
         if decode.kv.sessions.peer("prefill-1") is None:
             break
         decode.kv.handle(PeerListens("prefill-1"))
-        states.append(_state(decode, "prefill-1"))
+        states.append(state_of(decode, "prefill-1"))
         if states[-1] is PeerState.SILENT and states.count(PeerState.SILENT) % 3 == 0:
             decode.kv.sessions.dial(ADDRESS)  # another request
             found(decode, prefill)
@@ -264,7 +261,7 @@ def test_a_long_step_of_ours_is_no_silence_of_the_peer() -> None:
     net, _, decode = meet()
     net.clock.advance(50)
     decode.kv.tick()
-    assert _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
     net.pass_time(5)
     assert decode.kv.counters["peers_lost"] == 0
 
@@ -272,7 +269,7 @@ def test_a_long_step_of_ours_is_no_silence_of_the_peer() -> None:
 def test_a_dead_peer_is_forgotten_with_its_socket_and_its_transport() -> None:
     net, prefill, decode = meet()
     decode.kv.handle(PeerGone("prefill-1"))
-    assert _state(decode, "prefill-1") is None
+    assert state_of(decode, "prefill-1") is None
     assert decode.engine.fenced == [(0, "prefill-1#1")]
     decode.kv.handle(PeerGone("prefill-1"))
     assert decode.kv.counters["peers_lost"] == 1
@@ -301,7 +298,7 @@ def test_a_new_instance_at_the_old_bootstrap_address_means_the_old_is_gone() -> 
     net2, _, decode2 = meet()
     found(decode2, Side(net2, "prefill-2"))
     net2.pump()
-    assert _state(decode2, "prefill-1") is None and _state(decode2, "prefill-2") is PeerState.READY
+    assert state_of(decode2, "prefill-1") is None and state_of(decode2, "prefill-2") is PeerState.READY
 
 
 def test_a_new_instance_behind_an_old_endpoint_means_the_old_is_gone_and_not_the_other_way_round() -> None:
@@ -311,27 +308,23 @@ def test_a_new_instance_behind_an_old_endpoint_means_the_old_is_gone_and_not_the
     reborn.kv.sessions.dial(ADDRESS)
     found(reborn, prefill)
     net.pass_time(3)
-    assert _state(prefill, "decode-1") is None and _state(prefill, "decode-2") is PeerState.READY
+    assert state_of(prefill, "decode-1") is None and state_of(prefill, "decode-2") is PeerState.READY
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(hello)))
-    assert _state(prefill, "decode-2") is PeerState.READY, "a late word of the dead must not kill its successor"
-    assert _state(prefill, "decode-1") is None
-
-
-def _hello_of(net: Net, side: Side) -> Hello:
-    return next(p.body for p in net.seen if p.sender == side.instance and isinstance(p.body, Hello))
+    assert state_of(prefill, "decode-2") is PeerState.READY, "a late word of the dead must not kill its successor"
+    assert state_of(prefill, "decode-1") is None
 
 
 def test_a_stranger_with_another_s_endpoint_changes_nothing() -> None:
     """It knows the token. It does not receive what is sent to that endpoint, so it cannot repeat the nonce."""
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    forged = msgspec.structs.replace(_hello_of(net, decode), session=5)
+    forged = msgspec.structs.replace(hello_of(net, decode), session=5)
     for number in range(300):
         for _ in range(2):
             say(net, f"usurper-{number}", prefill, forged, session=5)
             say(net, f"usurper-{number}", prefill, Pong(nonce=number + 1), session=0)
     net.pass_time(2 * SILENCE_S)
-    assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is state_of(decode, "prefill-1") is PeerState.READY
     assert [peer.instance for peer in prefill.kv.sessions] == ["decode-1"]
     assert prefill.kv.counters["peers_lost"] == 0
     pair.send()
@@ -343,7 +336,7 @@ def test_a_stranger_with_another_s_endpoint_changes_nothing() -> None:
 def test_a_peer_cannot_speak_for_another_without_the_number_of_its_session() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    key = pair.receiver._room.key
+    key = pair.receiver.key
     failure = Failure(code="forged", message="")
     for session in (0, 1):
         say(net, "prefill-1", decode, Done(key=key, stats=TransferStats()), session=session)
@@ -358,8 +351,8 @@ def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> N
     """It has sessions of its own with both servers, and says of another's key whatever there is to say."""
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    say(net, "thief-1", prefill, msgspec.structs.replace(_hello_of(net, decode), endpoint="thief-1:1", session=77))
-    say(net, "thief-1", decode, msgspec.structs.replace(_hello_of(net, decode), endpoint="thief-1:1", session=78))
+    say(net, "thief-1", prefill, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=77))
+    say(net, "thief-1", decode, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=78))
     (meta,) = [p.body for p in net.seen if isinstance(p.body, Meta)]
     failure = Failure(code="forged", message="")
     for key in (meta.key, msgspec.structs.replace(meta.key, attempt=99)):
@@ -400,13 +393,13 @@ def test_a_peer_that_was_taken_for_gone_ends_its_session_too_and_is_taken_back()
             assert half.failure is not None and half.failure.code == "peer_gone"
         pair.drop_requests()
         net.pass_time(3)
-        assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is None
+        assert state_of(prefill, "decode-1") is state_of(decode, "prefill-1") is None
         assert_quiet_and_free(prefill, decode)
         receiver = decode.kv.open_receiver(8, ADDRESS, "d")
         found(decode, prefill)
         net.pump()
         assert receiver.poll() is KVPoll.WAITING_FOR_INPUT
-        assert _state(prefill, "decode-1") is PeerState.READY
+        assert state_of(prefill, "decode-1") is PeerState.READY
 
 
 def test_a_lost_reset_is_made_up_for_by_the_next_heartbeat() -> None:
@@ -415,9 +408,9 @@ def test_a_lost_reset_is_made_up_for_by_the_next_heartbeat() -> None:
     prefill.kv.handle(PeerGone("decode-1"))
     net.pump()
     net.drop = lambda packet: False
-    assert _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
     net.pass_time(2 * HEARTBEAT_S)
-    assert _state(decode, "prefill-1") is None
+    assert state_of(decode, "prefill-1") is None
 
 
 def test_messages_of_a_session_that_has_ended_do_not_reach_the_next_one() -> None:
@@ -475,7 +468,7 @@ def test_receiving_engines_that_do_not_start_fail_the_rooms_that_wait_for_them()
     decode.engine.events.clear()
     failure = Failure(code="engine_failed", message="no memory can be registered")
     decode.kv.handle(ReceiverOpened("prefill-1#1", "", failure))
-    assert receiver.failure == failure and _state(decode, "prefill-1") is None
+    assert receiver.failure == failure and state_of(decode, "prefill-1") is None
     assert decode.engine.fenced == [(0, "prefill-1#1")]
     receiver.close()
     net.pump()

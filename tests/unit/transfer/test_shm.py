@@ -15,10 +15,10 @@ import pytest
 from pdserve.errors import TransferError
 from pdserve.memory import shared
 from pdserve.transfer.transport import Copy, MemoryRegion
-from pdserve.transfer.transports import local_peers, shm
+from pdserve.transfer.transports import shm
 from pdserve.transfer.transports import shm as shm_share
 from pdserve.transfer.transports.shm import SMALL_BYTES, MemcpyEngine, Move, ShmTransport
-from tests.unit.transfer.waiting import wait_until
+from tests.waiting import wait_until
 
 NUM_BYTES = 1 << 20
 
@@ -77,7 +77,8 @@ def test_a_peer_on_another_host_is_refused_by_name(ends: tuple[End, End], monkey
 
 
 def test_a_process_of_another_user_is_shown_nothing(ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_peers, "_credentials_of", lambda connection: (os.getpid(), os.geteuid() + 1))
+    user = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: user)
     name = ends[1].address.rpartition(":")[2]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as intruder:
         intruder.settimeout(10)

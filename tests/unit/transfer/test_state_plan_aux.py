@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.transfer import aux as aux_module
 from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
 from pdserve.transfer.room import TERMINAL, KVPoll, advance, merge_ranks
 
@@ -77,14 +78,27 @@ def test_a_shorter_record_leaves_nothing_of_a_longer_one() -> None:
 
 
 def test_every_field_starts_at_64_bytes_for_rdma() -> None:
-    dtype = aux_module._slot_dtype()
-    assert dtype.fields is not None
-    assert all(entry[1] % 64 == 0 for entry in dtype.fields.values())
+    aux, empty = MetadataBuffers(1), AuxRecord(0, 0, 0, logprob=0.0)
+    changes: list[dict[str, Any]] = [
+        {"room": 1},
+        {"attempt": 1},
+        {"first_token": 1},
+        {"cached_tokens": 1},
+        {"logprob": -1.0},
+        {"top": ((1, -1.0),)},
+    ]
+    starts = set()
+    for change in changes:
+        aux.write(0, empty)
+        before = np.frombuffer(aux.take_out(0), dtype="<u8")
+        aux.write(0, dataclasses.replace(empty, **change))
+        starts |= set((8 * np.flatnonzero(np.frombuffer(aux.take_out(0), dtype="<u8") != before)).tolist())
+    assert len(starts) == 8 and all(start % 64 == 0 for start in starts)
     assert MetadataBuffers(4).slot_bytes % 64 == 0
     assert MetadataBuffers(4).buffer[1] == 4 * MetadataBuffers(4).slot_bytes
 
 
 def test_garbage_in_a_slot_is_read_without_harm() -> None:
     aux = MetadataBuffers(1)
-    aux._slots.view(np.uint8)[:] = 0xFF
+    aux.put_in(0, b"\xff" * aux.slot_bytes)
     assert len(aux.read(0).top) <= MAX_TOP_LOGPROBS

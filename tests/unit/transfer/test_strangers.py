@@ -5,23 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.events import FrameArrived
+from pdserve.transfer.events import FrameArrived, PeerGone, PrefillFound
 from pdserve.transfer.peers import MAX_ENDPOINTS, PeerState
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import MAX_ADDRESSES, MAX_PEERS
 from pdserve.transfer.wire import Body, Ended, Hello, Packet, Ping, Pong, Wire
-from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, meet, say
+from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, hello_of, meet, say, state_of
 
 EVIL = "evil:1"
-
-
-def _hello_of(net: Net, side: Side) -> Hello:
-    return next(p.body for p in net.seen if p.sender == side.instance and isinstance(p.body, Hello))
-
-
-def _state(side: Side, instance: str) -> PeerState | None:
-    peer = side.kv.sessions.peer(instance)
-    return None if peer is None else peer.state
 
 
 def _frame(to: Side, sender: str, body: Body, session: int) -> None:
@@ -41,56 +32,56 @@ def _challenged(net: Net, prefill: Side, hello: Hello) -> int:
 
 def test_a_proof_is_good_for_one_endpoint_and_one_session() -> None:
     net, prefill, decode = meet()
-    hello = _hello_of(net, decode)
+    hello = hello_of(net, decode)
     nonce = _challenged(net, prefill, hello)
     for session in (0, 78, 79):
         say(net, "x", prefill, Pong(nonce=nonce), session=session)
     say(net, "x", prefill, msgspec.structs.replace(hello, session=78), session=78)
     say(net, "x", prefill, msgspec.structs.replace(hello, session=79), session=79)
-    assert _state(prefill, "decode-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is PeerState.READY
     say(net, "x", prefill, msgspec.structs.replace(hello, endpoint=EVIL, session=78), session=78)
-    assert _state(prefill, "y") is PeerState.READY, "it was challenged anew"
+    assert state_of(prefill, "y") is PeerState.READY, "it was challenged anew"
 
 
 def test_more_challenges_than_are_remembered_end_nothing() -> None:
     net, prefill, decode = meet()
-    hello = _hello_of(net, decode)
+    hello = hello_of(net, decode)
     _frame(prefill, "x", Pong(nonce=_challenged(net, prefill, hello)), 78)
     for number in range(1100):
         _frame(prefill, f"z{number}", msgspec.structs.replace(hello, endpoint=EVIL, session=number + 100), number + 100)
     _frame(prefill, "x", msgspec.structs.replace(hello, endpoint=EVIL, session=78), 78)
-    assert _state(prefill, "decode-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is PeerState.READY
 
 
 def test_a_hello_in_another_s_name_neither_ends_its_session_nor_keeps_it_out() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    hello = msgspec.structs.replace(_hello_of(net, decode), session=79)
+    hello = msgspec.structs.replace(hello_of(net, decode), session=79)
     say(net, "decode-1", prefill, hello, session=79)
     say(net, "decode-1", prefill, msgspec.structs.replace(hello, endpoint=EVIL), session=79)
     net.pass_time(20)
     assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
-    assert _state(prefill, "decode-1") is _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is state_of(decode, "prefill-1") is PeerState.READY
 
 
 def test_a_process_that_took_a_name_elsewhere_keeps_its_owner_out_no_longer_than_it_is_there() -> None:
     net, _, decode = meet()
-    hello = _hello_of(net, decode)
+    hello = hello_of(net, decode)
     other = Side(net, "prefill-2")
     taken = msgspec.structs.replace(hello, endpoint=EVIL, session=79)
     say(net, "decode-1", other, taken, session=79)
-    assert _state(other, "decode-1") is PeerState.READY
+    assert state_of(other, "decode-1") is PeerState.READY
     net.pass_time(60)
-    assert _state(other, "decode-1") is None
+    assert state_of(other, "decode-1") is None
     decode.kv.open_receiver(9, ("other", 1), "d")
     found(decode, other, ("other", 1))
     net.pass_time(4)
-    assert _state(other, "decode-1") is PeerState.READY
+    assert state_of(other, "decode-1") is PeerState.READY
 
 
 def test_a_hello_in_the_name_of_a_process_without_a_session_does_not_keep_it_out() -> None:
     net, _, decode = meet()
-    hello = _hello_of(net, decode)
+    hello = hello_of(net, decode)
     other = Side(net, "prefill-2")
     say(net, "decode-1", other, msgspec.structs.replace(hello, session=(1 << 62) + 1), session=(1 << 62) + 1)
     net.pump()
@@ -103,7 +94,7 @@ def test_a_hello_in_the_name_of_a_process_without_a_session_does_not_keep_it_out
 
 def test_decode_gives_pages_to_no_process_that_dials_it() -> None:
     net, prefill, decode = meet()
-    hello = msgspec.structs.replace(_hello_of(net, decode), endpoint=EVIL, session=79)
+    hello = msgspec.structs.replace(hello_of(net, decode), endpoint=EVIL, session=79)
     say(net, "prefill-1", decode, hello, session=79)
     peer = decode.kv.sessions.peer("prefill-1")
     assert peer is not None and peer.endpoint == prefill.endpoint
@@ -125,15 +116,23 @@ def test_a_later_session_cannot_say_that_an_earlier_one_writes_no_more() -> None
     pair.send()
     decode.engine.fences = False
     net.drop = lambda packet: True
-    del decode.kv.sessions._peers["prefill-1"]
-    decode.kv.sessions._add("prefill-1", EVIL, 79).hello = _hello_of(net, decode)
+    decode.kv.handle(PeerGone("prefill-1"))
+    net.report_engines()
+    decode.kv.sessions.dial(ADDRESS)
+    decode.kv.handle(PrefillFound(ADDRESS, (("prefill-1", EVIL),)))
+    net.report_engines()
+    later = decode.kv.sessions.peer("prefill-1")
+    assert later is not None
+    answer = msgspec.structs.replace(hello_of(net, prefill), endpoint=EVIL, session=later.session)
+    _frame(decode, "prefill-1", answer, later.session)
+    assert later.state is PeerState.READY
     pair.receiver.close()
     for lease in pair.theirs:
         lease.drop("request")
     before = decode.free
     failure = Failure(code="forged", message="")
-    _frame(decode, "prefill-1", Ended(key=key, failure=failure, quiesced=True), 79)
-    assert decode.free == before
+    _frame(decode, "prefill-1", Ended(key=key, failure=failure, quiesced=True), later.session)
+    assert decode.free == before == (13, 3)
 
 
 def test_a_flood_of_endpoints_opens_a_few() -> None:
@@ -149,12 +148,12 @@ def test_a_flood_of_endpoints_opens_a_few() -> None:
 
 def test_a_flood_of_hellos_leaves_old_peers_alone_and_ends() -> None:
     net, prefill, decode = meet()
-    hello = _hello_of(net, decode)
+    hello = hello_of(net, decode)
     for number in range(MAX_PEERS + 100):
         _frame(prefill, f"z{number}", msgspec.structs.replace(hello, endpoint=f"z{number}:9", session=number + 100), 0)
     assert len(list(prefill.kv.sessions)) == MAX_PEERS
     assert prefill.kv.counters["hellos_refused"] >= 100
-    assert _state(prefill, "decode-1") is PeerState.READY
+    assert state_of(prefill, "decode-1") is PeerState.READY
     net.frames.clear()
     for _ in range(30):
         net.pass_time(2)
@@ -171,7 +170,10 @@ def test_many_names_of_one_server_are_not_remembered() -> None:
     net.pump()
     peer = decode.kv.sessions.peer("prefill-1")
     assert peer is not None and len(peer.addresses) == MAX_ADDRESSES
-    assert len(decode.kv.sessions._dialled) <= MAX_ADDRESSES
+    asked = len(decode.directory.finds)
+    for number in reversed(range(2000)):
+        decode.kv.sessions.dial((f"p{number}", 8998))
+    assert len(decode.directory.finds) - asked >= 2000 - MAX_ADDRESSES, "they are looked up again"
 
 
 def test_a_name_that_leads_elsewhere_ends_no_session_with_a_peer_that_lives() -> None:
@@ -183,5 +185,5 @@ def test_a_name_that_leads_elsewhere_ends_no_session_with_a_peer_that_lives() ->
     found(decode, prefill, relay)
     found(decode, other, relay)
     net.pass_time(4)
-    assert _state(decode, "prefill-1") is PeerState.READY
+    assert state_of(decode, "prefill-1") is PeerState.READY
     assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT

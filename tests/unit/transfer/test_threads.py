@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
-from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
@@ -33,11 +32,7 @@ from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import Hello, Packet, Ping, RankMemory, Wire, WireRegion
 from tests.unit.transfer.kit import KitDirectory, KitEngine
-
-
-@pytest.fixture
-def mailbox() -> Mailbox[TransferEvent]:
-    return Mailbox()
+from tests.waiting import DEADLINE_S, events_of, wait_until
 
 
 class Member:

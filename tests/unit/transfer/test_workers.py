@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 
 import pytest
-from tests.unit.transfer.waiting import DEADLINE_S, events_of, wait_until
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.errors import TransferError
@@ -23,11 +24,7 @@ from pdserve.transfer.events import (
 from pdserve.transfer.plan import PageCopy
 from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
 from pdserve.transfer.wire import MemoryKey
-
-
-@pytest.fixture
-def mailbox() -> Mailbox[TransferEvent]:
-    return Mailbox()
+from tests.waiting import events_of, wait_until
 
 
 class ScriptedTransport:
@@ -112,7 +109,7 @@ def workers(transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]) -> It
     yield workers
     transport.hang.set()
     workers.close()
-    assert not any(thread.is_alive() for thread in workers._threads)
+    assert workers.num_threads == 0
 
 
 def _reports(mailbox: Mailbox[TransferEvent], count: int) -> list[CopyDone]:
@@ -219,14 +216,17 @@ def test_peers_that_hang_delay_nobody_else_however_many_they_are(
 def test_the_threads_of_a_peer_end_when_it_is_forgotten(
     workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
 ) -> None:
+    threads: list[weakref.ref[threading.Thread]] = []
     for number in range(20):
         workers.submit(_job(f"peer {number}"))
         _reports(mailbox, 1)
+        threads += [weakref.ref(thread) for thread in threading.enumerate() if thread.name == f"kv-copy-{number}"]
         workers.forget(f"peer {number}")
-        wait_until(lambda: not any(thread.is_alive() for thread in workers._threads), "its thread ends")
+        wait_until(lambda: workers.num_threads == 0, "its thread ends")
     workers.submit(_job("last"))
     _reports(mailbox, 1)
-    assert len(workers._threads) == 1, "threads that have ended are let go"
+    gc.collect()
+    assert len(threads) >= 20 and not any(thread() for thread in threads), "threads that have ended are let go"
 
 
 def test_a_transport_with_several_writers_writes_to_one_peer_from_several_threads(
@@ -306,7 +306,7 @@ def test_closing_cuts_off_what_runs_and_begins_nothing_more(
     reports = _reports(mailbox, 3)
     assert all(report.failure is not None for report in reports)
     assert len(transport.written) == 1
-    assert not any(thread.is_alive() for thread in workers._threads)
+    assert workers.num_threads == 0
 
 
 def test_closing_leaves_a_thread_behind_rather_than_hang(
@@ -318,10 +318,9 @@ def test_closing_leaves_a_thread_behind_rather_than_hang(
     workers.submit(_job("hangs"))
     wait_until(lambda: transport.written, "the copy runs")
     workers.close()
-    assert workers._threads[0].is_alive()
+    assert workers.num_threads == 1
     transport.hang.set()
-    workers._threads[0].join(DEADLINE_S)
-    assert not workers._threads[0].is_alive()
+    wait_until(lambda: workers.num_threads == 0, "its end")
 
 
 def test_what_becomes_of_receiving_engines_is_told_as_values(
