@@ -13,6 +13,7 @@ from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports.nixl import (
     PREFIX,
+    SYN_RETRIES,
     NixlEndpointInfo,
     NixlRegion,
     decode_address,
@@ -59,6 +60,15 @@ def test_named_nics_reach_the_engine_and_the_user_s_choice_wins(monkeypatch: pyt
     assert "UCX_NET_DEVICES" not in os.environ
     set_environment("mlx5_0, mlx5_1")
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+
+
+def test_a_host_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TCP_SYN_CNT", "5")
+    set_environment(None)
+    assert os.environ["UCX_TCP_SYN_CNT"] == "5"
+    monkeypatch.delenv("UCX_TCP_SYN_CNT")
+    set_environment(None)
+    assert os.environ["UCX_TCP_SYN_CNT"] == str(SYN_RETRIES)
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
