@@ -15,6 +15,7 @@ from aiohttp import web
 from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.router.app import make_app
 from pdserve.router.config.config import HealthConfig, PolicyConfig, RetryConfig, RouterConfig, WorkerRole, WorkerSpec
+from tests.waiting import seen_until
 
 DEADLINE_S = 20.0
 
@@ -235,14 +236,7 @@ class World:
             return [entry["load"] for entry in (await response.json())["workers"]]
 
     async def until(self, look: Callable[[], Awaitable[Any]], good: Callable[[Any], bool]) -> Any:
-        """Look until it is good; the test's own deadline bounds it."""
-        while not good(seen := await look()):
-            await asyncio.sleep(0.005)
-        return seen
-
-    async def until_true(self, good: Callable[[], bool]) -> None:
-        while not good():
-            await asyncio.sleep(0.005)
+        return await seen_until(look, good)
 
 
 @pytest.fixture

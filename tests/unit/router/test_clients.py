@@ -13,7 +13,7 @@ import orjson
 import pytest
 from aiohttp import web
 
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 REPO = Path(__file__).parents[3]

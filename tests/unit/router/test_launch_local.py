@@ -26,7 +26,7 @@ from pdserve.router.config.flags import make_parser as router_parser
 
 EXIT_S = 20.0
 FAKE_PART = """
-import json, os, sys, time
+import json, os, signal, sys
 argv = sys.argv[1:]
 role = argv[argv.index("--disaggregation-mode") + 1] if "--disaggregation-mode" in argv else "router"
 names = ["PDSERVE_CONTROL_TOKEN", "OMP_NUM_THREADS", "PDSERVE_API_KEY", "PDSERVE_ADMIN_API_KEY"]
@@ -37,7 +37,7 @@ if "--fail-" + role in argv:
     sys.exit("no such model")
 ready = {"role": role, "url": f"http://127.0.0.1:{os.getpid()}", "bootstrap_port": 77 if role == "prefill" else None}
 print("PDSERVE_READY " + json.dumps(ready), flush=True)
-time.sleep(120)
+signal.pause()
 """
 MAIN = """
 import sys

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from pdserve.base.process import Child
+from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 ROUTER = [sys.executable, "-m", "pdserve.launch_router"]
@@ -47,11 +48,11 @@ def test_sigterm_ends_it_while_a_request_hangs(run_world: RunWorld) -> None:
             ready = await asyncio.to_thread(child.wait_ready, READY_S)
             await world.until(lambda: world.healthy_urls(ready.url), lambda urls: len(urls) == 1)
             call = asyncio.create_task(world.session.post(ready.url + "/generate", json={"text": "a"}))
-            await world.until_true(lambda: bool(worker.bodies))
+            await until(lambda: bool(worker.bodies))
         finally:
             status = await asyncio.to_thread(child.end, READY_S)
         assert status == 0
-        await world.until_true(lambda: worker.num_cancelled == 1)
+        await until(lambda: worker.num_cancelled == 1)
         answer = await call
         assert (answer.status, (await answer.json())["error"]["code"]) == (503, "router_shutting_down")
 

@@ -21,7 +21,8 @@ from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.config.flags import config_from, make_parser
 from pdserve.router.http.access import is_admin
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream
+from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -136,12 +137,12 @@ def test_a_client_with_all_its_places_taken_waits_and_others_do_not(run_world: R
         access = RouterAccessConfig(api_key="a,b", max_concurrent_requests_per_client=1)
         async with world.router([], [worker], wait_key="a", access=access) as url:
             first = asyncio.create_task(ask(world, "POST", url + GENERATE, "a"))
-            await world.until_true(lambda: len(worker.bodies) == 1)
+            await until(lambda: len(worker.bodies) == 1)
             async with world.session.post(url + GENERATE, json={}, headers=bearer("a")) as response:
                 assert (response.status, response.headers["Retry-After"]) == (429, "1")
                 assert (await response.json())["error"]["code"] == "too_many_requests"
             second = asyncio.create_task(ask(world, "POST", url + GENERATE, "b"))
-            await world.until_true(lambda: len(worker.bodies) == 2)
+            await until(lambda: len(worker.bodies) == 2)
             let_go.set()
             assert [await first, await second] == [200, 200]
             assert await ask(world, "POST", url + GENERATE, "a") == 200
@@ -241,7 +242,7 @@ def test_a_request_keeps_its_id_from_the_client_to_the_workers_and_back(run_worl
                 async with world.session.post(url + GENERATE, json={"text": "a"}, headers=given) as response:
                     found = response.headers["X-Request-Id"]
                 assert found == expected or (not expected and found.startswith("req-"))
-                await world.until_true(lambda: len(prefill.headers) == len(decode.headers))
+                await until(lambda: len(prefill.headers) == len(decode.headers))
                 for seen in (prefill.headers[-1], decode.headers[-1]):
                     assert CIMultiDict(seen).getall("X-Request-Id") == [found]
             async with world.session.get(url + "/nowhere") as response:

@@ -14,6 +14,7 @@ from pdserve.router.workers.admission import Admission, PairSlots, QueueWaitEsti
 from pdserve.router.workers.breaker import BreakerState
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.workers import LoadReport, Registry, Worker
+from tests.waiting import settle
 
 ANYTHING = RoutedRequest()
 
@@ -56,12 +57,6 @@ class Desk(Admission):
 
     def loads(self) -> dict[str, int]:
         return {worker.spec.url[7:-2]: worker.inflight for worker in self.registry.workers}
-
-
-async def turn() -> None:
-    """Let every task that can run do so."""
-    for _ in range(5):
-        await asyncio.sleep(0)
 
 
 def break_worker(desk: Desk, worker: Worker) -> None:
@@ -149,16 +144,16 @@ async def test_full_workers_fill_a_queue_that_is_served_in_order_and_refuses_one
         return places
 
     calls = [asyncio.create_task(come(name)) for name in ("one", "two")]
-    await turn()
+    await settle()
     refused = await desk.refused()
     assert (refused.status, refused.reason) == (503, "queue_full")
     assert desk.num_waiting == 2
     assert first.prefill is not None
     first.prefill.close()
-    await turn()
+    await settle()
     assert order == ["one"], "prefill has room again, though the first one still decodes"
     first.close()
-    await turn()
+    await settle()
     assert order == ["one"], "prefill is full"
     (await calls[0]).close()
     (await calls[1]).close()
@@ -171,12 +166,12 @@ async def test_nobody_overtakes_the_queue_but_a_request_that_was_in_before() -> 
     desk = Desk(1, 1, max_inflight=1, queue_size=1)
     first = await desk.places()
     waits = asyncio.create_task(desk.enter(ANYTHING))
-    await turn()
+    await settle()
     again = asyncio.create_task(desk.enter(ANYTHING, again=True))
-    await turn()
+    await settle()
     assert desk.num_waiting == 2, "the limit is for newcomers"
     first.close()
-    await turn()
+    await settle()
     assert again.done()
     assert not waits.done()
     for call in (again, waits):
@@ -190,7 +185,7 @@ async def test_all_workers_together_may_be_limited_too() -> None:
     desk = Desk(2, 2, max_concurrent_requests=1)
     first = await desk.places()
     second = asyncio.create_task(desk.places())
-    await turn()
+    await settle()
     assert not second.done()
     first.close()
     (await second).close()
@@ -211,13 +206,13 @@ async def test_a_client_that_hangs_up_in_the_queue_leaves_nothing(given: bool) -
     desk = Desk(1, 1, max_inflight=1)
     held = await desk.places()
     leaves, stays = asyncio.create_task(desk.places()), asyncio.create_task(desk.places())
-    await turn()
+    await settle()
     if given:
         held.close()
         leaves.cancel()
     else:
         leaves.cancel()
-        await turn()
+        await settle()
         held.close()
     (await stays).close()
     assert leaves.cancelled()
@@ -228,7 +223,7 @@ async def test_those_who_wait_are_told_when_nobody_is_left() -> None:
     desk = Desk(1, 1, max_inflight=1)
     await desk.places()
     waits = asyncio.create_task(desk.enter(ANYTHING))
-    await turn()
+    await settle()
     desk.worker("d0").healthy = False
     desk.wake()
     refused = await waits
@@ -242,7 +237,7 @@ async def test_a_new_worker_serves_those_who_wait() -> None:
     assert first.prefill is not None
     first.prefill.close()
     waits = asyncio.create_task(desk.places())
-    await turn()
+    await settle()
     desk.registry.add(WorkerSpec(role=WorkerRole.DECODE, url="http://d1:1")).healthy = True
     desk.wake()
     assert (await waits).pair.decode is desk.worker("d1")
@@ -253,7 +248,7 @@ async def test_an_aborted_request_does_not_wait_any_more() -> None:
     await desk.places()
     waits = asyncio.create_task(desk.enter(ANYTHING, rids=rids_of({"rid": ["a", "b"]})))
     other = asyncio.create_task(desk.enter(ANYTHING, rids=rids_of({"rid": "c"})))
-    await turn()
+    await settle()
     assert desk.abort("b") == 1
     refused = await waits
     assert isinstance(refused, Refused)

@@ -11,6 +11,7 @@ from aiohttp import web
 
 import pdserve
 from pdserve.router.workers import fanout as fleet
+from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -204,7 +205,7 @@ def test_least_loaded_spreads_over_all_workers(run_world: RunWorld) -> None:
         decodes = [await world.worker(f"d{i}", waits) for i in range(3)]
         async with world.router([prefill], decodes, policy="least_loaded") as url:
             calls = [asyncio.create_task(world.session.post(url + GENERATE, json={"text": "a"})) for _ in range(9)]
-            await world.until_true(lambda: sum(len(decode.bodies) for decode in decodes) == 9)
+            await until(lambda: sum(len(decode.bodies) for decode in decodes) == 9)
             assert [len(decode.bodies) for decode in decodes] == [3, 3, 3]
             gate.set()
             for response in await asyncio.gather(*calls):

@@ -11,12 +11,14 @@ import aiohttp
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
+from tests.unit.router.streams import begin_stream
 from yarl import URL
 
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.proxy import dispatch
 from pdserve.router.workers.outcome import WorkerStream, make_session
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import ok, silent
+from tests.waiting import settle, until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -29,15 +31,6 @@ def refuse(status: int, **headers: str) -> Any:
         return web.json_response({"error": {"message": f"{worker.name} says {status}"}}, status=status, headers=headers)
 
     return answer
-
-
-async def ok(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"from": worker.name}, headers={"X-Worker": worker.name})
-
-
-async def silent(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("never")
 
 
 async def cut(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -138,7 +131,7 @@ def test_a_4xx_of_either_half_is_answered_at_once_and_cancels_the_other(run_worl
                 async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                     assert response.status == status
                     assert (await response.json())["error"]["message"] == f"{culprit.name} says {status}"
-                await world.until_true(lambda victim=victim: victim.num_cancelled == 1)
+                await until(lambda victim=victim: victim.num_cancelled == 1)
         assert len(prefill.bodies) == len(decode.bodies) == 2
 
     run_world(scenario)
@@ -156,7 +149,7 @@ def test_an_overloaded_half_is_tried_again_with_a_new_room(run_world: RunWorld, 
                 assert "pdserve_router_retries_total 2.0" in await response.text()
         assert len({body["bootstrap_room"] for body in decode.bodies}) == 3
         assert prefill.bodies == decode.bodies
-        await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
+        await until(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
 
     run_world(scenario)
 
@@ -188,7 +181,7 @@ def test_a_full_worker_is_not_pestered_and_its_time_to_come_back_is_passed_on(
                 assert (await response.json())["error"]["message"] == f"{full[0]} says 503"
         assert len(prefill.bodies) == len(decode.bodies) == 1
         other = prefill if full == "decode" else decode
-        await world.until_true(lambda: other.num_cancelled == 1)
+        await until(lambda: other.num_cancelled == 1)
 
     run_world(scenario)
 
@@ -224,7 +217,7 @@ def test_other_server_errors_are_not_tried_again(run_world: RunWorld) -> None:
         async with world.router([prefill], [decode]) as url:
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert response.status == 500
-            await world.until_true(lambda: prefill.num_cancelled == 1)
+            await until(lambda: prefill.num_cancelled == 1)
         assert len(decode.bodies) == 1
 
     run_world(scenario)
@@ -250,7 +243,7 @@ def test_prefills_broken_connection_cancels_decode_and_a_dead_pair_is_a_502(run_
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert response.status == 502
                 assert prefill.url in (await response.json())["error"]["message"]
-            await world.until_true(lambda: decode.num_cancelled == 1)
+            await until(lambda: decode.num_cancelled == 1)
         assert len(decode.bodies) == 1
 
     run_world(scenario)
@@ -262,7 +255,7 @@ def test_a_broken_connection_to_a_living_worker_is_tried_again(run_world: RunWor
         async with world.router([prefill], [decode]) as url:
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert response.status == 200
-        await world.until_true(lambda: prefill.num_cancelled == 1)
+        await until(lambda: prefill.num_cancelled == 1)
 
     run_world(scenario)
 
@@ -277,12 +270,12 @@ def test_a_client_that_leaves_ends_both_upstream_calls(run_world: RunWorld, begu
         prefill, decode = await world.worker("p", silent), await world.worker("d", stream if begun else silent)
         async with world.router([prefill], [decode]) as url:
             call = asyncio.create_task(world.session.post(url + GENERATE, json={"text": "a", "stream": True}))
-            await world.until_true(lambda: bool(prefill.bodies and decode.bodies))
+            await until(lambda: bool(prefill.bodies and decode.bodies))
             if begun:
                 (await call).close()
             else:
                 call.cancel()
-            await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
+            await until(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
             await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0])
 
     run_world(scenario)
@@ -335,7 +328,7 @@ def test_one_deadline_bounds_the_whole_request(run_world: RunWorld, begun: bool)
             async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
                 assert response.status == (200 if begun else 504)
                 assert "--request-timeout" in await response.text()
-            await world.until_true(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
+            await until(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
 
     run_world(scenario)
 
@@ -378,11 +371,13 @@ async def test_a_try_that_is_cancelled_while_it_ends_closes_the_answer_it_has() 
         def close(self) -> None:
             self.closed = True
 
+    may_end = asyncio.Event()
+
     async def slow_to_end() -> Any:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0.05)
+            await may_end.wait()
 
     async def has(answer: Any) -> Any:
         return WorkerStream(worker=cast(Any, None), response=answer, headers=CIMultiDict(), first=b"")
@@ -393,6 +388,8 @@ async def test_a_try_that_is_cancelled_while_it_ends_closes_the_answer_it_has() 
     closing = asyncio.create_task(dispatch._close(prefill, decode))
     await asyncio.sleep(0)
     closing.cancel()
-    await asyncio.gather(closing, return_exceptions=True)
-    assert closing.cancelled() and answer.closed
-    await asyncio.gather(prefill, return_exceptions=True)
+    await settle()
+    assert answer.closed and not prefill.done()
+    may_end.set()
+    await asyncio.gather(closing, prefill, return_exceptions=True)
+    assert closing.cancelled()

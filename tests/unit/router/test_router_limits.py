@@ -11,7 +11,8 @@ from aiohttp import web
 
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
 from pdserve.router.workers.admission import Admission
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream, ok, silent
+from tests.waiting import settle, until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -30,7 +31,7 @@ class Gate:
         self.most = max(self.most, self.inside)
         try:
             await self.open.wait()
-            await asyncio.sleep(0.001)
+            await settle()
         finally:
             self.inside -= 1
         return web.json_response({"from": worker.name, "text": body.get("text")})
@@ -66,15 +67,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 async def failing(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
     return web.json_response({"error": {"message": "broken"}}, status=500)
-
-
-async def ok(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"from": worker.name})
-
-
-async def silent(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("never")
 
 
 def test_no_worker_gets_more_than_its_share_and_all_who_wait_are_served(run_world: RunWorld) -> None:
@@ -118,7 +110,7 @@ def test_a_queue_time_out_is_a_503_and_the_deadline_a_504(run_world: RunWorld) -
         limits = LimitConfig(max_inflight=1, queue_timeout_s=0.05)
         async with world.router([prefill], [decode], limits=limits, request_timeout_s=0.5) as url:
             first = asyncio.create_task(status_of(world, url))
-            await world.until_true(lambda: bool(decode.bodies))
+            await until(lambda: bool(decode.bodies))
             assert await status_of(world, url) == 503
             assert await first == 504
         assert len(decode.bodies) == 1
@@ -134,7 +126,7 @@ def test_clients_that_hang_up_in_the_queue_never_reach_a_worker(run_world: RunWo
         async with world.router([prefill], [decode], limits=limits) as url:
             calls = [asyncio.create_task(status_of(world, url, text=str(number))) for number in range(10)]
             await world.until(lambda: metric(world, url, "pdserve_router_queued "), lambda count: count == 9)
-            await world.until_true(lambda: bool(decode.bodies))
+            await until(lambda: bool(decode.bodies))
             running = decode.bodies[0]["text"]
             leave = [call for number, call in enumerate(calls) if str(number) != running][::2]
             for call in leave:
@@ -158,7 +150,7 @@ def test_an_abort_reaches_those_who_wait_in_the_router(run_world: RunWorld) -> N
         limits = LimitConfig(max_inflight=1)
         async with world.router([prefill], [decode], limits=limits) as url:
             first = asyncio.create_task(status_of(world, url, rid="one"))
-            await world.until_true(lambda: bool(decode.bodies))
+            await until(lambda: bool(decode.bodies))
             second = asyncio.create_task(status_of(world, url, rid="two"))
             await world.until(lambda: metric(world, url, "pdserve_router_queued "), lambda count: count == 1)
             async with world.session.post(url + "/abort_request", json={"rid": "two"}) as response:
@@ -212,7 +204,7 @@ def test_a_probe_that_fails_opens_it_again_and_one_that_hangs_up_does_not(run_wo
             clock.ahead_s = 8000
             decode.answers = [silent]
             probe = asyncio.create_task(status_of(world, url))
-            await world.until_true(lambda: len(decode.bodies) == 3)
+            await until(lambda: len(decode.bodies) == 3)
             assert await status_of(world, url) == 503, "one probe at a time"
             probe.cancel()
             await world.until(lambda: world.loads(url), lambda loads: loads == [0, 0])
@@ -320,7 +312,7 @@ def test_policies_go_by_what_workers_report(run_world: RunWorld) -> None:
         workers = [await world.worker(f"w{i}") for i in range(2)]
         workers[0].reported, workers[1].reported = 40, 1
         async with world.router([], workers, policy="least_loaded") as url:
-            await world.until_true(lambda: all(worker.num_load_asked >= 2 for worker in workers))
+            await until(lambda: all(worker.num_load_asked >= 2 for worker in workers))
             for _ in range(10):
                 assert await status_of(world, url) == 200
             assert [len(worker.bodies) for worker in workers] == [0, 10]

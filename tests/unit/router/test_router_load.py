@@ -10,13 +10,10 @@ from typing import Any
 from aiohttp import web
 
 from pdserve.router.config.config import LimitConfig
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream, ok
+from tests.waiting import settle, until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
-
-
-async def ok(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"from": worker.name})
 
 
 async def busy(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -30,7 +27,7 @@ def test_clients_that_hang_up_at_random_disturb_nobody_and_leave_nothing(run_wor
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             response = await begin_stream(request)
             for index in range(6):
-                await asyncio.sleep(rng.random() * 0.01)
+                await settle(rng.randrange(20))
                 await response.write(f"data: {body['text']} {index}\n\n".encode())
             return response
 
@@ -59,8 +56,10 @@ def test_clients_that_hang_up_at_random_disturb_nobody_and_leave_nothing(run_wor
 
 def test_a_worker_that_is_killed_under_load_costs_no_answer_while_another_lives(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
+        go_on = asyncio.Event()
+
         async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-            await asyncio.sleep(0.05)
+            await go_on.wait()
             return await ok(worker, request, body)
 
         prefill = await world.worker("p")
@@ -72,8 +71,9 @@ def test_a_worker_that_is_killed_under_load_costs_no_answer_while_another_lives(
                     return int(response.status)
 
             calls = [asyncio.create_task(client()) for _ in range(40)]
-            await world.until_true(lambda: len(decodes[0].bodies) >= 10)
+            await until(lambda: len(decodes[0].bodies) >= 10)
             await decodes[0].stop()
+            go_on.set()
             assert set(await asyncio.gather(*calls)) == {200}
             await world.until(lambda: world.loads(url), lambda seen: seen == [0, 0, 0])
 
@@ -87,7 +87,7 @@ def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clien
         async def stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             response = await begin_stream(request)
             for index in range(20):
-                await asyncio.sleep(rng.random() * 0.01)
+                await settle(rng.randrange(20))
                 await response.write(f"data: {body['text']} {index}\n\n".encode())
             return response
 
@@ -112,11 +112,11 @@ def test_64_streams_while_a_worker_comes_one_is_drained_and_a_third_of_the_clien
         limits = LimitConfig(max_inflight=12, queue_size=64)
         async with world.router([prefill], [old, kept], policy="least_loaded", limits=limits) as url:
             calls = [asyncio.create_task(client(number, url)) for number in range(64)]
-            await world.until_true(lambda: len(old.bodies) >= 5)
+            await until(lambda: len(old.bodies) >= 5)
             body = {"url": new.url, "worker_type": "decode"}
             async with world.session.post(url + "/workers", json=body) as response:
                 assert response.status == 202
-            await world.until_true(lambda: len(new.bodies) >= 1)
+            await until(lambda: len(new.bodies) >= 1)
             async with world.session.delete(f"{url}/workers/{old.url}") as response:
                 assert response.status == 202
             sent = await dispatched(old, url)

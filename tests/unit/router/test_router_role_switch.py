@@ -12,6 +12,7 @@ from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.router.config.access_config import RouterAccessConfig
 from pdserve.router.config.config import BreakerConfig
 from tests.unit.router.conftest import FakeWorker, World, answer_ok
+from tests.waiting import until
 
 Run = Callable[[Callable[[World], Coroutine[Any, Any, None]]], None]
 PATH = "/pd_role_switch"
@@ -150,7 +151,7 @@ def test_the_router_drains_a_worker_has_it_changed_and_moves_it(run_world: Run) 
         access = RouterAccessConfig(worker_admin_api_key="root")
         async with world.router([prefill], [first, second], policy="round_robin", access=access) as url:
             running = [asyncio.create_task(ask(world, url)) for _ in range(2)]
-            await world.until_true(lambda: len(second.bodies) == 1)
+            await until(lambda: len(second.bodies) == 1)
             changing = asyncio.create_task(switch(world, url, worker_url=second.url, new_role="prefill"))
             await world.until(lambda: pools(world, url), lambda now: now["decode"] == [first.name])
             assert (await ask(world, url))[1]["from"] == first.name

@@ -18,7 +18,8 @@ from aiohttp.client_reqrep import ConnectionKey
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
 from pdserve.router.workers.outcome import is_out_of_descriptors
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream, ok, silent
+from tests.waiting import until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -26,11 +27,6 @@ RunWorld = Callable[[Scenario], None]
 CHAT = "/v1/chat/completions"
 QUICK = HealthConfig(interval_s=0.05, timeout_s=0.2, failure_threshold=2)
 FIRST = b'data: {"n": 1}\n\n'
-
-
-async def silent(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("never")
 
 
 async def stalled_stream(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
@@ -80,11 +76,11 @@ def test_request_without_a_byte_goes_to_another_pair(run_world: RunWorld, victim
         if victim == "p":
             decodes[0].answers = decodes[1].answers = [needs_prefill(prefills)]
         else:
-            decodes[1].answers = [answer_name]
+            decodes[1].answers = [ok]
         async with world.router(prefills, decodes, health=QUICK, policy="round_robin") as url:
             dead = next(w for w in (*prefills, *decodes) if w.name == victim)
             asked = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: bool(prefills[0].bodies) and bool(decodes[0].bodies))
+            await until(lambda: bool(prefills[0].bodies) and bool(decodes[0].bodies))
             stop(dead)
             status, raw, _ = await asked
             assert status == 200, raw
@@ -99,15 +95,10 @@ def needs_prefill(prefills: list[Any]) -> Any:
     """Decode answers once the second prefill worker has its half, as it does when KV arrives."""
 
     async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        while not any(one["bootstrap_room"] == body["bootstrap_room"] for one in prefills[1].bodies):
-            await asyncio.sleep(0.01)
-        return await answer_name(worker, request, body)
+        await until(lambda: any(one["bootstrap_room"] == body["bootstrap_room"] for one in prefills[1].bodies))
+        return await ok(worker, request, body)
 
     return answer
-
-
-async def answer_name(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    return web.json_response({"from": worker.name})
 
 
 async def ask(world: Any, url: str, **body: Any) -> tuple[int, bytes, Any]:
@@ -120,11 +111,11 @@ def test_request_without_another_pair_is_told_to_come_back(run_world: RunWorld) 
         prefill, decode = await world.worker("p", silent), await world.worker("d", silent)
         async with world.router([prefill], [decode], health=QUICK) as url:
             asked = [asyncio.create_task(ask(world, url)) for _ in range(12)]
-            await world.until_true(lambda: len(decode.bodies) == 12)
+            await until(lambda: len(decode.bodies) == 12)
             stop(decode)
             for status, raw, headers in await asyncio.gather(*asked):
                 assert (status, headers["Retry-After"]) == (502, "1"), raw
-            decode.health_gate, decode.answers, prefill.answers = None, [answer_name], [answer_name]
+            decode.health_gate, decode.answers, prefill.answers = None, [ok], [ok]
             await world.until(lambda: world.healthy_urls(url), lambda urls: decode.url in urls)
             status, raw, _ = await ask(world, url)
             assert status == 200, "health found it dead, so that its breaker did not open"
@@ -227,15 +218,15 @@ def test_drain_lets_what_runs_end_and_refuses_the_rest(run_world: RunWorld) -> N
 
     async def slow(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         await go_on.wait()
-        return await answer_name(worker, request, body)
+        return await ok(worker, request, body)
 
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d", slow)
         async with world.router([prefill], [decode], limits=LimitConfig(max_inflight=1)) as url:
             running = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: bool(decode.bodies))
+            await until(lambda: bool(decode.bodies))
             queued = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: world.app[ROUTER].admission.num_waiting == 1)
+            await until(lambda: world.app[ROUTER].admission.num_waiting == 1)
             draining = asyncio.create_task(world.app[ROUTER].drain(60.0, asyncio.Event()))
             for status, raw, headers in (await queued, await ask(world, url)):
                 assert (status, error_in(raw)["code"]) == (503, "router_shutting_down")
@@ -265,7 +256,7 @@ def test_what_still_runs_at_the_end_of_the_grace_ends_with_an_error(run_world: R
         ):
             assert await stream.content.readany() == FIRST
             plain = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: len(decode.bodies) == 2)
+            await until(lambda: len(decode.bodies) == 2)
             hurry = asyncio.Event()
             if by_signal:
                 hurry.set()
@@ -281,12 +272,12 @@ def test_what_still_runs_at_the_end_of_the_grace_ends_with_an_error(run_world: R
 
 def test_prompt_logprobs_do_not_wait_for_a_silent_prefill(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
-        prefill, decode = await world.worker("p", silent), await world.worker("d", answer_name)
+        prefill, decode = await world.worker("p", silent), await world.worker("d", ok)
         config = {"health": QUICK, "breaker": BreakerConfig(enabled=False), "max_tries": 1}
         async with world.router([prefill], [decode], **config) as url:
             body = {"input_ids": [1, 2], "return_logprob": True, "logprob_start_len": 0}
             asked = asyncio.create_task(contextlib.AsyncExitStack().enter_async_context(post(world, url, body)))
-            await world.until_true(lambda: bool(prefill.bodies))
+            await until(lambda: bool(prefill.bodies))
             stop(prefill)
             response = await asked
             assert response.status == 502 and error_in(await response.read())["code"] == "worker_unreachable"
@@ -320,7 +311,7 @@ def test_worker_is_not_to_blame_where_the_router_has_no_descriptors(
             (worker,) = registry.workers
             worker.late_checks = 1  # checks follow one another at once then
             ports.add(worker_port(decode.url))
-            await world.until_true(lambda: refused["/health"] > 0)
+            await until(lambda: refused["/health"] > 0)
             async with world.session.post(url + CHAT, json={}) as response:
                 assert (response.status, response.headers["Retry-After"]) == (503, "1")
                 assert (await response.json())["error"]["code"] == "router_busy"
@@ -370,7 +361,7 @@ def test_redirects_of_workers_are_not_followed(run_world: RunWorld) -> None:
                 async with world.session.post(url + path, json={}, allow_redirects=False) as response:
                     await response.read()
             begun = told.count("/health")
-            await world.until_true(lambda: told.count("/health") > begun + 2)
+            await until(lambda: told.count("/health") > begun + 2)
         assert {CHAT, "/flush_cache"} <= set(told) and "/observe" not in told
 
     run_world(scenario)

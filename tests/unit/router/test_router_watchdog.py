@@ -18,6 +18,7 @@ from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, PairWatc
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.pairs import Pairs
 from pdserve.router.workers.workers import Pair, Registry
+from tests.waiting import until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -26,11 +27,6 @@ COMPLETIONS = "/v1/completions"
 QUICK = ProbeConfig(interval_s=0.1, timeout_s=0.3)
 OK, BUSY = {"status": "ok"}, {"status": "busy"}
 NO_TOKEN = {"error": {"code": "no_token"}}
-
-
-async def silent(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    await asyncio.Event().wait()
-    raise AssertionError("never")
 
 
 def says(worker: Any, body: dict[str, Any] | None, status: int = 200) -> None:
@@ -61,7 +57,7 @@ def test_pair_that_serves_nothing_is_not_ready_until_a_probe_succeeds(run_world:
         says(prefill, OK)
         says(decode, OK)
         async with world.router([prefill], [decode], probes=QUICK) as url:
-            await world.until_true(lambda: len(decode.pair_bodies) >= 2)
+            await until(lambda: len(decode.pair_bodies) >= 2)
             assert await readiness(world, url) == 200
             half, other = decode.pair_bodies[0], prefill.pair_bodies[0]
             assert half == other and half["bootstrap_host"] == "127.0.0.1" and half["bootstrap_port"] == 7000
@@ -93,11 +89,11 @@ def test_only_the_broken_pair_is_left_out_and_its_requests_go_elsewhere(run_worl
         decodes = [await world.worker(name) for name in ("d", "d2")]
 
         async def is_with_first(room: int, name: str) -> bool:
-            while True:
-                for prefill in prefills:
-                    if any(one["bootstrap_room"] == room for one in getattr(prefill, name)):
-                        return prefill is prefills[0]
-                await asyncio.sleep(0.005)
+            def came(prefill: Any) -> bool:
+                return any(one["bootstrap_room"] == room for one in getattr(prefill, name))
+
+            await until(lambda: any(map(came, prefills)))
+            return came(prefills[0])
 
         async def hangs_with_first(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
             if await is_with_first(body["bootstrap_room"], "bodies"):
@@ -140,7 +136,7 @@ def test_busy_workers_and_those_that_cannot_be_probed_are_not_left_out(
         says(decode, NO_TOKEN, 503)
         async with world.router([prefill], [decode], probes=QUICK) as url:
             asked = 4 if status == 200 and body else 1
-            await world.until_true(lambda: len(decode.pair_bodies) >= asked)
+            await until(lambda: len(decode.pair_bodies) >= asked)
             assert await readiness(world, url) == 200
             assert (await ask(world, url))[0] == 200
 
@@ -153,7 +149,7 @@ def test_pair_that_serves_requests_is_not_probed(run_world: RunWorld) -> None:
         says(prefill, OK)
         says(decode, OK)
         async with world.router([prefill], [decode], probes=ProbeConfig(interval_s=1000.0)) as url:
-            await world.until_true(lambda: len(decode.pair_bodies) == 1)
+            await until(lambda: len(decode.pair_bodies) == 1)
             router = world.app[ROUTER]
             assert (await ask(world, url))[0] == 200
             now = router.admission.now()

@@ -10,7 +10,8 @@ from urllib.parse import quote
 import pytest
 from aiohttp import web
 
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream
+from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"
@@ -76,7 +77,7 @@ def test_a_worker_that_is_added_serves_and_one_that_is_removed_does_not(run_worl
                 assert f'pdserve_router_worker_up{{role="decode",worker="{old.url}"}}' not in await response.text()
             checks = old.num_health
             seen = new.num_health
-            await world.until_true(lambda: new.num_health >= seen + 3)
+            await until(lambda: new.num_health >= seen + 3)
             assert old.num_health == checks, "nobody asks for it any more"
 
     run_world(scenario)
@@ -160,7 +161,7 @@ def test_a_worker_can_be_forgotten_at_once_and_its_requests_go_on(run_world: Run
         prefill, decode = await world.worker("p"), await world.worker("d", waits)
         async with world.router([prefill], [decode]) as url:
             running = asyncio.create_task(names(world, url, 1))
-            await world.until_true(lambda: bool(decode.bodies))
+            await until(lambda: bool(decode.bodies))
             assert (await call(world, "DELETE", f"{url}/workers/{decode.url}?force=true"))[0] == 202
             assert (await call(world, "GET", f"{url}/workers/{decode.url}"))[0] == 404
             gate.set()
@@ -195,7 +196,7 @@ def test_metrics_of_a_worker_go_with_it_and_totals_stay(run_world: RunWorld) -> 
             kinds = {line.partition("{")[0] for line in await metrics() if decode.url in line}
             assert {"pdserve_router_worker_errors_total", "pdserve_router_dispatched_total"} <= kinds
             late = asyncio.create_task(call(world, "POST", url + GENERATE, {"text": "a"}))
-            await world.until_true(lambda: len(decode.bodies) == 2)
+            await until(lambda: len(decode.bodies) == 2)
             assert (await call(world, "DELETE", f"{url}/workers/{decode.url}?force=true"))[0] == 202
             gate.set()
             assert (await late)[0] == 500

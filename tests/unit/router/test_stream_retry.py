@@ -15,8 +15,9 @@ from pdserve.base.stream_state import DONE, RESUME_FIELD, STATE_HEADER, EventSta
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import HealthConfig, RetryConfig
 from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
+from tests.unit.router.answers import begin_stream
 from tests.unit.router.conftest import answer_ok
-from tests.unit.router.streams import begin_stream
+from tests.waiting import settle, until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
 RunWorld = Callable[[Scenario], None]
@@ -33,18 +34,18 @@ def event(token: int) -> bytes:
     return b"data: " + json.dumps({"token": token}).encode() + b"\n\n"
 
 
-def writer(until: int, how: str = "cut", *, sends_state: bool = True) -> Any:
-    """A decode worker that writes the tokens up to `until`, of 8, and then breaks off by `how`, unless it has all."""
+def writer(end: int, how: str = "cut", *, sends_state: bool = True) -> Any:
+    """A decode worker that writes the tokens up to `end`, of 8, and then breaks off by `how`, unless it has all."""
 
     async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = await begin_stream(request)
         told = sends_state and STATE_HEADER in request.headers
         prior = body.get(RESUME_FIELD, {}).get("token_ids", [])
-        for token in TOKENS[len(prior) : until]:
+        for token in TOKENS[len(prior) : end]:
             tail = TAIL.decode() if token == TOKENS[-1] else None
             state = EventState([token], {"id": "one"} if token == len(prior) else None, 3, None, tail)
             await response.write((state.line() if told else b"") + event(token))
-        if until == len(TOKENS) and how == "end":
+        if end == len(TOKENS) and how == "end":
             await response.write((EventState(tail="").line() if told else b"") + TAIL + DONE)
             await response.write_eof()
         elif how == "cut":
@@ -72,25 +73,25 @@ async def ask(world: Any, url: str, body: dict[str, Any] = BODY, path: str = CHA
 
 
 @pytest.mark.parametrize("how", ["cut", "silent", "retryable"])
-@pytest.mark.parametrize("until", [0, 5, 8])
-def test_the_client_sees_one_stream(run_world: RunWorld, how: str, until: int) -> None:
+@pytest.mark.parametrize("end", [0, 5, 8])
+def test_the_client_sees_one_stream(run_world: RunWorld, how: str, end: int) -> None:
     async def scenario(world: Any) -> None:
         prefill = await world.worker("p")
-        first, other = await world.worker("d", writer(until, how)), await world.worker("d2", writer(8, "end"))
+        first, other = await world.worker("d", writer(end, how)), await world.worker("d2", writer(8, "end"))
         async with world.router([prefill], [first, other], health=QUICK, retry=RETRY, policy="round_robin") as url:
             asked = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: bool(first.bodies))
+            await until(lambda: bool(first.bodies))
             if how == "silent":
                 first.health_gate = asyncio.Event()
             raw = await asked
             assert raw == WHOLE
             metrics = await (await world.session.get(f"{url}/metrics")).text()
         resumed = [body for body in other.bodies if RESUME_FIELD in body]
-        if until in (0, 8):
+        if end in (0, 8):
             assert not resumed  # nothing was said, or all
         else:
             (body,) = resumed
-            assert body[RESUME_FIELD] == {"head": {"id": "one"}, "token_ids": TOKENS[:until], "cached_tokens": 3}
+            assert body[RESUME_FIELD] == {"head": {"id": "one"}, "token_ids": TOKENS[:end], "cached_tokens": 3}
             assert "pdserve_router_stream_retries_total 1.0" in metrics
             rooms = [one["bootstrap_room"] for one in (*first.bodies, body)]
             assert len(set(rooms)) == len(rooms) and body["seed"] == first.bodies[0]["seed"]
@@ -161,7 +162,7 @@ def test_a_router_that_ends_does_not_try_again(run_world: RunWorld) -> None:
         decodes = [await world.worker(name, writer(5, "silent")) for name in ("d", "d2")]
         async with world.router([prefill], decodes, retry=RETRY) as url:
             asked = asyncio.create_task(ask(world, url))
-            await world.until_true(lambda: any(worker.bodies for worker in decodes))
+            await until(lambda: any(worker.bodies for worker in decodes))
             await world.app[ROUTER].drain(0.0, asyncio.Event())
             assert error_of(await asked)["code"] == "router_shutting_down"
         assert sum(len(worker.bodies) for worker in decodes) == 1
@@ -195,12 +196,6 @@ def refusing(status: int) -> Any:
     return answer
 
 
-async def late(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-    """Decode finds out by itself that the KV does not come, and answers."""
-    await asyncio.sleep(0.2)
-    return web.json_response({"from": worker.name})
-
-
 @pytest.mark.parametrize(
     ("policy", "num_prefills", "expected"), [("recompute", 1, "d"), ("fail", 1, None), ("recompute", 2, "d")]
 )
@@ -211,6 +206,14 @@ def test_decode_goes_on_without_prefill_where_it_recomputes_and_no_other_is_left
         prefills = [await world.worker(f"p{i}", refusing(502)) for i in range(num_prefills)]
         if num_prefills > 1:
             prefills[1].answers = [answer_ok]
+
+        async def late(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+            """Decode finds out by itself that the KV does not come, and answers."""
+            room = body["bootstrap_room"]
+            await until(lambda: any(half["bootstrap_room"] == room for prefill in prefills for half in prefill.bodies))
+            await settle()
+            return web.json_response({"from": worker.name})
+
         decode = await world.worker("d", late)
         decode.facts = {"disaggregation_load_failure_policy": policy}
         async with world.router(prefills, [decode], retry=RETRY, policy="round_robin") as url:

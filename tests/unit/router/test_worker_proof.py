@@ -22,7 +22,8 @@ from pdserve.router import worker_proof
 from pdserve.router.config.access_config import RouterAccessConfig
 from pdserve.router.config.config import HealthConfig
 from pdserve.router.config.flags import config_from, make_parser
-from tests.unit.router.streams import begin_stream
+from tests.unit.router.answers import begin_stream
+from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 TOKEN, OTHER = "a-token-that-is-long-enough", "another-token-of-the-same-length"
@@ -104,7 +105,7 @@ def test_every_request_to_every_worker_carries_a_proof_and_no_key(run_world: Run
             async with world.session.post(f"{url}/pd_role_switch", json=body) as response:
                 assert response.status == 200
             expected = {"POST /health_pair", "GET /get_load", "GET /observe", "GET /metrics", "POST /pd_role_switch"}
-            await world.until_true(lambda: expected <= set(guards[1].taken))
+            await until(lambda: expected <= set(guards[1].taken))
         for guard in guards:
             assert guard.refused == [] and guard.num_challenges == 1
         assert decode.headers[0]["X-Forwarded-For"] == "127.0.0.1"
@@ -248,9 +249,9 @@ def test_a_session_is_renewed_before_it_ends_and_without_delay(
         async with world.router([], [worker], access=ACCESS) as url:
             begun = guard.num_challenges
             assert (await ask(world, url))[0] == 200
-            await world.until_true(lambda: guard.num_challenges > begun)
+            await until(lambda: guard.num_challenges > begun)
             guard.now_s += 1e6
-            await world.until_true(lambda: bool(guard.refused))
+            await until(lambda: bool(guard.refused))
             assert (await ask(world, url))[0] == 200
 
     run_world(scenario)

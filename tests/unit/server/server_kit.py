@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +60,7 @@ from pdserve.server.engine_client.new_prefill import NewPrefill
 from pdserve.server.engine_client.waiting import WaitingRequests
 from pdserve.server.request.grammar_check import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
+from tests.waiting import until
 
 OPEN = AccessConfig()
 EOS = 0
@@ -378,14 +377,6 @@ async def bench(
             await client.stop()
             if ready:
                 scheduler.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    """Poll `condition`; fail after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "condition not reached in time"
-        await asyncio.sleep(0.005)
 
 
 def sse(text: str) -> list[str]:

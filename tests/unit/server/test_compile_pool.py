@@ -26,6 +26,7 @@ from pdserve.server.request.constraints import Constraint
 from pdserve.server.request.grammar_check import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120)]
 
@@ -211,8 +212,7 @@ async def test_a_text_is_checked_once_whatever_comes_of_it(tokenizer: Tokenizer)
     check = GrammarCheck(GrammarConfig(), tokenizer, compiler)
     good = Constraint(Grammar(kind="regex", text="a+"), "regex")
     both = [asyncio.create_task(check.take(good, _ready())) for _ in range(2)]
-    while not compiler.checks:
-        await asyncio.sleep(0)
+    await until(lambda: compiler.checks)
     compiler.go.set()
     assert await asyncio.gather(*both) == [good.grammar] * 2 and len(compiler.checks) == 1
     assert await check.take(good, _ready()) == good.grammar and len(compiler.checks) == 1

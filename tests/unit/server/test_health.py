@@ -15,7 +15,8 @@ from pdserve.server.engine_client import engine_queries as pulses
 from pdserve.server.native import health
 from pdserve.server.native.health import partners_missing
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, until
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 

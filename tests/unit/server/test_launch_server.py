@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 from pdserve.base.process import READY_PREFIX
 from tests.share import rest_slow
 from tests.tiny import make_tiny
+from tests.waiting import wait_until
 
 LIMIT_S = 60.0
 
@@ -88,10 +88,14 @@ def test_a_taken_port_is_refused_without_waiting_for_the_scheduler(sockets: Path
 def test_a_signal_while_it_starts_ends_it_quietly(sockets: Path, model: str, signum: signal.Signals) -> None:
     process = start(sockets, model, "--port", "0", "--log-level", "error")
     try:
-        deadline = time.monotonic() + LIMIT_S
-        while not (children := psutil.Process(process.pid).children(recursive=True)):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.01)
+        children: list[psutil.Process] = []
+
+        def has_children() -> bool:
+            assert process.poll() is None
+            children[:] = psutil.Process(process.pid).children(recursive=True)
+            return bool(children)
+
+        wait_until(has_children, "it starts the engine's process", LIMIT_S)
         process.send_signal(signum)
         _, said = process.communicate(timeout=LIMIT_S)
     finally:

@@ -14,7 +14,8 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.engine_client import new_prefill
 from pdserve.server.engine_client.new_prefill import MAX_NEW_OF_CLIENT, MAX_SERVED, NewAddress, NewPrefill
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, until
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 MOST = 3

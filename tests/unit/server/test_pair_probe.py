@@ -11,7 +11,8 @@ from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import FinishReason, RoomAddress, WaitsFor
 from pdserve.server.native import pair_probe
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, until
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 ADDRESS = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1001}

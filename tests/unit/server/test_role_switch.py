@@ -25,7 +25,8 @@ from pdserve.protocol.channel import memory_channel_pair
 from pdserve.server.lifecycle.instance import EngineBackend
 from pdserve.server.lifecycle.run import serve
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import ScriptedScheduler, bench, make_config, until
+from tests.unit.server.server_kit import ScriptedScheduler, bench, make_config
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 PATH = "/pd_role_switch"

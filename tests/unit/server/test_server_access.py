@@ -19,7 +19,8 @@ from pdserve.server.app import BODIES
 from pdserve.server.http import access
 from pdserve.server.http.access import PUBLIC
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import bench, until
+from tests.unit.server.server_kit import bench
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 KEY, ROOT = "key-of-clients", "key-of-the-admin"
@@ -220,7 +221,7 @@ async def test_large_bodies_have_a_budget_and_a_deadline(tokenizer: Tokenizer, m
 
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"
-        await asyncio.sleep(30.0)
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(access, "BODY_TIMEOUT_S", 0.1)
     async with bench(tokenizer) as b:

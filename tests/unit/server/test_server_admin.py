@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import bench, until
+from tests.unit.server.server_kit import bench
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 

@@ -13,7 +13,8 @@ from pdserve.protocol.messages import RoomAddress, TokenLogprob
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.openai.completions import _mean_logprob
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, sse, until
+from tests.unit.server.server_kit import Bench, bench, sse
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]

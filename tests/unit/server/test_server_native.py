@@ -14,7 +14,8 @@ from pdserve.protocol.messages import FinishReason, RoomAddress
 from pdserve.server.http import streaming
 from pdserve.server.native import generate as native
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import bench, sse, until
+from tests.unit.server.server_kit import bench, sse
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]

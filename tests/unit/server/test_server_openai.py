@@ -10,7 +10,8 @@ import pytest
 
 from pdserve.protocol.messages import AbortRequest, FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import bench, sse, until
+from tests.unit.server.server_kit import bench, sse
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]

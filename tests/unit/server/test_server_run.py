@@ -22,7 +22,8 @@ from pdserve.server.lifecycle.instance import EngineBackend
 from pdserve.server.lifecycle.run import run_api, serve
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
-from tests.unit.server.server_kit import ScriptedScheduler, make_config, until
+from tests.unit.server.server_kit import ScriptedScheduler, make_config
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 Ids = Callable[[str], list[int]]

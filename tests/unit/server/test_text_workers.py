@@ -15,6 +15,7 @@ from pdserve.errors import RequestError
 from pdserve.server.text import text_workers
 from pdserve.server.text.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
 from pdserve.server.text.tokenizer import Tokenizer
+from tests.waiting import until
 
 
 def byte_level(*, with_all_bytes: bool = True, normalizer: normalizers.Normalizer | None = None) -> RustTokenizer:
@@ -85,8 +86,7 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatc
         return number
 
     long = [asyncio.create_task(workers.run(LONG_CHARS + 1, lambda i=i: work(i))) for i in range(3)]
-    while not running:
-        await asyncio.sleep(0.01)
+    await until(lambda: running)
     assert await workers.run(SHORT_CHARS, lambda: "at once") == "at once"
     assert await workers.run(SHORT_CHARS + 1, lambda: "beside them") == "beside them"
     monkeypatch.setattr(text_workers, "MAX_LONG", 3)

@@ -16,7 +16,8 @@ from pdserve.server.engine_client import waiting
 from pdserve.server.engine_client.request_states import RequestState
 from pdserve.server.engine_client.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import Bench, bench, until
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
 
 pytestmark = pytest.mark.timeout(60)
 CONTEXT = 100
