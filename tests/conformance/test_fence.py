@@ -9,10 +9,9 @@ from __future__ import annotations
 import itertools
 import signal
 import threading
-import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ import pytest
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Transport
 from tests.conformance.transport_kit import REGION_BYTES, Memory, Open, PeerFactory, Sender
+from tests.waiting import wait_until
 
 FENCED = ("mooncake", "nixl", "auto")
 """Those whose engines end what a peer writes. `auto` as to another host: by mooncake."""
@@ -71,13 +71,6 @@ class Rig:
             sender.stop()
         for peer in self._peers:
             assert self.transport.fence(peer)
-
-
-def wait_until(is_so: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + BOUND_S
-    while not is_so():
-        assert time.monotonic() < deadline, f"in {BOUND_S:g} s: {what}"
-        time.sleep(0.001)
 
 
 @pytest.fixture(params=FENCED)

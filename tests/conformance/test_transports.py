@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import cast
 
@@ -23,6 +24,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, NotifyingTransport, T
 from pdserve.transfer.transports import nixl
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from tests.conformance.transport_kit import REGION_BYTES, LocalPeer, Memory, Open, PeerUnderTest, ProcessPeer
+from tests.waiting import wait_until
 
 FAILURE_BOUND_S = 20.0
 LATE = 255
@@ -258,9 +260,7 @@ def test_a_peer_killed_in_the_middle_of_writes_is_seen(process_rig: Rig) -> None
 
     writer = threading.Thread(target=write_until_it_fails)
     writer.start()
-    deadline = time.monotonic() + 30
-    while not peer.read().any() and time.monotonic() < deadline:
-        time.sleep(0.001)
+    wait_until(lambda: peer.read().any(), "the first bytes", 30, pause_s=0.001)
     peer.stop()
     writer.join(timeout=FAILURE_BOUND_S)
     assert not writer.is_alive()
@@ -295,10 +295,8 @@ def test_a_stopped_peer_that_goes_on_is_written_to_again(process_rig: Rig) -> No
     run_threads([lambda: process_rig.transport.write(peer.address, process_rig.pages(peer, 4, 4096))])
     peer.signal(signal.SIGCONT)
     copies = process_rig.pages(peer, 100, 4096, seed=2)
-    deadline = time.monotonic() + FAILURE_BOUND_S
-    while run_threads([lambda: process_rig.transport.write(peer.address, copies)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    write = functools.partial(process_rig.transport.write, peer.address, copies)
+    wait_until(lambda: not run_threads([write]), "a write that arrives", FAILURE_BOUND_S)
     for copy in copies:
         first, last = copy.destination - peer.start, copy.destination - peer.start + copy.num_bytes
         assert np.array_equal(peer.read()[first:last], process_rig.expected(peer, copies)[first:last])
@@ -373,10 +371,8 @@ def test_a_stopped_peer_is_notified_of_nothing_that_is_not_there(notifying_rig: 
     peer.signal(signal.SIGCONT)
     note = b"2 64 64 %d" % _checksum(rig, 64, 64)
     copies = [Copy(rig.memory.region.address + 64, peer.start + 64, 64)]
-    deadline = time.monotonic() + FAILURE_BOUND_S
-    while run_threads([lambda: _notifying(rig).write_and_notify(peer.address, copies, note)]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    write = functools.partial(_notifying(rig).write_and_notify, peer.address, copies, note)
+    wait_until(lambda: not run_threads([write]), "a write that arrives", FAILURE_BOUND_S)
     assert await_notes(peer, 1) == [(2, True)]
 
 
@@ -418,13 +414,14 @@ def test_nonsense_addresses_are_refused(rig: Rig) -> None:
 
 
 def await_steady(peer: ProcessPeer) -> None:
-    """Return when the peer's region has stopped changing: equal in five looks, or after five seconds."""
-    deadline, looks, last = time.monotonic() + 5, 0, -1
-    while time.monotonic() < deadline and looks < 5:
-        count = int(np.count_nonzero(peer.read()))
-        looks = looks + 1 if count == last else 0
-        last = count
-        time.sleep(0.05)
+    """Return when the peer's region has stopped changing: it is equal in five looks."""
+    counts: deque[int] = deque(maxlen=6)
+
+    def is_steady() -> bool:
+        counts.append(int(np.count_nonzero(peer.read())))
+        return len(counts) == counts.maxlen and len(set(counts)) == 1
+
+    wait_until(is_steady, "the region does not change any more", FAILURE_BOUND_S, pause_s=0.05)
 
 
 def await_notes(peer: ProcessPeer, count: int) -> list[tuple[int, bool]]:

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import socket
 import sys
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import requests
 
 from pdserve.base.process import Child, ServerReady, end_all
 from tests.e2e.fork_server import ForkedChild, ForkServer
+from tests.waiting import wait_until
 
 RUNNING: weakref.WeakSet[Server] = weakref.WeakSet()
 """Whose last lines a failure shows: every server that no test has let go of."""
@@ -315,11 +315,8 @@ def generate_while_some_leave(
 
 
 def until(condition: Any, deadline_s: float, what: str) -> None:
-    """Poll until `condition()` is true."""
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.05)
+    """Poll until `condition()` is true, which usually asks a server."""
+    wait_until(condition, what, deadline_s, pause_s=0.05)
 
 
 def assert_idle(*servers: Server, deadline_s: float = 20.0) -> None:

@@ -15,6 +15,7 @@ import requests
 from tests.e2e.clients import Outcome, chat_all
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server
 from tests.tiny import Family
+from tests.waiting import seen_until
 
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "32768")
 OPERATOR_S = 60.0
@@ -66,8 +67,7 @@ class Operator:
 
     async def until(self, server: Server, good: Callable[[dict[str, Any] | None], bool]) -> None:
         """Look until the router's view of a server is good."""
-        while not good(await self.state(server)):
-            await asyncio.sleep(0.01)
+        await seen_until(lambda: self.state(server), good, 120.0)
 
     async def add(self, server: Server, role: str) -> None:
         """Bring a server in; returns when it is used."""
