@@ -11,13 +11,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 from multidict import CIMultiDict
-from tests.unit.router.streams import begin_stream
 from yarl import URL
 
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.proxy import dispatch
 from pdserve.router.workers.outcome import WorkerStream, make_session
-from tests.unit.router.answers import ok, silent
+from tests.unit.router.answers import begin_stream, ok, silent
 from tests.waiting import settle, until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]
