@@ -10,10 +10,10 @@ from typing import Literal
 
 import pytest
 import torch
-from pdserve.executor.kernel_choice import make_native
 
 from pdserve.base.native import best_level
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.executor.backend_choice import make_native
 from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.model.attention.page_gather import KVPool

@@ -9,15 +9,8 @@ import orjson
 import pytest
 from multidict import CIMultiDict
 
-from pdserve.router.request_fields import (
-    CHAT_PATH,
-    COMPLETIONS_PATH,
-    GENERATE_PATH,
-    OPENING_CHARS,
-    OPENING_TOKENS,
-    ConversationKey,
-    conversation_key,
-)
+from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
+from pdserve.router.request_fields import OPENING_CHARS, OPENING_TOKENS, ConversationKey, conversation_key
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 

@@ -343,7 +343,7 @@ def test_client_that_does_not_read_is_cut_off_at_the_deadline(run_world: RunWorl
         async with world.router([prefill], [decode], request_timeout_s=0.5) as url:
             reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1024)
             writer.write(f"POST {GENERATE} HTTP/1.1\r\nHost: r\r\nContent-Length: 2\r\n\r\n{{}}".encode())
-            await world.until_true(lambda: decode.num_cancelled == 1)
+            await until(lambda: decode.num_cancelled == 1)
             sent = b""
             with contextlib.suppress(ConnectionError):
                 while piece := await reader.read(1 << 20):
