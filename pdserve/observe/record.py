@@ -126,7 +126,8 @@ class RecentRequests:
     keeps_output = False
 
     def __init__(self) -> None:
-        self._records: deque[RequestRecord] = deque(maxlen=NUM_RECENT)
+        self._records: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT)
+        """As JSON objects: a record holds its prompt and, in the server, the state of its stream."""
 
     def started(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
@@ -134,11 +135,11 @@ class RecentRequests:
     def ended(self, record: RequestRecord) -> None:
         """See `RequestListener`."""
         if record.path is not None:
-            self._records.append(record)
+            self._records.append(_fields(record))
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the records as JSON objects, the newest first."""
-        return [_fields(record) for record in reversed(self._records)]
+        return list(reversed(self._records))
 
 
 def _fields(record: RequestRecord) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pdserve.executor.backend_choice import make_native
 from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.decoder import kv_layout
+from pdserve.model.config import kv_layout
 from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.loader import empty_model, read_spec
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
