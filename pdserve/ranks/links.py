@@ -222,6 +222,10 @@ class RankLink(Generic[Out, In]):
         """Fail this rank; `on_lost` is called as for a lost peer. Called by `on_message`."""
         self._failing = self._failing or error
 
+    def receive(self) -> bytes:
+        """Return the next frame of any process. Raises zmq.Again when there is none. Link thread."""
+        return self._pull.recv(zmq.NOBLOCK)
+
     def close(self, last: Out | None = None) -> None:
         """Send `last` to all peers, and end the thread. Not from that thread; may be called again."""
         self.expect_end()
@@ -276,7 +280,7 @@ class RankLink(Generic[Out, In]):
         end = time.monotonic() + _TAKE_S
         while time.monotonic() < end:
             try:
-                sealed = self._pull.recv(zmq.NOBLOCK)
+                sealed = self.receive()
             except zmq.Again:
                 return
             try:
