@@ -31,7 +31,7 @@ BODY = {
 NUM_CONNECTIONS = 100
 """As many as Mooncake's engine lets wait while it reads from one."""
 DEADLINE_S = 30.0
-BRIEFLY_S = 1.0
+BRIEFLY_S = 0.25
 ELSEWHERE = ("127.0.0.66", "127.1.2.3")
 """Addresses of strangers; both servers are at 127.0.0.1."""
 

@@ -199,6 +199,7 @@ def server_edges(url: str) -> list[dict[str, object]]:
     return list(requests.get(f"{url}/observe", timeout=10).json()["edges"])
 
 
+@pytest.mark.slow
 def test_a_stopped_scheduler_is_ill_and_well_again(pair: Pair) -> None:
     """Last, since the other side takes the stopped one for silent. The rest of the server runs on."""
     scheduler = next(child for child in children(pair.prefill.child.pid) if "spawn_main" in child[1])[0]

@@ -87,19 +87,19 @@ def test_tiny_models_on_the_monolith(family: Family, tiny_checkpoint: Callable[[
 
 
 SMOLLM2_CASES = [
-    pytest.param("16", "512"),
+    pytest.param("16", "128"),
     *(
         pytest.param(page_size, chunk, marks=pytest.mark.slow)
         for page_size in ("1", "16", "64")
-        for chunk in ("-1", "512")
-        if (page_size, chunk) != ("16", "512")
+        for chunk in ("-1", "128")
+        if (page_size, chunk) != ("16", "128")
     ),
 ]
 
 
 @pytest.fixture(scope="module")
 def smollm2_expected(smollm2_directory: Path) -> tuple[list[list[int]], list[list[int]]]:
-    prompts = [prompt[:700] for prompt in make_prompts(vocab_size=49152, seed=1)]
+    prompts = [prompt[:260] for prompt in make_prompts(vocab_size=49152, seed=1)]
     return prompts, reference(smollm2_directory, prompts)
 
 

@@ -24,7 +24,7 @@ from tests.e2e.harness import (
 )
 from tests.tiny import VOCAB_SIZE, Family
 
-POOL, NUM_REQUESTS, NEW_TOKENS = 1600, 24, 160
+POOL, NUM_REQUESTS, NEW_TOKENS = 992, 18, 128
 OVERLAP = "--no-disable-overlap-schedule"
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "64")

@@ -44,7 +44,7 @@ NUM_CONNECTIONS = 100
 NUM_FLOOD = 5_000_000
 """More than both ranks take in the time after which a rank counts as silent."""
 DEADLINE_S = 60.0
-BRIEFLY_S = 1.0
+BRIEFLY_S = 0.25
 HEADER = struct.Struct("<IQ")
 """Of a frame of the log: rank of the sender, and its count."""
 

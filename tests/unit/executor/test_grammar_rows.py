@@ -66,7 +66,7 @@ def text_of(output: list[int]) -> str:
     return str(TOKENIZER.decode(output[:-1]))
 
 
-@settings(max_examples=12, deadline=None, phases=(Phase.explicit, Phase.generate))
+@settings(max_examples=8, deadline=None, phases=(Phase.explicit, Phase.generate))
 @given(seed=st.integers(0, 1 << 32), cut=st.floats(0, 1), greedy=st.booleans())
 def test_any_schema_is_followed_and_handed_over_anywhere(driver: Driver, seed: int, cut: float, greedy: bool) -> None:
     """A random model, so that whatever the grammar lets through is tried."""
