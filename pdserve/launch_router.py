@@ -20,7 +20,7 @@ import uvloop
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from pdserve.base.bind_checks import url_host, warn_open
+from pdserve.base.hosts import url_host, warn_open
 from pdserve.base.process import ServerReady, announce_ready, freeze_heap
 from pdserve.errors import ConfigError
 from pdserve.router.app import ROUTER, make_app

@@ -16,8 +16,8 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve.base.bind_checks import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.hosts import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, exit_on_signals
 from pdserve.config import DisaggMode, ServerConfig

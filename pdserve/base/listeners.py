@@ -18,7 +18,7 @@ import stat
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
-from pdserve.base.host_addresses import parse_address
+from pdserve.base.hosts import parse_address
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from pdserve.base.bind_checks import HostPatterns, parse_host_patterns
+from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.access_group import AccessConfig, flag
 

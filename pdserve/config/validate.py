@@ -6,8 +6,8 @@ import ipaddress
 import math
 import re
 
-from pdserve.base.bind_checks import parse_host_patterns
 from pdserve.base.cpu_affinity import check_cores
+from pdserve.base.hosts import parse_host_patterns
 from pdserve.config.groups import (
     DisaggConfig,
     GrammarConfig,

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import logging
 
-from pdserve.base.host_addresses import outward_addresses
+from pdserve.base.hosts import outward_addresses
 from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.config import ServerConfig

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve import __version__
 from pdserve.base.clock import Clock
-from pdserve.base.host_addresses import outward_addresses
+from pdserve.base.hosts import outward_addresses
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact

@@ -1,19 +1,127 @@
-"""Access rules of a server or router: keys, pages of other origins, bodies, concurrent requests per client.
+"""Checks of every HTTP request before its handler runs: framing, path, origin, keys, concurrent requests per client.
 
-Each side has one middleware, which asks these rules in this order and sends the refusals:
+Servers and router each have one middleware, which asks these rules in this order and sends the refusals:
 
-    `rules.framing_refusal` ──> `AccessRules.key_refusal` ──> `page_refusal` ──> `bodies` ──> `place`
+    `framing_refusal` ──> `AccessRules.key_refusal` ──> `page_refusal` ──> `bodies` ──> `place`
+
+CORS prevents a page of another origin from reading responses, and from sending a key or a JSON content type. CORS does
+not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.
 """
 
 from __future__ import annotations
 
+import urllib.parse
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from pdserve.http.bodies import BodyBudget
 from pdserve.http.clients import ClientLimit, Keys, Network, client_address
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.rules import page_refusal
+
+RawHeaders = Sequence[tuple[bytes, bytes]]
+
+OWN_SITE = ("same-origin", "none")
+"""`Sec-Fetch-Site` of requests from this server's pages, and of URLs that the user entered."""
+MAX_HEADER_BYTES = 16384
+"""Limit for names and values of all headers of a request."""
+MAX_TARGET_BYTES = 8190
+"""Limit for path and query."""
+UNTYPED = ("", "application/octet-stream", "application/x-www-form-urlencoded")
+"""Default content types of clients such as `curl -d`, Python's urllib and aiohttp."""
+CHANGING = ("POST", "PUT", "PATCH", "DELETE")
+_FRAMING = frozenset({b"content-length", b"transfer-encoding", b"content-encoding"})
+_FRAMING_SIZES = frozenset(map(len, _FRAMING))
+MAX_QUOTINGS = 4
+ELSEWHERE = "web pages of this origin are not allowed; add the origin to --cors-allowed-origins"
+
+
+def framing_refusal(raw: RawHeaders, target_bytes: int) -> HttpRefusal | None:
+    """Check a request with headers `raw`, and path and query of `target_bytes`; None if the request is allowed.
+
+    An ambiguous body length lets a proxy and a server parse different requests (request smuggling). Therefore the
+    connection of a refused request must be closed.
+    """
+    if target_bytes > MAX_TARGET_BYTES:
+        return _closing(414, f"path and query are longer than {MAX_TARGET_BYTES} bytes", "uri_too_long")
+    num_bytes, framing, encodings = 0, set(), []
+    for name, value in raw:
+        num_bytes += len(name) + len(value)
+        if len(name) in _FRAMING_SIZES and (lower := name.lower()) in _FRAMING:
+            framing.add(lower)
+            if lower == b"content-encoding":
+                encodings.append(value.strip().lower())
+    if num_bytes > MAX_HEADER_BYTES:
+        return _closing(400, f"the headers are larger than {MAX_HEADER_BYTES} bytes", "headers_too_large")
+    if b"content-length" in framing and b"transfer-encoding" in framing:
+        return _closing(400, "a request has Content-Length or Transfer-Encoding, not both", "ambiguous_length")
+    if any(encoding not in (b"", b"identity") for encoding in encodings):
+        return _closing(415, "Content-Encoding: compressed bodies are not supported", "unsupported_encoding")
+    return None
+
+
+def _closing(status: int, message: str, code: str) -> HttpRefusal:
+    return HttpRefusal(status, message, code, {"Connection": "close"})
+
+
+def page_refusal(
+    method: str, headers: Mapping[str, str], allowed: Collection[str], *, command: bool, has_keys: bool
+) -> HttpRefusal | None:
+    """Check origin and content type of a request; None if the request is allowed.
+
+    Refused: requests of a browser for a page of another origin, and bodies that are not JSON. `allowed` are the CORS
+    origins; `command`: an admin path. `has_keys`: the server needs keys, which a page of another origin cannot send
+    without permission.
+    """
+    if (command or method in CHANGING) and not has_keys and from_elsewhere(headers, allowed):
+        return HttpRefusal(403, ELSEWHERE, "origin_not_allowed")
+    given = headers.get("Content-Type", "")
+    if given == "application/json" or method not in CHANGING or not _has_body(headers):
+        return None
+    kind = given.partition(";")[0].strip().lower()
+    if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
+        return None
+    if kind in UNTYPED and not _of_browser(headers):
+        return None
+    return HttpRefusal(415, f"Content-Type must be application/json, got {kind or 'none'!r}", "unsupported_media_type")
+
+
+def from_elsewhere(headers: Mapping[str, str], allowed: Collection[str]) -> bool:
+    """True if a page of an origin that is neither this server's nor allowed sent the request.
+
+    Clients other than browsers send none of these headers.
+    """
+    origin = headers.get("Origin")
+    if "*" in allowed or origin in allowed:
+        return False
+    site = headers.get("Sec-Fetch-Site")
+    if site is not None:
+        return site not in OWN_SITE
+    return origin is not None and urllib.parse.urlsplit(origin).netloc != headers.get("Host")
+
+
+def _of_browser(headers: Mapping[str, str]) -> bool:
+    """Browsers send `Origin` with every POST, and `Sec-Fetch-Site` to trustworthy hosts."""
+    return "Origin" in headers or "Sec-Fetch-Site" in headers
+
+
+def _has_body(headers: Mapping[str, str]) -> bool:
+    return headers.get("Content-Length", "0").strip() != "0" or "Transfer-Encoding" in headers
+
+
+def has_dots(raw_path: str) -> bool:
+    """Whether a path segment is `.` or `..`, also percent-encoded, up to `MAX_QUOTINGS` times.
+
+    A worker would resolve such a path to another one than the path that was checked here. The query is ignored.
+    """
+    path = raw_path.partition("?")[0]
+    if "." not in path and "%" not in path:
+        return False
+    for _ in range(MAX_QUOTINGS):
+        path, before = urllib.parse.unquote(path), path
+        if path == before:
+            break
+    return any(segment in (".", "..") for segment in path.replace("\\", "/").split("/"))
+
 
 COMMANDS = frozenset(
     {
@@ -75,7 +183,7 @@ class AccessRules:
     def page_refusal(
         self, method: str, headers: Mapping[str, str], *, command: bool, proven: bool = False
     ) -> HttpRefusal | None:
-        """See `rules.page_refusal`. `proven`: a proof of the control token is needed, which pages cannot send."""
+        """See `page_refusal`. `proven`: a proof of the control token is needed, which pages cannot send."""
         return page_refusal(method, headers, self._origins, command=command, has_keys=self.keys.some or proven)
 
     def allows_origin(self, origin: str | None) -> bool:

@@ -19,7 +19,7 @@ import msgspec
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
-from pdserve.base.bind_checks import is_host
+from pdserve.base.hosts import is_host
 from pdserve.base.log import escaped
 from pdserve.base.proof import PROOF_HEADER, Challenge, ControlKey
 from pdserve.errors import ProofError, TransferError

@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdserve.base.bind_checks import HostPatterns
+from pdserve.base.hosts import HostPatterns
 from pdserve.transfer.events import Address, PeerGone, PeerListens, TransferEvent
 from pdserve.transfer.lookups import PATIENCE_S, LookUps
 from pdserve.transfer.name_resolver import LaneResolver

@@ -17,7 +17,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdserve.base.bind_checks import HostPatterns
+from pdserve.base.hosts import HostPatterns
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import ControlKey
 from pdserve.protocol.failure import Failure

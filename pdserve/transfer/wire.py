@@ -24,7 +24,7 @@ from typing import Annotated
 
 import msgspec
 
-from pdserve.base.host_addresses import MAX_HOST_ADDRESSES
+from pdserve.base.hosts import MAX_HOST_ADDRESSES
 from pdserve.base.parallel import ParallelShape
 from pdserve.protocol.codec import Codec, Seal
 from pdserve.protocol.failure import Failure

@@ -14,10 +14,20 @@ from collections.abc import Awaitable, Callable, Mapping
 from aiohttp import web
 
 from pdserve.errors import RequestError
-from pdserve.http.access import COMMANDS, EXPOSED_HEADERS, GENERATING, NO_SNIFF, NO_STORE, PREFLIGHT_S, AccessRules
+from pdserve.http.access import (
+    CHANGING,
+    COMMANDS,
+    EXPOSED_HEADERS,
+    GENERATING,
+    NO_SNIFF,
+    NO_STORE,
+    PREFLIGHT_S,
+    AccessRules,
+    framing_refusal,
+    has_dots,
+)
 from pdserve.http.bodies import BODY_TIMEOUT_S, TOO_MANY_VALUES, BodyHold, body_timeout, has_too_many_values
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.rules import CHANGING, framing_refusal, has_dots
 from pdserve.router.config.access_config import RouterAccessConfig
 from pdserve.router.http.errors import error_response, refused
 

@@ -18,10 +18,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.config.access_group import AccessConfig
 from pdserve.errors import ProofError, RequestError
-from pdserve.http.access import COMMANDS, EXPOSED_HEADERS, GENERATING, NO_SNIFF, NO_STORE, PREFLIGHT_S, AccessRules
+from pdserve.http.access import (
+    COMMANDS,
+    EXPOSED_HEADERS,
+    GENERATING,
+    NO_SNIFF,
+    NO_STORE,
+    PREFLIGHT_S,
+    AccessRules,
+    framing_refusal,
+)
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.rules import framing_refusal
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.server.http import control_proof
 from pdserve.server.http.control_proof import ControlProof

@@ -22,7 +22,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.base.bind_checks import HostPatterns
+from pdserve.base.hosts import HostPatterns
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest, WaitsFor

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from pdserve.base.bind_checks import HostPatterns, canonical_host, is_host
+from pdserve.base.hosts import HostPatterns, canonical_host, is_host
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs

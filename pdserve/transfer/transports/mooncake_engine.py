@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from pdserve.base.host_addresses import LOOPBACK
+from pdserve.base.hosts import LOOPBACK
 from pdserve.base.listeners import attach_filter
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion

@@ -36,7 +36,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from pdserve.base.host_addresses import LOOPBACK, MAX_HOST_ADDRESSES, outward_addresses, peer_addresses
+from pdserve.base.hosts import LOOPBACK, MAX_HOST_ADDRESSES, outward_addresses, peer_addresses
 from pdserve.errors import TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
 from pdserve.transfer.transports.host_info import choose_protocol, decode_card, encode_card, not_an_address, wanted_nics

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from pdserve.base import listeners
 from pdserve.base.env import DATA_PORT_FILTER, filters_data_ports
-from pdserve.base.host_addresses import peer_addresses
+from pdserve.base.hosts import peer_addresses
 from pdserve.base.listeners import listening_ports
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transports.link import Destroyable

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pdserve.base.host_addresses import (
+from pdserve.base.hosts import (
     LOOPBACK,
     MAX_HOST_ADDRESSES,
     outward_addresses,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.base.bind_checks import canonical_host, is_host, parse_host_patterns
+from pdserve.base.hosts import canonical_host, is_host, parse_host_patterns
 from pdserve.errors import ConfigError
 
 FLAG = "--disaggregation-allowed-prefill"

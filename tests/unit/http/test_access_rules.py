@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
-from pdserve.http.access import AccessRules
+from pdserve.http.access import AccessRules, framing_refusal, has_dots
 from pdserve.http.clients import Keys, parse_networks
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.openapi import openapi_document, openapi_operation
-from pdserve.http.rules import framing_refusal, has_dots
 
 
 def rules(api: str | None = None, *, origins: Sequence[str] = (), proxies: str | None = None) -> AccessRules:

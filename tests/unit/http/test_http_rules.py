@@ -7,8 +7,8 @@ from multidict import CIMultiDict
 
 from pdserve.errors import RequestError
 from pdserve.http import bodies
+from pdserve.http.access import page_refusal
 from pdserve.http.bodies import BodyBudget, has_too_many_values
-from pdserve.http.rules import page_refusal
 
 BODY = {"Content-Length": "5", "Host": "here"}
 

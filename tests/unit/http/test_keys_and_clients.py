@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from pdserve.base.bind_checks import reachable, url_host, warn_open, warn_unsealed, warn_weak
+from pdserve.base.hosts import reachable, url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.clients import ClientLimit, Keys, check_keys, client_address, parse_networks
 

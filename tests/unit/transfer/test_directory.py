@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 
-from pdserve.base.bind_checks import parse_host_patterns
+from pdserve.base.hosts import parse_host_patterns
 from pdserve.base.mailbox import Mailbox
 from pdserve.protocol.failure import Failure
 from pdserve.transfer import directory as probes
