@@ -24,8 +24,16 @@ from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
 from pdserve.router.dashboard.observe import Observer
 from pdserve.router.dashboard.page_files import PageFiles
-from pdserve.router.http.access import BODY, REQUEST_ID, REQUEST_ID_HEADER, Access
-from pdserve.router.http.errors import RETRY_AFTER, CallTrace, error_response, json_response
+from pdserve.router.http import (
+    BODY,
+    REQUEST_ID,
+    REQUEST_ID_HEADER,
+    RETRY_AFTER,
+    Access,
+    CallTrace,
+    error_response,
+    json_response,
+)
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain

@@ -15,7 +15,7 @@ from aiohttp import web
 
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
-from pdserve.router.http.errors import json_response
+from pdserve.router.http import json_response
 from pdserve.router.workers.api import AddBody, ChangeBody
 from pdserve.router.workers.fanout import WorkerFanout
 from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH

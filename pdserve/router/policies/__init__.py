@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from pdserve.router.config.config import PolicyConfig, WorkerRole
 from pdserve.router.policies.base import Candidate, Policy, RoutedRequest
-from pdserve.router.policies.bucket import Bucket
-from pdserve.router.policies.hashing import ConsistentHashing
-from pdserve.router.policies.load_based import LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from pdserve.router.policies.basic import Bucket, ConsistentHashing, LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
 from pdserve.router.policies.prefix_tree import CacheAware
 
 __all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]

@@ -30,7 +30,7 @@ from multidict import CIMultiDict
 from pdserve.base.log import SparingLog
 from pdserve.base.stream_state import ROLE_HEADER, STATE_HEADER
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.router.http.errors import CallTrace, half_of
+from pdserve.router.http import CallTrace, half_of
 from pdserve.router.policies import RoutedRequest
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 from aiohttp import web
 
-from pdserve.router.http.errors import RETRY_AFTER, error_body, error_response
+from pdserve.router.http import RETRY_AFTER, error_body, error_response
 from pdserve.router.proxy.dispatch import Outcome
 from pdserve.router.workers.admission import Refused
 from pdserve.router.workers.outcome import (

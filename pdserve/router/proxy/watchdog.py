@@ -28,8 +28,7 @@ from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.proxy.attempts import Drain
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import error_of, own_headers, read_at_most
-from pdserve.router.workers.pairs import Pairs
-from pdserve.router.workers.workers import Pair, Registry, Worker
+from pdserve.router.workers.workers import Pair, Pairs, Registry, Worker
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

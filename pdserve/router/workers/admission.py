@@ -23,10 +23,8 @@ from typing import Any
 
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
-from pdserve.router.workers.breaker import Permit
 from pdserve.router.workers.metrics import RouterMetrics
-from pdserve.router.workers.pairs import Pairs
-from pdserve.router.workers.workers import Pair, Registry, Worker
+from pdserve.router.workers.workers import Pair, Pairs, Permit, Registry, Worker
 
 MAX_RETRY_AFTER_S = 60
 STALE_LOADS = 3

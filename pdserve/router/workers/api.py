@@ -19,8 +19,7 @@ from aiohttp import web
 
 from pdserve.errors import ConfigError
 from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec, parse_worker_url
-from pdserve.router.http.access import BODY
-from pdserve.router.http.errors import error_response, json_response
+from pdserve.router.http import BODY, error_response, json_response
 from pdserve.router.workers.workers import Registry, Worker
 
 FOREIGN = frozenset(

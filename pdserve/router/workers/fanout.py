@@ -14,8 +14,7 @@ from yarl import URL
 
 from pdserve.http.errors import error_object
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.router.http.access import BODY, is_admin
-from pdserve.router.http.errors import RETRY_AFTER, error_response, json_response
+from pdserve.router.http import BODY, RETRY_AFTER, error_response, is_admin, json_response
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.outcome import WorkerResponse, forwarded_headers, own_headers, returned_headers
 from pdserve.router.workers.workers import Registry, Worker

@@ -19,8 +19,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.router.http.access import BODY
-from pdserve.router.http.errors import error_response
+from pdserve.router.http import BODY, error_response
 from pdserve.router.workers.api import BadBody, parse_body
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.outcome import describe, forwarded_headers, own_headers, returned_headers

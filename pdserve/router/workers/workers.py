@@ -1,4 +1,6 @@
-"""The registry of workers, and the state of each worker. Each field of `Worker` has one writer:
+"""The registry of workers, the state of each worker with its circuit breaker, and the state of pairs of workers.
+
+Each field of `Worker` has one writer:
 
     Registry    the set of workers; draining, leaving, forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
@@ -15,13 +17,133 @@ A worker whose role has changed is a new `Worker` at the same URL, without state
 from __future__ import annotations
 
 import dataclasses
+import enum
 import logging
 import uuid
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 from pdserve.router.config.config import BreakerConfig, WorkerRole, WorkerSpec
-from pdserve.router.workers.breaker import Breaker
+
+
+class BreakerState(enum.StrEnum):
+    """State of a breaker; `OPEN` admits no requests."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half_open"
+
+
+@dataclasses.dataclass(frozen=True)
+class Permit:
+    """Permission to send one request.
+
+    `opening`: the number of the opening during which it is a probe; None: not a probe. `answered`: the probe counted as
+    a success, though its request may still fail.
+    """
+
+    opening: int | None
+    answered: bool = False
+
+
+class Breaker:
+    """The circuit breaker of one worker; all times are arguments, in seconds of one clock.
+
+        CLOSED ── failures without a success between them, within the window ──> OPEN: no requests
+        OPEN ── open_s seconds ──> HALF_OPEN: at most as many concurrent requests as successes are missing
+        HALF_OPEN ── enough successes ──> CLOSED;   HALF_OPEN ── a request fails ──> OPEN
+        any ── the worker's process has ended, and its successor is healthy ──> CLOSED
+
+    `admission` admits a pair if both breakers admit it, and then enters both, so that no probe is spent on a pair that
+    the other breaker refuses. `health` calls `renew`.
+    """
+
+    def __init__(self, config: BreakerConfig) -> None:
+        self._config = config
+        self._failures: deque[float] = deque()
+        self._opened_at: float | None = None
+        self._openings = 0
+        self._successes = 0
+        self._probes = 0
+
+    def state(self, now: float) -> BreakerState:
+        """Return the state at the time `now`."""
+        if self._opened_at is None:
+            return BreakerState.CLOSED
+        return BreakerState.OPEN if now < self._opened_at + self._config.open_s else BreakerState.HALF_OPEN
+
+    def admits(self, now: float) -> bool:
+        """Whether a request may be sent."""
+        state = self.state(now)
+        if state is BreakerState.HALF_OPEN:
+            return self._probes < self._config.success_threshold - self._successes
+        return state is BreakerState.CLOSED
+
+    def retry_in_s(self, now: float) -> float:
+        """Return the seconds until the breaker is half open; 0 unless it is open."""
+        return 0.0 if self._opened_at is None else max(0.0, self._opened_at + self._config.open_s - now)
+
+    def enter(self, now: float) -> Permit:
+        """Take a permit for a request that the breaker `admits`; return it with `leave` in any case."""
+        assert self.admits(now), "call `admits` first"
+        if self._opened_at is None:
+            return Permit(None)
+        self._probes += 1
+        return Permit(self._openings)
+
+    def leave(self, held: Permit) -> None:
+        """Return a permit. A request without a reported result does not count."""
+        if self._is_probe(held) and not held.answered:
+            self._probes -= 1
+
+    def answered(self, held: Permit) -> Permit:
+        """Report that a good answer has begun, which is a probe's success. Returns the permit to hold from now on."""
+        if not self._is_probe(held) or held.answered:
+            return held
+        self._probes -= 1
+        self._successes += 1
+        if self._successes >= self._config.success_threshold:
+            self._opened_at = None
+            self._failures.clear()
+            self._successes = self._probes = 0
+        return dataclasses.replace(held, answered=True)
+
+    def completed(self) -> None:
+        """Report that a good answer has ended, which resets the failure count."""
+        if self._opened_at is None:
+            self._failures.clear()
+
+    def renew(self) -> None:
+        """Close the breaker, because a new process serves at the worker's URL."""
+        self._opened_at = None
+        self._successes = self._probes = 0
+        self._failures.clear()
+
+    def failed(self, held: Permit, now: float) -> None:
+        """Report a failed request. Unless the breaker is closed, only probes count."""
+        if not self._config.enabled:
+            return
+        if self._opened_at is not None:
+            if self._is_probe(held):
+                self._open(now)
+            return
+        self._failures.append(now)
+        while self._failures[0] <= now - self._config.window_s:
+            self._failures.popleft()
+        if len(self._failures) >= self._config.failure_threshold:
+            self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._opened_at = now
+        self._openings += 1
+        self._successes = self._probes = 0
+        self._failures.clear()
+
+    def _is_probe(self, held: Permit) -> bool:
+        """Whether the permit is a probe of the current opening."""
+        return self._opened_at is not None and held.opening == self._openings
+
 
 log = logging.getLogger(__name__)
 
@@ -196,3 +318,116 @@ class Registry:
         log.info("%s %s is removed", worker.spec.role, worker.spec.url)
         for tell in self.on_forgotten:
             tell(worker)
+
+
+FAILURES = 2
+"""Failed probes in a row after which a pair is down."""
+
+
+@dataclasses.dataclass(eq=False)
+class PairState:
+    """State of one pair. Times are the event loop's; None: never."""
+
+    served_at: float | None = None
+    """Last time at which an answer to a request or a probe began."""
+    probed_at: float | None = None
+    """Start of the latest probe."""
+    wanted: bool = False
+    """True: a request failed, so that a probe is due."""
+    num_failed: int = 0
+    """Failed probes since the pair last served."""
+    down_since: float | None = None
+    """Time at which the pair went down; None: it is not down."""
+    error: str | None = None
+
+    @property
+    def down(self) -> bool:
+        """Whether the pair gets no requests."""
+        return self.down_since is not None
+
+
+class Pairs:
+    """States of all pairs that were used or probed, from the results of requests and probes. Owned by `admission`.
+
+        unknown ── a request or probe succeeds ──> serving ── probes fail ──> down ── one succeeds ──> serving
+            └───────────────────────────────────── probes fail ────────────────^
+
+    Both workers may be healthy while their pair fails: a stuck session, or a network that blocks only the peer. An
+    unknown pair counts as serving. `dispatch` reports requests, `watchdog` reports probes, `admission` reads the state.
+    """
+
+    def __init__(self, registry: Registry) -> None:
+        self._states: dict[Pair, PairState] = {}
+        self._num_down = 0
+        registry.on_forgotten.append(self._forget)
+
+    @property
+    def any_down(self) -> bool:
+        """Whether at least one pair is down."""
+        return self._num_down > 0
+
+    def serves(self, pair: Pair) -> bool:
+        """Whether the pair is not down."""
+        state = self._states.get(pair)
+        return state is None or not state.down
+
+    def could_serve(self, prefills: Iterable[Worker], decodes: Iterable[Worker]) -> bool:
+        """Whether at least one pair of these workers is not down."""
+        if not self.any_down:
+            return True
+        others = list(decodes)
+        return any(self.serves(Pair(prefill, decode)) for prefill in prefills for decode in others)
+
+    def state(self, pair: Pair) -> PairState:
+        """Return the state of a pair, created if unknown; the state of a removed worker's pair is not stored."""
+        if pair.decode.forgotten or (pair.prefill is not None and pair.prefill.forgotten):
+            return PairState()
+        return self._states.setdefault(pair, PairState())
+
+    def served(self, pair: Pair, now: float) -> bool:
+        """Report that an answer has begun. True if the pair was down."""
+        state = self.state(pair)
+        was_down = state.down
+        self._num_down -= was_down
+        state.served_at, state.num_failed = now, 0
+        state.down_since = state.error = None
+        state.wanted = False
+        return was_down
+
+    def suspect(self, pair: Pair) -> None:
+        """Report a request that failed through a worker's fault, so that a probe is due."""
+        self.state(pair).wanted = True
+
+    def failed(self, pair: Pair, begun: float, error: str, now: float) -> bool:
+        """Report a failed probe that began at `begun`. True if the pair went down by it."""
+        state = self.state(pair)
+        if state.served_at is not None and state.served_at >= begun:
+            return False
+        state.num_failed += 1
+        state.error = error
+        if state.down or state.num_failed < FAILURES:
+            return False
+        state.down_since = now
+        self._num_down += 1
+        return True
+
+    def _forget(self, worker: Worker) -> None:
+        for pair in [pair for pair in self._states if worker in (pair.prefill, pair.decode)]:
+            self._num_down -= self._states.pop(pair).down
+
+    def shown(self, now: float) -> list[dict[str, Any]]:
+        """Return the state of all known pairs, for `/observe`."""
+        return [
+            {
+                "prefill": None if pair.prefill is None else pair.prefill.spec.url,
+                "decode": pair.decode.spec.url,
+                "serving": not state.down,
+                "served_age_s": None if state.served_at is None else now - state.served_at,
+                "down_s": None if state.down_since is None else now - state.down_since,
+                "error": state.error,
+            }
+            for pair, state in self._states.items()
+        ]
+
+    def __iter__(self) -> Iterator[tuple[Pair, PairState]]:
+        return iter(list(self._states.items()))

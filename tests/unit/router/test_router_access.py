@@ -16,10 +16,9 @@ from multidict import CIMultiDict
 
 from pdserve.errors import ConfigError
 from pdserve.router.app import make_app
-from pdserve.router.config.access_config import RouterAccessConfig, TlsConfig
-from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec
+from pdserve.router.config.config import RouterAccessConfig, RouterConfig, TlsConfig, WorkerRole, WorkerSpec
 from pdserve.router.config.flags import config_from, make_parser
-from pdserve.router.http.access import is_admin
+from pdserve.router.http import is_admin
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
 from tests.unit.router.answers import begin_stream
 from tests.waiting import until

@@ -11,9 +11,8 @@ import pytest
 from pdserve.router.config.config import BreakerConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.policies import RoutedRequest
 from pdserve.router.workers.admission import Admission, PairSlots, QueueWaitEstimator, Refused, rids_of
-from pdserve.router.workers.breaker import BreakerState
 from pdserve.router.workers.metrics import RouterMetrics
-from pdserve.router.workers.workers import LoadReport, Registry, Worker
+from pdserve.router.workers.workers import BreakerState, LoadReport, Registry, Worker
 from tests.waiting import settle
 
 ANYTHING = RoutedRequest()

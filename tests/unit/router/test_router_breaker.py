@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.router.config.config import BreakerConfig
-from pdserve.router.workers.breaker import Breaker, BreakerState, Permit
+from pdserve.router.workers.workers import Breaker, BreakerState, Permit
 
 CONFIG = BreakerConfig(failure_threshold=3, success_threshold=2, open_s=10.0, window_s=60.0)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pdserve.router.config.config import PolicyConfig, PrefillPolicyName, WorkerRole
 from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
-from pdserve.router.policies.bucket import boundaries
+from pdserve.router.policies.basic import boundaries
 from pdserve.router.policies.prefix_tree import CacheAware
 from pdserve.router.request_fields import ConversationKey
 

@@ -9,8 +9,7 @@ from typing import Any
 from aiohttp import web
 
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
-from pdserve.router.config.access_config import RouterAccessConfig
-from pdserve.router.config.config import BreakerConfig
+from pdserve.router.config.config import BreakerConfig, RouterAccessConfig
 from tests.unit.router.conftest import FakeWorker, World, answer_ok
 from tests.waiting import until
 

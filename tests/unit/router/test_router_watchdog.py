@@ -16,8 +16,7 @@ from pdserve.router.config.config import BreakerConfig, ProbeConfig, RouterConfi
 from pdserve.router.proxy.attempts import Drain
 from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, PairWatchdog, rotation
 from pdserve.router.workers.metrics import RouterMetrics
-from pdserve.router.workers.pairs import Pairs
-from pdserve.router.workers.workers import Pair, Registry
+from pdserve.router.workers.workers import Pair, Pairs, Registry
 from tests.waiting import until
 
 Scenario = Callable[[Any], Coroutine[Any, Any, None]]

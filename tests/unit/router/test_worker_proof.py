@@ -19,8 +19,7 @@ from pdserve.base.proof import PROOF_HEADER, body_digest
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
 from pdserve.router import worker_proof
-from pdserve.router.config.access_config import RouterAccessConfig
-from pdserve.router.config.config import HealthConfig
+from pdserve.router.config.config import HealthConfig, RouterAccessConfig
 from pdserve.router.config.flags import config_from, make_parser
 from tests.unit.router.answers import begin_stream
 from tests.waiting import until

@@ -1,1 +1,0 @@
-"""Modules shared by the router's endpoints: errors, access rules, TLS, tracing."""
