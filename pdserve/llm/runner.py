@@ -20,7 +20,7 @@ from pdserve.errors import PdserveError, RequestError
 from pdserve.llm.servers import RunningServer
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 
 TRIES = 3

@@ -11,7 +11,7 @@ ingress thread calls `recv` and `beat`, the scheduler thread calls `send`, and n
                               <──── to_api ────── PUSH   ZmqSchedulerChannel.beat   (ingress thread)
 
 Sends never block: the queues are unbounded. The API process bounds the requests it sends
-(`server/engine_client/waiting.py`), and the scheduler bounds the requests it admits.
+(`server/engine_client/live_requests.py`), and the scheduler bounds the requests it admits.
 """
 
 from __future__ import annotations

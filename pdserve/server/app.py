@@ -24,10 +24,9 @@ from pdserve.server import openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import access
-from pdserve.server.http.control_proof import ControlProof
-from pdserve.server.http.drain_gate import DrainGate, DrainGateMiddleware
-from pdserve.server.http.json_http import install_error_handlers, json_response
-from pdserve.server.http.streaming import ClientGoneError
+from pdserve.server.http.access import ControlProof
+from pdserve.server.http.calls import DrainGate, DrainGateMiddleware
+from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
 from pdserve.server.native import admin, commands, health
 from pdserve.server.native import observability as observing
 from pdserve.server.native.generate import generate

@@ -38,14 +38,16 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog
-from pdserve.server.engine_client.new_prefill import NewPrefill
-from pdserve.server.engine_client.request_states import RequestState, RequestStates
-from pdserve.server.engine_client.request_stats import RequestStatsRecorder
-from pdserve.server.engine_client.startup_line import log_startup
-from pdserve.server.engine_client.waiting import WaitingRequests
+from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog, log_startup
+from pdserve.server.engine_client.live_requests import (
+    NewPrefill,
+    RequestState,
+    RequestStates,
+    RequestStatsRecorder,
+    WaitingRequests,
+)
 from pdserve.server.generation import Generation
-from pdserve.server.http.request_context import current_call
+from pdserve.server.http.calls import current_call
 from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer

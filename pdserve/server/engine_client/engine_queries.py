@@ -7,22 +7,27 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 import uuid
 from collections.abc import Callable
 
+from pdserve.base import process_use, startup_times
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
+    EngineReady,
     EngineState,
     PauseGeneration,
     SchedulerBeat,
     StateQuery,
     StateReply,
 )
+
+log = logging.getLogger(__name__)
 
 SILENT_S = 10.0
 """Seconds without a heartbeat after which a scheduler process counts as dead."""
@@ -156,3 +161,12 @@ class EngineQueries:
         for flush in self._commands.values():
             if not flush.done():
                 flush.set_exception(error)
+
+
+def log_startup(ready: EngineReady) -> None:
+    """Log the durations of start-up and the memory of each process, when the scheduler has sent `EngineReady`.
+
+    With several replicas the times are those of the first replica.
+    """
+    times = startup_times.describe(startup_times.read_facts(ready.facts))
+    log.info("the engine is ready%s; memory: %s", times, process_use.describe(process_use.own_processes()))

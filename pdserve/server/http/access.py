@@ -3,21 +3,28 @@
 `app` installs the middleware. With an API key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus
 send no key, and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set. A valid proof
 of the control token replaces both keys. With `--require-control-proof` only the proof counts. An invalid proof is
-refused on every path.
+refused on every path. `ControlProof` is the server side of `http/session_proof`; routers send the proofs.
+
+    GET /control_challenge?nonce=N    {"nonce": server nonce, "proof": MAC}; 409 if this server has no control token
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Callable
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.config.access_group import AccessConfig
-from pdserve.errors import ProofError, RequestError
+from pdserve.errors import ProofError, ProofExpiredError, RequestError
 from pdserve.http.access import (
     COMMANDS,
     EXPOSED_HEADERS,
@@ -30,11 +37,82 @@ from pdserve.http.access import (
 )
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.session_proof import CHALLENGE_PATH
-from pdserve.server.http import control_proof
-from pdserve.server.http.control_proof import ControlProof
-from pdserve.server.http.json_http import BODIES, refused
-from pdserve.server.http.request_context import CLIENT_OF_SCOPE
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
+from pdserve.server.http.calls import CLIENT_OF_SCOPE
+from pdserve.server.http.json_http import BODIES, json_response, refused
+
+NO_TOKEN = "this server has no control token; set PDSERVE_CONTROL_TOKEN alike on router and servers"
+REQUIRED = (
+    "this server accepts only requests that prove the control token (--require-control-proof), as a router with "
+    "--worker-control-proof sends them; an API key is not enough"
+)
+
+
+class ControlProof:
+    """Verifies the proofs of one application. `token` empty: no control token. `required`: requests without a proof
+    fail.
+    """
+
+    def __init__(self, token: str, *, required: bool, now: Callable[[], float] = time.monotonic) -> None:
+        self._verifier = SessionVerifier(worker_key(token)) if token else None
+        self._now = now
+        self.required = required
+
+    def install(self, app: FastAPI) -> None:
+        """Add the challenge route."""
+
+        @app.get(CHALLENGE_PATH, response_model=None)
+        async def get_control_challenge(request: Request) -> Response:
+            return self._challenge(request.query_params.get("nonce", ""))
+
+    def check(self, scope: Scope, header: str) -> bytes:
+        """Verify the proof in a request's header; return the digest that its body must have.
+
+        Raises:
+            ProofError: the proof is invalid, or this server has no control token.
+        """
+        if self._verifier is None:
+            raise ProofError(NO_TOKEN)
+        query: bytes = scope["query_string"]
+        target = scope["raw_path"] + (b"?" + query if query else b"")
+        return self._verifier.check(header, scope["method"], target.decode(errors="backslashreplace"), self._now())
+
+    def _challenge(self, client_nonce: str) -> Response:
+        if self._verifier is None:
+            raise RequestError(NO_TOKEN, status=409, code="no_control_token")
+        try:
+            nonce, proof = self._verifier.challenge(client_nonce, self._now())
+        except ProofError as error:
+            raise RequestError(f"nonce: {error}", field="nonce") from error
+        return json_response({"nonce": nonce, "proof": proof})
+
+
+def proof_refusal(error: ProofError | None) -> HttpRefusal:
+    """Return the refusal for an invalid proof, or for a missing one where required (`error` None)."""
+    code, text = "control_proof_required", REQUIRED
+    if error is not None:
+        code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
+    return HttpRefusal(401, text, code, {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code})
+
+
+def _signed(receive: Receive, digest: bytes) -> Receive:
+    """Wrap `receive`: the SHA-256 of the body must be `digest`.
+
+    A wrong digest fails the last part, so a handler never gets a wrong body in full. A handler that does not read the
+    body gets no error, and uses nothing of the body.
+    """
+    seen = hashlib.sha256()
+
+    async def checked() -> Message:
+        message = await receive()
+        if message["type"] == "http.request":
+            seen.update(message.get("body", b""))
+            if not message.get("more_body", False) and not hmac.compare_digest(seen.digest(), digest):
+                raise RequestError("the body is not the one that was signed", status=401, code=INVALID)
+        return message
+
+    return checked
+
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
@@ -82,7 +160,7 @@ class AccessMiddleware:
             await refused(refusal)(scope, receive, marked)
             return
         if digest is not None:
-            receive = control_proof.signed(receive, digest)
+            receive = _signed(receive, digest)
         scope[BODIES] = self._rules.bodies
         authorization, forwarded_for = headers.get("authorization"), headers.getlist("x-forwarded-for")
         peer = None if scope["client"] is None else scope["client"][0]
@@ -117,11 +195,11 @@ class AccessMiddleware:
             try:
                 return None, self._proof.check(scope, given)
             except ProofError as error:
-                return control_proof.refusal(error), None
+                return proof_refusal(error), None
         if scope["path"] in OPEN:
             return None, None
         if self._proof.required:
-            return control_proof.refusal(None), None
+            return proof_refusal(None), None
         return self._rules.key_refusal(headers.get("authorization"), command=command), None
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:

@@ -21,8 +21,7 @@ from pdserve.base.process import ENDING, raise_if_signalled
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.access import MAX_HEADER_BYTES, MAX_TARGET_BYTES
-from pdserve.server.lifecycle.instance import EngineBackend, ignore_readiness
-from pdserve.server.lifecycle.role_switch_app import OtherRole, RoleSwitchApp
+from pdserve.server.lifecycle.instance import EngineBackend, OtherRole, RoleSwitchApp, ignore_readiness
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 
 OTHERS_S = 2

@@ -19,8 +19,7 @@ from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
-from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.http.streaming import until_disconnect
+from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.native.generate import WEIGHT_VERSION
 from pdserve.server.native.health import replica_health
 from pdserve.server.request.schemas import AbortBody

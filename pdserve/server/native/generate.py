@@ -20,10 +20,19 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.http.json_http import convert, json_response, read_json_object, refuse_unsupported, scalar_or_list
-from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
+from pdserve.server.http.json_http import (
+    collect,
+    convert,
+    event,
+    json_response,
+    read_json_object,
+    refuse_unsupported,
+    scalar_or_list,
+    stream_response,
+    until_disconnect,
+)
 from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.request.constraints import native_constraint
 from pdserve.server.request.intake import (

@@ -29,12 +29,10 @@ from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateReq
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.engine_queries import ReplicaVitals
-from pdserve.server.engine_client.request_states import RequestState
-from pdserve.server.engine_client.waiting import QUEUE_FULL
+from pdserve.server.engine_client.live_requests import QUEUE_FULL, RequestState
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.http.drain_gate import DrainGate
-from pdserve.server.http.json_http import json_response
-from pdserve.server.http.streaming import collect, until_disconnect
+from pdserve.server.http.calls import DrainGate
+from pdserve.server.http.json_http import collect, json_response, until_disconnect
 
 STATE_TIMEOUT_S = 1.0
 PROBE_TIMEOUT_S = 20.0

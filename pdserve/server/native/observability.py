@@ -19,8 +19,8 @@ from pdserve.observe.request_log import RequestLog
 from pdserve.observe.tracing import Tracing, open_tracing
 from pdserve.protocol.messages import EngineState, Flow
 from pdserve.server.context import ServerContext
+from pdserve.server.http.calls import CallMiddleware
 from pdserve.server.http.json_http import json_response
-from pdserve.server.http.request_context import CallMiddleware
 from pdserve.server.native.health import replica_health
 
 STATE_TIMEOUT_S = 1.0

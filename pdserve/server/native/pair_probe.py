@@ -28,13 +28,10 @@ from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest, WaitsFor
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.new_prefill import TOO_MANY
-from pdserve.server.engine_client.request_states import RequestState
-from pdserve.server.engine_client.waiting import QUEUE_FULL
+from pdserve.server.engine_client.live_requests import QUEUE_FULL, TOO_MANY, RequestState
 from pdserve.server.generation import Generation
-from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.http.request_context import CLIENT_OF_SCOPE
-from pdserve.server.http.streaming import collect, until_disconnect
+from pdserve.server.http.calls import CLIENT_OF_SCOPE
+from pdserve.server.http.json_http import collect, convert, json_response, read_json_object, until_disconnect
 from pdserve.server.native.health import require_alive
 from pdserve.server.request.intake import rooms_of
 from pdserve.server.request.schemas import PairProbeBody

@@ -6,7 +6,7 @@
     400, 409                       the switch is impossible; the server is unchanged
     500                            the engine of the new role did not start; the old role runs again
 
-This file validates the request; `lifecycle/role_switch_app.py` performs the switch.
+This file validates the request; `lifecycle/instance.py` performs the switch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastapi.responses import Response
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
-from pdserve.server.http.drain_gate import DrainGate
+from pdserve.server.http.calls import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.request.schemas import RoleSwitchBody
 

@@ -8,7 +8,7 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.openai.chat_messages import check_chat_size, final_text, template_messages
 from pdserve.server.openai.chat_reader import ReadPlan
 from pdserve.server.openai.chat_tools import ToolPlan, plan_tools

@@ -17,10 +17,9 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.http.json_http import json_response
-from pdserve.server.http.streaming import collect, event, stream_response, until_disconnect
+from pdserve.server.http.json_http import collect, event, json_response, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
 from pdserve.server.request.intake import check_top_logprobs, num_prompt_tokens
 from pdserve.server.request.schemas import OpenAIBody

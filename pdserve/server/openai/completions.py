@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs

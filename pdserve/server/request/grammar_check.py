@@ -19,7 +19,7 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
-from pdserve.server.http.request_context import current_call
+from pdserve.server.http.calls import current_call
 from pdserve.server.request.compile_pool import CompilePool, Compiler
 from pdserve.server.request.constraints import Constraint
 from pdserve.server.text.stop_regex import check_stop_regex

@@ -21,7 +21,7 @@ from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.http.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096

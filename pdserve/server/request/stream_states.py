@@ -14,7 +14,7 @@ from fastapi import Request
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import TokenLogprob
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.request.intake import check_token_ids
 

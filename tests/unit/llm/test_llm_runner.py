@@ -11,7 +11,7 @@ from pdserve.llm.outputs import BatchError
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.protocol.messages import FinishReason, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
 from tests.waiting import settle
 

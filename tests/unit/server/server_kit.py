@@ -56,8 +56,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
-from pdserve.server.engine_client.new_prefill import NewPrefill
-from pdserve.server.engine_client.waiting import WaitingRequests
+from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
 from pdserve.server.request.grammar_check import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until

@@ -11,8 +11,8 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import EngineCoreOutput, GenerateRequest, RequestTiming, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client import new_prefill
-from pdserve.server.engine_client.new_prefill import MAX_NEW_OF_CLIENT, MAX_SERVED, NewAddress, NewPrefill
+from pdserve.server.engine_client import live_requests as new_prefill
+from pdserve.server.engine_client.live_requests import MAX_NEW_OF_CLIENT, MAX_SERVED, NewAddress, NewPrefill
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until

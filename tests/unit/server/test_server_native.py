@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pdserve.protocol.messages import FinishReason, RoomAddress
-from pdserve.server.http import streaming
+from pdserve.server.http import json_http as streaming
 from pdserve.server.native import generate as native
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse

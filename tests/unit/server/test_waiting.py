@@ -12,9 +12,14 @@ from pdserve.config.groups import ModelConfig, ParallelConfig, ScheduleConfig, S
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client import waiting
-from pdserve.server.engine_client.request_states import RequestState
-from pdserve.server.engine_client.waiting import MAX_WAITING_TOKENS, MIN_AHEAD, WAITING_CONTEXTS, WaitingRequests
+from pdserve.server.engine_client import live_requests as waiting
+from pdserve.server.engine_client.live_requests import (
+    MAX_WAITING_TOKENS,
+    MIN_AHEAD,
+    WAITING_CONTEXTS,
+    RequestState,
+    WaitingRequests,
+)
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until

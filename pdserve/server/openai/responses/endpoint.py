@@ -15,10 +15,18 @@ from pdserve.errors import PdserveError
 from pdserve.http.errors import HttpRefusal
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.request_states import RequestState
+from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.http.json_http import convert, json_response, read_json_object, refuse_unsupported
-from pdserve.server.http.streaming import EventStream, collect, first_event, until_disconnect
+from pdserve.server.http.json_http import (
+    EventStream,
+    collect,
+    convert,
+    first_event,
+    json_response,
+    read_json_object,
+    refuse_unsupported,
+    until_disconnect,
+)
 from pdserve.server.openai.chat_prepare import prepare_chat
 from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.logprob_format import chat_logprobs

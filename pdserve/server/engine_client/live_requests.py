@@ -1,0 +1,339 @@
+"""The live sequences of a server: their limits, states and statistics.
+
+Owned by the engine client, on its event loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pdserve.base.clock import Clock, MonotonicClock, RetryAfterEstimator
+from pdserve.config.groups import ServerConfig
+from pdserve.config.resolve import MAX_RUNNING_REQUESTS
+from pdserve.errors import RequestError
+from pdserve.observe.metrics import RequestMetrics
+from pdserve.observe.record import RequestListener, RequestRecord, ttft_parts
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
+from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.http.calls import HttpCall
+from pdserve.server.text.detokenizer import Detokenizer
+
+MAX_NEW_OF_CLIENT = 16
+"""Maximum new addresses in the running requests of one client, and separately in its probes. 64 look-ups run at a
+time."""
+MAX_SERVED = 1024
+"""Number of addresses that have served which are remembered; the least recently used is dropped."""
+
+TOO_MANY = "bootstrap_busy"
+"""Error code of the refusal."""
+Address = tuple[str, int | None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NewAddress:
+    """The bootstrap address of a running sequence that was new when the sequence was submitted."""
+
+    client: str
+    address: Address
+
+
+class NewPrefill:
+    """Limits the new bootstrap addresses that each client may name on a decode server.
+
+    An address is new until KV has arrived from its server. The transfer manager looks up 64 new addresses at a time,
+    for all clients together. A client that names many new addresses would delay the look-ups of other clients, so each
+    client may have `MAX_NEW_OF_CLIENT` in its running requests. A client's pair probes have a separate limit of the
+    same size. A router's probes therefore find its prefill servers while its requests exhaust their limit.
+
+    Call `take` for each body, `heard` for each output, `release` at a sequence's end.
+    """
+
+    def __init__(self) -> None:
+        self._served: OrderedDict[Address, None] = OrderedDict()
+        self._named: dict[str, Counter[Address]] = {}
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> NewPrefill | None:
+        """Create the limit for a decode server without an allow list of prefill addresses; else return None."""
+        if config.disagg.disaggregation_mode != "decode" or config.disagg.allowed_prefill is not None:
+            return None
+        return cls()
+
+    def take(self, client: str, requests: Sequence[GenerateRequest]) -> list[NewAddress | None]:
+        """Count the new addresses of one body; the entry of a sequence is None if its address is not new.
+
+        Raises:
+            RequestError: 503 when `client` would have more than `MAX_NEW_OF_CLIENT` new addresses; no count changes.
+        """
+        addresses = [self._new(request.room) for request in requests]
+        new = {address for address in addresses if address is not None}
+        if not new:
+            return [None] * len(addresses)
+        if any(request.probe for request in requests):
+            client = f"probes of {client}"
+        named = self._named.get(client, Counter())
+        if len(new | named.keys()) > MAX_NEW_OF_CLIENT:
+            raise RequestError(
+                f"this client names more than {MAX_NEW_OF_CLIENT} bootstrap addresses that have never served this "
+                "server; wait until requests to them have ended",
+                field="bootstrap_host",
+                status=503,
+                code=TOO_MANY,
+                retry_after_s=1,
+            )
+        named.update(address for address in addresses if address is not None)
+        self._named[client] = named
+        return [None if address is None else NewAddress(client, address) for address in addresses]
+
+    def heard(self, new: NewAddress, output: EngineCoreOutput) -> None:
+        """Record an output of the sequence: the address has served if `output` reports transferred KV pages."""
+        if output.timing is None or output.timing.kv_pages is None or new.address in self._served:
+            return
+        self._served[new.address] = None
+        if len(self._served) > MAX_SERVED:
+            self._served.popitem(last=False)
+        for client in list(self._named):
+            self._forget(client, new.address)
+
+    def release(self, new: NewAddress) -> None:
+        """Release the address of a sequence that has ended."""
+        named = self._named.get(new.client, Counter())
+        if named[new.address] > 1:
+            named[new.address] -= 1
+        else:
+            self._forget(new.client, new.address)
+
+    def _new(self, room: RoomAddress | None) -> Address | None:
+        if room is None or room.host == FAKE_BOOTSTRAP_HOST:
+            return None
+        address = room.host, room.port
+        if address in self._served:
+            self._served.move_to_end(address)
+            return None
+        return address
+
+    def _forget(self, client: str, address: Address) -> None:
+        named = self._named.get(client)
+        if named is not None:
+            named.pop(address, None)
+            if not named:
+                del self._named[client]
+
+
+QUEUE_FULL = "queue_full"
+"""Error code of the refusal, here and in the scheduler."""
+MAX_WAITING_TOKENS = 1 << 24
+"""Prompt tokens per replica: about 1.2 GB, as a token takes about 36 bytes here and as many in the scheduler."""
+WAITING_CONTEXTS = 16
+"""Full contexts per replica that may always wait."""
+ROWS_AHEAD = 4
+"""Sequences without an output per row of a replica, in addition to the queue: those that are being computed or
+transferred, and those whose end is not reported yet."""
+MIN_AHEAD = 1024
+"""Minimum of `ROWS_AHEAD` times rows: a prefill server reuses a row before the transfer of its prompt has ended."""
+
+
+class WaitingRequests:
+    """Bounds the sequences that were sent to the scheduler and have no output yet, by number and by prompt tokens.
+
+    The API process counts them, because the scheduler's own bound covers only its queues. This count also covers the
+    channel, the scheduler's mailbox during a long step, and the grammar gate. An aborted sequence counts until the
+    scheduler has ended it, because its message may be in the channel until then.
+
+    `most`: maximum number of waiting sequences.
+    """
+
+    def __init__(self, most: int, num_replicas: int, clock: Clock) -> None:
+        self._most = most
+        self._num_replicas = num_replicas
+        self._pace = RetryAfterEstimator(clock)
+        self._tokens: dict[str, int] = {}
+        """Prompt tokens of each waiting sequence, by rid."""
+        self._num_tokens = 0
+        self._num_begun = 0
+        self._num_refused = 0
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> WaitingRequests | None:
+        """Create the bounds for a server; None when `--max-queued-requests` disables them."""
+        most_queued = config.schedule.most_queued
+        if most_queued is None:
+            return None
+        rows = config.schedule.max_running_requests or MAX_RUNNING_REQUESTS
+        num_replicas = config.parallel.dp_size
+        ahead = max(ROWS_AHEAD * rows, MIN_AHEAD)
+        return cls(num_replicas * (most_queued + ahead), num_replicas, MonotonicClock())
+
+    def check(self, requests: Sequence[GenerateRequest], capacity: int) -> None:
+        """Check that the sequences of one body may wait. `capacity`: tokens of a full context.
+
+        A server with no waiting sequence takes any body.
+
+        Raises:
+            RequestError: 503 with `retry_after_s` when too many sequences or prompt tokens wait.
+        """
+        if not self._tokens:
+            return
+        most_tokens = self._num_replicas * max(MAX_WAITING_TOKENS, WAITING_CONTEXTS * capacity)
+        if len(self._tokens) + len(requests) > self._most:
+            message = f"{len(self._tokens)} requests wait already"
+        elif self._num_tokens + sum(len(request.given_ids) for request in requests) > most_tokens:
+            message = f"requests of {self._num_tokens} prompt tokens wait already"
+        else:
+            return
+        self._num_refused += len(requests)
+        retry_after_s = self._pace.retry_after_s(self._num_begun)
+        raise RequestError(message, status=503, code=QUEUE_FULL, retry_after_s=retry_after_s)
+
+    def counters(self) -> dict[str, float]:
+        """Return the counters for `/metrics`."""
+        return {"requests_refused_by_api": float(self._num_refused)}
+
+    def add(self, request: GenerateRequest) -> None:
+        """Count a sequence that is sent to the scheduler."""
+        self._pace.sample(self._num_begun)
+        num_tokens = self._tokens[request.rid] = len(request.given_ids)
+        self._num_tokens += num_tokens
+
+    def heard(self, rid: str) -> None:
+        """Stop counting a sequence: the scheduler has sent its first output, or its end."""
+        num_tokens = self._tokens.pop(rid, None)
+        if num_tokens is not None:
+            self._num_tokens -= num_tokens
+            self._num_begun += 1
+
+
+@dataclasses.dataclass(slots=True, kw_only=True, eq=False)
+class RequestState(RequestRecord):
+    """One sequence in the API process, from its validation to its end: its message, statistics and output.
+
+    `index` is its position in its body. `batch` is the client's id of the whole body; None: it has none.
+    `EngineClient.submit` sets `generation` and `detokenizer`, which exist from then on.
+    """
+
+    index: int = 0
+    batch: str | None = None
+    generation: Generation = dataclasses.field(init=False, repr=False)
+    detokenizer: Detokenizer = dataclasses.field(init=False, repr=False)
+    new_address: NewAddress | None = None
+    """The bootstrap address, if it was new when the sequence was submitted; else None."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The client's ids by which the sequence can be aborted: its own, and its batch's."""
+        return (self.name,) if self.batch is None else (self.name, self.batch)
+
+
+class RequestStates:
+    """Live sequences by `rid`, which is never reused."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, RequestState] = {}
+        self._names: collections.Counter[str] = collections.Counter()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def add(self, sequence: RequestState) -> None:
+        """Add a submitted sequence."""
+        self._sequences[sequence.request.rid] = sequence
+        self._names.update(sequence.names)
+
+    def get(self, rid: str) -> RequestState | None:
+        """Return the sequence; None if it has ended."""
+        return self._sequences.get(rid)
+
+    def pop(self, rid: str) -> RequestState:
+        """Remove and return a sequence that has ended."""
+        sequence = self._sequences.pop(rid)
+        for name in sequence.names:
+            self._names[name] -= 1
+            if self._names[name] <= 0:
+                del self._names[name]
+        return sequence
+
+    def taken(self, names: Iterable[str]) -> str | None:
+        """Return the first of `names` that belongs to a live sequence; None: all are free."""
+        return next((name for name in names if name in self._names), None)
+
+    def called(self, name: str | None) -> list[str]:
+        """Return the rids whose client id, or whose batch's id, is `name`; all for None."""
+        return [rid for rid, one in self._sequences.items() if name is None or name in one.names]
+
+    def of(self, generation: Generation) -> list[str]:
+        """Return the rids of the sequences of `generation`."""
+        return [rid for rid, one in self._sequences.items() if one.generation is generation]
+
+
+class RequestStatsRecorder:
+    """Writes the statistics of records, and reports to `metrics` at each token, to all `listeners` at start and end.
+
+    Health probes are excluded from request statistics.
+    """
+
+    def __init__(self, metrics: RequestMetrics) -> None:
+        self._metrics = metrics
+        self.listeners: list[RequestListener] = []
+
+    def started(self, record: RequestRecord, call: HttpCall | None) -> None:
+        """Record the submission of a sequence by `call`. A request is `traced` if the call's span is recorded."""
+        now = time.monotonic()
+        record.arrived_at, record.arrived_s = time.time(), now
+        if call is not None:
+            record.intake_s = now - call.arrived_s
+            record.arrived_at -= record.intake_s
+            record.arrived_s = call.arrived_s
+            record.path, record.request_id, record.traceparent = call.path, call.request_id, call.traceparent
+            if call.span is not None and call.span.recorded:
+                record.request = msgspec.structs.replace(record.request, traced=True)
+        if not record.request.probe:
+            self._metrics.started(record)
+            for listener in self.listeners:
+                listener.started(record)
+
+    def tokens(self, record: RequestRecord, output: EngineCoreOutput, update: GenerationUpdate) -> None:
+        """Record an output, which may hold tokens and the finish.
+
+        A request with `max_new_tokens` 0 has no tokens: its finish marks the end of prefill.
+        """
+        if record.request.probe:
+            return
+        if update.finish is not None:
+            record.matched, record.failure = update.finish.matched, update.finish.failure
+        now, num_tokens = time.monotonic(), len(update.token_ids)
+        if record.seen_s is None:
+            if num_tokens == 0 and (update.finish is None or update.finish.type == "abort"):
+                return
+            self._prompt_done(record, output, now)
+        elif num_tokens:
+            self._metrics.next_tokens((now - record.seen_s) / num_tokens, num_tokens)
+        if num_tokens:
+            self._metrics.generated(num_tokens)
+            record.seen_s = now
+            record.completion_tokens += num_tokens
+        if any(listener.keeps_output for listener in self.listeners):
+            record.output_ids += update.token_ids
+            record.texts.append(update.text)
+
+    def _prompt_done(self, record: RequestRecord, output: EngineCoreOutput, now: float) -> None:
+        record.seen_s = now
+        record.ttft_s = now - record.arrived_s
+        record.cached_tokens = output.cached_tokens
+        self._metrics.first_token(record.ttft_s, ttft_parts(record.ttft_s, record.intake_s, record.timing))
+        self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
+
+    def ended(self, record: RequestRecord, outcome: str) -> None:
+        """Record the end of a sequence; the last call for it. `outcome` is its finish reason."""
+        if record.request.probe:
+            return
+        record.outcome = outcome
+        record.e2e_s = time.monotonic() - record.arrived_s
+        self._metrics.ended(record)
+        for listener in self.listeners:
+            listener.ended(record)
