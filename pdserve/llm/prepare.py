@@ -22,8 +22,7 @@ from pdserve.llm.servers import RunningServer
 from pdserve.protocol.grammar import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert
-from pdserve.server.openai.chat_messages import final_text
-from pdserve.server.openai.chat_prepare import chat_prompt
+from pdserve.server.openai.chat_request import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, after_thoughts
 from pdserve.server.request.intake import check_token_ids, make_requests, prompt_request

@@ -36,7 +36,7 @@ from pdserve.protocol.replicas import ReplicatedChannel
 from pdserve.server.app import make_metrics
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 

@@ -30,14 +30,14 @@ from pdserve.server.http.json_http import ClientGoneError, install_error_handler
 from pdserve.server.native import admin, commands, health
 from pdserve.server.native import observability as observing
 from pdserve.server.native.generate import generate
-from pdserve.server.native.pair_probe import PairProbes
+from pdserve.server.native.health import PairProbes
 from pdserve.server.native.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.native.tokenize import detokenize, tokenize
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
     ChatBody,

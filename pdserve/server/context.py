@@ -14,8 +14,7 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
-from pdserve.server.request.constraints import Constraint
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.request.intake import (
     TransferAddress,
     check_size,

@@ -13,12 +13,12 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.openai.chat_prepare import prepare_chat
-from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
+from pdserve.server.openai.chat_request import prepare_chat
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.common import OpenAICall
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
-from pdserve.server.text.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
 """Values of unsupported fields that are accepted because they equal the default."""

@@ -57,7 +57,7 @@ from pdserve.protocol.messages import (
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until
 

@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.openai.chat import delta_fields
-from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.text.parsers.json_formats import Hermes
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.tokenizer import Tokenizer

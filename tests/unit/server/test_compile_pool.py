@@ -22,8 +22,7 @@ from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.request import compile_pool
 from pdserve.server.request.compile_pool import GONE, CompilePool, FairQueue, _Waiting
-from pdserve.server.request.constraints import Constraint
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB
 from tests.waiting import until

@@ -16,11 +16,11 @@ from pdserve.server.app import make_metrics
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.http.json_http import convert
-from pdserve.server.openai.chat_prepare import prepare_chat
+from pdserve.server.openai.chat_request import prepare_chat
 from pdserve.server.openai.responses.endpoint import ResponsesCall
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.openai.responses.to_chat import to_chat
-from pdserve.server.request.grammar_check import GrammarCheck
+from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import HERMES, NOW, WEATHER, long_context, openai_bench
 

@@ -27,8 +27,8 @@ from pdserve.server.http.json_http import (
     refuse_unsupported,
     until_disconnect,
 )
-from pdserve.server.openai.chat_prepare import prepare_chat
-from pdserve.server.openai.chat_reader import ChatReader, ReadPlan, ReasoningCounter
+from pdserve.server.openai.chat_request import prepare_chat
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.openai.responses.output import OutputWriter
 from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody

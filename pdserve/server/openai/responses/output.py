@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.server.text.parsers.pieces import CallArguments, CallOpened, Content, Piece, Reasoning
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Piece, Reasoning
 
 Event = dict[str, Any]
 """An event without its sequence number."""

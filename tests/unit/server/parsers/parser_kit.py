@@ -6,9 +6,17 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.server.text.parsers.feed import IncrementalParser, PiecesReader
-from pdserve.server.text.parsers.pieces import CallArguments, Content, ParsedAnswer, Piece, Reasoning, put_together
-from pdserve.server.text.parsers.registry import TOOL_FORMATS
+from pdserve.server.text.chat_formats import TOOL_FORMATS
+from pdserve.server.text.parsers.feed import (
+    CallArguments,
+    Content,
+    IncrementalParser,
+    ParsedAnswer,
+    Piece,
+    PiecesReader,
+    Reasoning,
+    put_together,
+)
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
 

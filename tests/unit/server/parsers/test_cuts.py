@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.server.text.chat_formats import TOOL_FORMATS
+from pdserve.server.text.parsers.feed import put_together
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
-from pdserve.server.text.parsers.pieces import put_together
-from pdserve.server.text.parsers.registry import TOOL_FORMATS
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
 from tests.unit.server.parsers.parser_kit import read, thought_reader, tool_reader
