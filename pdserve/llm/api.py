@@ -25,7 +25,7 @@ from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.native.admin import flush_when_idle
+from pdserve.server.sglang_api.admin import flush_when_idle
 from pdserve.server.text.tokenizer import load_tokenizer
 
 

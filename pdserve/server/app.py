@@ -27,12 +27,6 @@ from pdserve.server.http import access
 from pdserve.server.http.access import ControlProof
 from pdserve.server.http.calls import DrainGate, DrainGateMiddleware
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
-from pdserve.server.native import admin, commands, health
-from pdserve.server.native import observability as observing
-from pdserve.server.native.generate import generate
-from pdserve.server.native.health import PairProbes
-from pdserve.server.native.role_switch import RoleChanger, pd_role_switch
-from pdserve.server.native.tokenize import detokenize, tokenize
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -52,6 +46,12 @@ from pdserve.server.request.schemas import (
     RoleSwitchBody,
     TokenizeBody,
 )
+from pdserve.server.sglang_api import admin, commands, health
+from pdserve.server.sglang_api import observability as observing
+from pdserve.server.sglang_api.generate import generate
+from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
+from pdserve.server.sglang_api.tokenize import detokenize, tokenize
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 

@@ -13,7 +13,7 @@ from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.clients import ADMIN_API_KEY, API_KEY
 from pdserve.router.config.config import RouterConfig, WorkerRole
-from pdserve.server.native import health
+from pdserve.server.sglang_api import health
 from tests.rules.deploy_kit import (
     K8S,
     OVERLAYS,

@@ -12,8 +12,8 @@ from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import PeerLoad, SchedulerBeat
 from pdserve.scheduler.scheduler import Heartbeat
 from pdserve.server.engine_client import engine_queries as pulses
-from pdserve.server.native import health
-from pdserve.server.native.health import partners_missing
+from pdserve.server.sglang_api import health
+from pdserve.server.sglang_api.health import partners_missing
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until

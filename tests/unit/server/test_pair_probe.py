@@ -9,7 +9,7 @@ import pytest
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import FinishReason, RoomAddress, WaitsFor
-from pdserve.server.native import health as pair_probe
+from pdserve.server.sglang_api import health as pair_probe
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until

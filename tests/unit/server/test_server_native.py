@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.protocol.messages import FinishReason, RoomAddress
 from pdserve.server.http import json_http as streaming
-from pdserve.server.native import generate as native
+from pdserve.server.sglang_api import generate as native
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, sse
 from tests.waiting import until

@@ -26,8 +26,8 @@ from pdserve.protocol.messages import (
 )
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.native.health import STATE_TIMEOUT_S
 from pdserve.server.request.schemas import PauseBody, PeerBody, ProfileBody
+from pdserve.server.sglang_api.health import STATE_TIMEOUT_S
 
 COMMAND_TIMEOUT_S = 60.0
 """Seconds. A command waits for the current step, and writing a profile takes time."""

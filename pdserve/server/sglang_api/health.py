@@ -1,4 +1,4 @@
-"""Health endpoints: liveness, readiness, and generation of a token. Routes in `app`.
+"""Health endpoints: liveness, readiness, generation of a token, and probes of pairs. Routes in `app`.
 
     /health            the engine has started, its schedulers run, no step is stuck, and
                        the server is not shutting down                                      liveness, routers' checks
@@ -219,14 +219,26 @@ class _Addressed(msgspec.Struct):
 
 
 class PairProbes:
-    """The endpoint and its count of running probes. One per application; event loop only."""
+    """`POST /health_pair`: probes a prefill/decode pair with one token. Routers call it on both servers at once.
+
+        {"bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout"}     as in a request; a monolith needs none
+
+        200 {"status": "ok"}      the token was generated: HTTP, handshake, KV transfer and scheduler work for this pair
+        200 {"status": "busy"}    no token yet: the probe waits for a resource that other requests use; no verdict
+        503 code no_token         the probe waits for the peer, or for KV that does not arrive
+        503 another code          the probe was refused, or has failed
+
+    Probes are excluded from request statistics, request log and prefix cache, and take no slot of a client's request.
+    Their cost is bounded: one prompt token, one output token, `MAX_PROBES` at a time. One per application; event loop
+    only.
+    """
 
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._num_running = 0
 
     async def post(self, request: Request) -> Response:
-        """See the file's docstring."""
+        """Answer one probe; see the class."""
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), PairProbeBody)
         await require_alive(context)

@@ -20,9 +20,9 @@ from pdserve.http.errors import error_object
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
-from pdserve.server.native.generate import WEIGHT_VERSION
-from pdserve.server.native.health import replica_health
 from pdserve.server.request.schemas import AbortBody
+from pdserve.server.sglang_api.generate import WEIGHT_VERSION
+from pdserve.server.sglang_api.health import replica_health
 
 STATE_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 10.0
