@@ -23,8 +23,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.dense import RMSNorm
-from pdserve.model.layers.kernels import FastKernels
-from pdserve.model.layers.rotary import Rotary
+from pdserve.model.layers.kernels import FastKernels, Rotary
 from pdserve.model.rope import RopeSpec
 
 Span = tuple[int, int]

@@ -30,9 +30,8 @@ from pdserve.model.layers.dense import (
     vocab_rows,
 )
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.layers.kernels import FastKernels, Kernels
+from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
-from pdserve.model.layers.rotary import Rotary
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import ExpertMap

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
 from pdserve.model.layers.dense import RMSNorm
-from pdserve.model.layers.rotary import rotate
+from pdserve.model.layers.kernels import rotate
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.layers.rotary import Rotary
+from pdserve.model.layers.kernels import Rotary
 from pdserve.model.rope import RopeSpec
 from tests.unit.model.triton_kit import DEVICE, attended
 

@@ -13,8 +13,7 @@ from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.sampling import keep_best
 from pdserve.model.layers.dense import RMSNorm
-from pdserve.model.layers.kernels import FastKernels
-from pdserve.model.layers.rotary import Rotary
+from pdserve.model.layers.kernels import FastKernels, Rotary
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.rope import RopeSpec
 from tests.unit.model.triton_kit import DEVICE
