@@ -194,10 +194,10 @@ def serve(message: dict[str, Any], out: int, err: int) -> int:
     argv = message["argv"]
     become(argv, message["env"])
     name, *flags = argv[argv.index("-m") + 1 :]
-    if name != "pdserve.launch_router":
-        Spares(num_ranks(flags) * message["num_engines"]).install()
     program = importlib.import_module(name)
     sys.argv, sys.modules["__main__"] = [str(program.__file__), *flags], program
+    if name != "pdserve.launch_router":
+        Spares(num_ranks(flags) * message["num_engines"]).install()
     return program.main(flags)
 
 
