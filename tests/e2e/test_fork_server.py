@@ -1,4 +1,4 @@
-"""A server that the fork server has started is as one that a new interpreter has started."""
+"""A server of the fork server is as one of a new interpreter. One pair is started as users start it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.e2e import harness
-from tests.e2e.harness import Server, ranks_of, running, start_server
+from tests.e2e.harness import Server, assert_idle, ranks_of, running, running_pair, start_server
 from tests.tiny import Family
 
 FLAGS = ("--max-total-tokens", "2048", "--tp-size", "2")
@@ -50,3 +50,18 @@ def test_its_ranks_end_with_it(server: Server) -> None:
     _, alive = psutil.wait_procs(ranks, timeout=30.0)
     assert [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE] == []
     assert server.child.end(1.0) == -signal.SIGKILL
+
+
+def test_a_pair_of_new_interpreters_answers(
+    tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As users start it: the imports of every process run, and ranks are new interpreters, too."""
+    body = {"input_ids": list(range(7, 60)), "sampling_params": {"max_new_tokens": 8, "temperature": 0}}
+    model, answers = str(tiny_checkpoint("llama")), []
+    for fork_server in (harness.fork_server, None):
+        monkeypatch.setattr(harness, "fork_server", fork_server)
+        with running_pair(model, "--dtype", "float32", "--max-total-tokens", "2048", prefill_flags=FLAGS[2:]) as pair:
+            answers.append(pair.generate(**body)["output_ids"])
+            assert len(ranks_of(pair.prefill)) == 2
+            assert_idle(*pair.workers)
+    assert len(answers[0]) == 8 and answers[0] == answers[1]
