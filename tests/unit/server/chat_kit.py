@@ -12,7 +12,7 @@ import pytest
 
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server import server_kit
-from tests.unit.server.server_kit import Bench, bench
+from tests.unit.server.server_kit import Bench, bench, token_ids
 
 WEATHER = {
     "type": "function",
@@ -40,7 +40,7 @@ def long_context(monkeypatch: pytest.MonkeyPatch) -> None:
 async def openai_bench(tokenizer: Tokenizer, text: str, **serving: Any) -> AsyncIterator[tuple[Bench, Any]]:
     """A server whose model always writes `text`, and a client of it."""
     async with bench(tokenizer, **serving) as b:
-        b.scheduler.script = lambda request: tokenizer._encode(text, "text", True)
+        b.scheduler.script = lambda request: token_ids(tokenizer, text)
         transport = httpx2.ASGITransport(app=b.app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport) as http:
             yield b, openai.AsyncOpenAI(base_url="http://server/v1", api_key="none", max_retries=0, http_client=http)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import tiny_tokenizer
+from tests.unit.server.server_kit import tiny_tokenizer, token_ids
 
 
 @pytest.fixture(scope="session")
@@ -18,4 +18,4 @@ def tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def ids(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
     """Token ids of a text."""
-    return lambda text: tokenizer._encode(text, "text", True)
+    return lambda text: token_ids(tokenizer, text)

@@ -70,7 +70,7 @@ TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> Tokenizer:
+def tiny_hf_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE: every byte is a token, so that characters fall apart into several."""
     rust = RustTokenizer(models.BPE())
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -84,7 +84,23 @@ def tiny_tokenizer() -> Tokenizer:
     rust.train_from_iterator(["hello world the quick brown fox"] * 10, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|end|>")
     fast.chat_template = TEMPLATE
-    return Tokenizer(fast)
+    return fast
+
+
+def tiny_tokenizer(chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of `tiny_hf_tokenizer`. `chat_template` replaces its own."""
+    return Tokenizer(tiny_hf_tokenizer(), chat_template)
+
+
+def rust_tokenizer(tokenizer: Tokenizer) -> RustTokenizer:
+    """The library's tokenizer with the same vocabulary."""
+    return RustTokenizer.from_str(tokenizer.as_json())
+
+
+def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of `text`."""
+    ids: list[int] = rust_tokenizer(tokenizer).encode(text).ids
+    return ids
 
 
 VOCAB = 320
@@ -295,7 +311,6 @@ class Bench:
     scheduler: ScriptedScheduler
     client: EngineClient
     channel: MemoryApiChannel
-    tokenizer: Tokenizer
     app: Any
     http: httpx.AsyncClient
 
@@ -327,7 +342,7 @@ def make_config(
 
 @contextlib.asynccontextmanager
 async def bench(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     mode: DisaggMode = "null",
     *,
     ready: bool = True,
@@ -339,7 +354,7 @@ async def bench(
     control_token: str = "",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
-    """A running server; at its end no stream is left in it."""
+    """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
     config = make_config(
         mode, observe=observe, access=access, backend=backend, allowed_prefill=allowed_prefill, **serving
     )
@@ -370,7 +385,7 @@ async def bench(
             scheduler.start()
             await client.wait_ready(5.0)
         try:
-            yield Bench(config, scheduler, client, api, tokenizer, app, http)
+            yield Bench(config, scheduler, client, api, app, http)
             await until(lambda: client.num_live == 0)
         finally:
             await client.stop()

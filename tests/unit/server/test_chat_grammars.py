@@ -16,7 +16,7 @@ from pdserve.server.request.constraints import Constraint, after_thoughts, opena
 from pdserve.server.request.schemas import ChatBody
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import EOS, VOCAB
+from tests.unit.server.server_kit import EOS, VOCAB, token_ids
 
 CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "required": ["city"],
         "$defs": {"name": {"type": "string"}}}  # fmt: skip
@@ -45,7 +45,7 @@ def allows(tokenizer: Tokenizer, vocabulary: Vocabulary, constraint: Constraint,
     """Whether `text` is a whole answer."""
     matcher = Matcher(vocabulary, compile_grammar(constraint.grammar, JsonRules(), vocabulary))
     try:
-        matcher.accept([*tokenizer._encode(text, "text", False), EOS])
+        matcher.accept([*token_ids(tokenizer, text), EOS])
     except GrammarError:
         return False
     return matcher.ended

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError, RequestError
 from pdserve.server.openai.chat_request import template_messages
 from pdserve.server.request.schemas import ChatMessage, FunctionCall, ToolCall
 from pdserve.server.text.chat_template import ChatTemplates, TemplateFacts, built_in_names, read_template
-from tests.unit.server.server_kit import tiny_tokenizer
+from tests.unit.server.server_kit import tiny_hf_tokenizer
 
 MESSAGES = [
     {"role": "system", "content": "Be brief."},
@@ -22,9 +22,12 @@ MESSAGES = [
 ]
 
 
-def templates(override: str | None = None) -> ChatTemplates:
-    hf = tiny_tokenizer()._hf
+def templates(override: str | None = None, own: dict[str, str] | None = None) -> ChatTemplates:
+    """`override` replaces the tokenizer's templates. `own`: the tokenizer has several templates, by name."""
+    hf = tiny_hf_tokenizer()
     hf.bos_token = "<s>"
+    if own is not None:
+        hf.chat_template = own
     return ChatTemplates(hf, override)
 
 
@@ -94,8 +97,7 @@ def test_messages_take_the_form_that_the_template_wants() -> None:
 
 
 def test_a_model_with_two_templates_has_one_for_tools() -> None:
-    made = templates()
-    made._hf.chat_template = {"default": "plain", "tool_use": "tools"}
+    made = templates(own={"default": "plain", "tool_use": "tools"})
     assert (made.text(), made.text(tools=True)) == ("plain", "tools")
 
 

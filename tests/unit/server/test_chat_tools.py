@@ -11,10 +11,12 @@ import pytest
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.openai.chat import delta_fields
 from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
+from pdserve.server.text.chat_template import read_template
 from pdserve.server.text.parsers.json_formats import Hermes
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context, openai_bench
+from tests.unit.server.server_kit import tiny_tokenizer, token_ids
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120), pytest.mark.usefixtures("long_context")]
 __all__ = ["long_context"]
@@ -105,7 +107,7 @@ async def test_without_tools_or_a_known_format_it_is_text(tokenizer: Tokenizer, 
 
 async def test_a_call_that_is_cut_off_ends_with_length(tokenizer: Tokenizer) -> None:
     async with openai_bench(tokenizer, HERMES, tool_call_parser="hermes") as (b, client):
-        size = len(tokenizer._encode(HERMES[: HERMES.index("東")], "text", True))
+        size = len(token_ids(tokenizer, HERMES[: HERMES.index("東")]))
         answer = await client.chat.completions.create(model="tiny", messages=ASK, tools=TOOLS, max_tokens=size)
         choice = answer.choices[0]
         assert choice.finish_reason == "length"
@@ -147,7 +149,7 @@ async def test_reasoning_comes_apart_and_is_counted(tokenizer: Tokenizer) -> Non
         answer = await client.chat.completions.create(model="tiny", messages=ASK)
         message = answer.choices[0].message
         assert (message.content, message.model_extra["reasoning_content"]) == ("Yes.", "hm 世")
-        thoughts = len(tokenizer._encode("<think>\nhm 世\n</think>", "text", True))
+        thoughts = len(token_ids(tokenizer, "<think>\nhm 世\n</think>"))
         assert answer.usage.completion_tokens_details.reasoning_tokens == thoughts
         made, chunks = await streamed(client, messages=ASK, stream_options={"include_usage": True})
         assert (made["content"], made["reasoning"]) == ("Yes.", "hm 世")
@@ -179,10 +181,10 @@ async def test_tokens_of_thoughts_are_counted_as_they_come(
 ) -> None:
     plan = ReadPlan(thinking=THINKING[name], inside=inside)
     counter = ReasoningCounter(tokenizer, plan)
-    ids = tokenizer._encode(text, "text", True)
+    ids = token_ids(tokenizer, text)
     counts = [counter.count(ids[:size]) for size in range(len(ids) + 1)]
     assert counts == sorted(counts)
-    assert counts[-1] == ReasoningCounter(tokenizer, plan).count(ids) == len(tokenizer._encode(thoughts, "text", True))
+    assert counts[-1] == ReasoningCounter(tokenizer, plan).count(ids) == len(token_ids(tokenizer, thoughts))
 
 
 async def test_the_prompt_says_that_thoughts_have_begun_or_are_not_wanted(tokenizer: Tokenizer) -> None:
@@ -239,10 +241,7 @@ async def test_past_calls_are_shown_to_the_model(tokenizer: Tokenizer) -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "noon"},
         {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "night"}]},
     ]
-    from pdserve.server.text.chat_template import read_template
-    from tests.unit.server.server_kit import tiny_tokenizer
-
-    with_tools = Tokenizer(tiny_tokenizer()._hf, read_template("hermes"))
+    with_tools = tiny_tokenizer(read_template("hermes"))
     async with openai_bench(with_tools, HERMES) as (b, client):
         answer = await client.chat.completions.create(model="tiny", messages=messages, tools=[NOW], max_tokens=200)
         assert answer.choices[0].finish_reason == "tool_calls", "the format is found by the template"

@@ -23,6 +23,7 @@ from pdserve.server.openai.responses.to_chat import to_chat
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import HERMES, NOW, WEATHER, long_context, openai_bench
+from tests.unit.server.server_kit import tiny_tokenizer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(120), pytest.mark.usefixtures("long_context")]
 __all__ = ["long_context"]
@@ -88,7 +89,7 @@ async def test_thoughts_words_and_calls_are_items(tokenizer: Tokenizer) -> None:
 
 async def test_a_second_turn_with_what_the_first_gave(tokenizer: Tokenizer) -> None:
     template = "{% for m in messages %}[{{ m | tojson }}]{% endfor %}"
-    with_template = Tokenizer(tokenizer._hf, template)
+    with_template = tiny_tokenizer(template)
     serving = {"reasoning_parser": "qwen3", "tool_call_parser": "hermes"}
     async with openai_bench(with_template, f"<think>hm</think>{HERMES}", **serving) as (b, client):
         first = await client.responses.create(model="tiny", input="hi", tools=TOOLS, max_output_tokens=300)
@@ -235,7 +236,7 @@ CHAT_WORDS = re.compile(
 
 
 async def test_a_template_that_refuses_names_the_input(tokenizer: Tokenizer) -> None:
-    refusing = Tokenizer(tokenizer._hf, "{{ raise_exception('not these') }}")
+    refusing = tiny_tokenizer("{{ raise_exception('not these') }}")
     async with openai_bench(refusing, "x") as (b, _):
         answer = await b.http.post("/v1/responses", json={"model": "tiny", "input": "hi"})
         assert (answer.status_code, answer.json()["param"]) == (400, "input")

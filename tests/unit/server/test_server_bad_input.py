@@ -12,7 +12,7 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.request.intake import check_size, prompt_request
 from pdserve.server.request.sampling_fields import RequestLimits
 from pdserve.server.text.tokenizer import Tokenizer
-from tests.unit.server.server_kit import bench
+from tests.unit.server.server_kit import bench, tiny_hf_tokenizer
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -281,9 +281,10 @@ async def test_one_bad_prompt_refuses_the_whole_batch(tokenizer: Tokenizer) -> N
         assert b.scheduler.requests == []
 
 
-async def test_a_model_without_a_chat_template_says_so(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with bench(tokenizer) as b:
-        monkeypatch.setattr(tokenizer._hf, "chat_template", None)
+async def test_a_model_without_a_chat_template_says_so() -> None:
+    plain = tiny_hf_tokenizer()
+    plain.chat_template = None
+    async with bench(Tokenizer(plain)) as b:
         answer = await b.http.post(CHAT, json=MESSAGES)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "no_chat_template")
 

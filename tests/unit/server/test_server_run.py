@@ -22,7 +22,7 @@ from pdserve.server.lifecycle.instance import EngineBackend
 from pdserve.server.lifecycle.run import run_api, serve
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
 from tests.hostile_http import POST, REFUSED, SIZED, error_of, send
-from tests.unit.server.server_kit import ScriptedScheduler, make_config
+from tests.unit.server.server_kit import ScriptedScheduler, make_config, tiny_hf_tokenizer
 from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
@@ -269,7 +269,7 @@ async def test_a_taken_port_is_a_config_error(tokenizer: Tokenizer) -> None:
 
 
 async def test_run_api_blocks_a_thread_until_the_engine_is_gone(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    tokenizer._hf.save_pretrained(tmp_path)
+    tiny_hf_tokenizer().save_pretrained(tmp_path)
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)
     scheduler.start()

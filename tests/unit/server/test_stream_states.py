@@ -16,7 +16,7 @@ from pdserve.server.engine_client import client as engine_client
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context
-from tests.unit.server.server_kit import VOCAB, Bench, bench
+from tests.unit.server.server_kit import VOCAB, Bench, bench, token_ids
 
 TEXT = "Größe: 10 🙂 and ENd END of it"
 ANSWER = f"<think>\nhm 🙂\n</think>\n{HERMES}"
@@ -58,7 +58,7 @@ def test_a_stream_goes_on_where_it_broke_off(
 
     async def scenario() -> None:
         async with bench(tokenizer, reasoning_parser="qwen3", tool_call_parser="hermes") as b:
-            b.scheduler.script = lambda request: tokenizer._encode(text, "text", True)
+            b.scheduler.script = lambda request: token_ids(tokenizer, text)
             b.scheduler.tokens_per_output = size
             whole = await told(b, path, body)
             plain = parsed(await b.http.post(path, json={**body, "stream": True}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from pdserve.errors import RequestError
 from pdserve.server.text import text_workers
 from pdserve.server.text.text_workers import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers
 from pdserve.server.text.tokenizer import Tokenizer
+from tests.unit.server.server_kit import tiny_hf_tokenizer, token_ids
 from tests.waiting import until
 
 
@@ -111,7 +113,7 @@ async def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch
     monkeypatch.setattr(text_workers, "PIECE_CHARS", 50)
     text = "hello the quick brown " * 1000
     ids = await tokenizer.encode(text, field="prompt", most_tokens=len(text))
-    assert ids == tokenizer._backend.encode(text).ids
+    assert ids == token_ids(tokenizer, text)
 
 
 class Counting:
@@ -132,13 +134,11 @@ class Counting:
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("most_tokens", "most_pieces"), [(100, 0), (40_000, 3)])
 async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, most_tokens: int, most_pieces: int
+    monkeypatch: pytest.MonkeyPatch, most_tokens: int, most_pieces: int
 ) -> None:
-    counting, bound = Counting(tokenizer._backend), TextBound(tokenizer._backend)
-    bound.__dict__["chars_per_token"] = 128  # as in vocabularies of real models
-    monkeypatch.setattr(bound, "_backend", counting)
-    monkeypatch.setattr(tokenizer, "_backend", counting)
-    monkeypatch.setattr(tokenizer, "_bound", bound)
+    counting = Counting(tiny_hf_tokenizer().backend_tokenizer)
+    tokenizer = Tokenizer(SimpleNamespace(backend_tokenizer=counting, chat_template=None))
+    monkeypatch.setattr(TextBound, "chars_per_token", 128)  # as in vocabularies of real models
     with pytest.raises(RequestError, match="too many") as refused:
         await tokenizer.encode("a b " * 10**6, field="prompt", most_tokens=most_tokens)
     assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"

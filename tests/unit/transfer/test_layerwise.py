@@ -64,7 +64,7 @@ def rig() -> Iterator[Rig]:
     rig = Rig()
     yield rig
     rig.workers.close()
-    assert not any(thread.is_alive() for thread in rig.workers._threads)
+    assert rig.workers.num_threads == 0
 
 
 def step() -> CountedLayerEvents:
@@ -145,7 +145,7 @@ def test_closing_does_not_wait_for_layers(rig: Rig) -> None:
     events.on_layer(0)
     reports = rig.ended(3)
     assert [report.failure is not None and report.failure.code for report in reports] == ["cancelled"] * 3
-    assert not any(thread.is_alive() for thread in rig.workers._threads)
+    assert rig.workers.num_threads == 0
     assert rig.arrived(rig.one) == [0] * 8
 
 
