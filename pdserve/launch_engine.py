@@ -77,7 +77,11 @@ class RankStartInfo:
 
 
 class EngineProcesses:
-    """All processes of the engine on this host. Main thread only, except `died`."""
+    """All processes of the engine on this host. Main thread only, except `died`.
+
+    `starts`: what each rank's process is given. `cores_left`: with `--cpu-pin`, the cores of the API process; empty:
+    any.
+    """
 
     def __init__(self, config: ServerConfig, bootstrap_port: int | None) -> None:
         parallel = config.parallel
@@ -90,12 +94,12 @@ class EngineProcesses:
                 field="nnodes",
             )
         ranks = range(parallel.node_rank * per_node, (parallel.node_rank + 1) * per_node)
-        config, cores, self._cores_left = _divide_cores(config, len(ranks) * parallel.dp_size)
+        config, cores, self.cores_left = _divide_cores(config, len(ranks) * parallel.dp_size)
         self.addresses = [create_channel_address() for _ in range(parallel.dp_size)]
         server = uuid.uuid4().hex
         sharing = parallel.num_sharing > 1
         meets = sharing or shape.num_ranks > 1
-        self._starts = [
+        self.starts = [
             RankStartInfo(
                 config=config,
                 address=address,
@@ -119,12 +123,12 @@ class EngineProcesses:
         """
         context = multiprocessing.get_context("spawn")
         with _signals_deferred():
-            for start in self._starts:
+            for start in self.starts:
                 process = context.Process(target=rank_main, args=(start,), name=start.name)
                 process.start()
                 self._processes.append(process)
-        if self._cores_left:
-            pin_process(self._cores_left)
+        if self.cores_left:
+            pin_process(self.cores_left)
 
     def died(self) -> str | None:
         """Return a sentence about a process that has ended; None while all live. Any thread."""

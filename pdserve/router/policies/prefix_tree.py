@@ -51,13 +51,17 @@ class PrefixTree:
         """Return the characters that `owner` has in the tree."""
         return self._sizes.get(owner, 0)
 
+    def num_nodes(self, owner: str) -> int:
+        """Return the nodes that `owner` has."""
+        return self._nodes[owner]
+
     def is_over(self, owner: str, max_size: int, slack: int = 0) -> bool:
         """Whether `owner` exceeds `max_size` characters or `MAX_NODES` nodes.
 
         With `slack` above 0 both limits are larger by the share 1 / `slack`.
         """
         share = 1 / slack if slack else 0.0
-        return self.size(owner) > max_size * (1 + share) or self._nodes[owner] > MAX_NODES * (1 + share)
+        return self.size(owner) > max_size * (1 + share) or self.num_nodes(owner) > MAX_NODES * (1 + share)
 
     def insert(self, text: str, owner: str) -> None:
         """Insert `text` for `owner`, which then owns every node on its path."""

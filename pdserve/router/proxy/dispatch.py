@@ -223,7 +223,7 @@ class Dispatcher:
                 self._last_words(places, prefill, outcome, call)
             finally:
                 try:
-                    await _close(prefill, decode)
+                    await close_halves(prefill, decode)
                 finally:
                     places.close()
 
@@ -382,7 +382,7 @@ async def _with_prompt_logprobs(
     return WorkerResponse(live.worker, live.response.status, headers, merged_body(body, metas))
 
 
-async def _close(
+async def close_halves(
     prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
     decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None,
 ) -> None:

@@ -65,6 +65,11 @@ class NewPrefill:
             return None
         return cls()
 
+    @property
+    def num_clients(self) -> int:
+        """Clients whose running sequences name new addresses; a client's probes count as another client."""
+        return len(self._named)
+
     def take(self, client: str, requests: Sequence[GenerateRequest]) -> list[NewAddress | None]:
         """Count the new addresses of one body; the entry of a sequence is None if its address is not new.
 
@@ -169,6 +174,11 @@ class WaitingRequests:
         num_replicas = config.parallel.dp_size
         ahead = max(ROWS_AHEAD * rows, MIN_AHEAD)
         return cls(num_replicas * (most_queued + ahead), num_replicas, MonotonicClock())
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that have no output yet."""
+        return len(self._tokens)
 
     def check(self, requests: Sequence[GenerateRequest], capacity: int) -> None:
         """Check that the sequences of one body may wait. `capacity`: tokens of a full context.

@@ -69,7 +69,7 @@ class CompletionCall(OpenAICall):
         if made == wanted:
             return updates
         groups = [updates[first : first + made] for first in range(0, len(updates), made)]
-        return [one for group in groups for one in sorted(group, key=_mean_logprob, reverse=True)[:wanted]]
+        return [one for group in groups for one in sorted(group, key=mean_logprob, reverse=True)[:wanted]]
 
     def choice(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
@@ -111,7 +111,8 @@ class CompletionCall(OpenAICall):
         return {"text": update.text, "logprobs": completion_logprobs(tokenizer, update, offset, self._num_top)}
 
 
-def _mean_logprob(update: GenerationUpdate) -> float:
+def mean_logprob(update: GenerationUpdate) -> float:
+    """Return the log probability per token, by which `best_of` ranks answers; 0 without log probabilities."""
     return sum(line.logprob for line in update.logprobs) / max(1, len(update.logprobs))
 
 

@@ -80,7 +80,9 @@ class Compiler(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class _Waiting:
+class QueuedCheck:
+    """A check that waits for its turn, and its result."""
+
     check: Check
     client: str
     small: bool
@@ -91,19 +93,19 @@ class FairQueue:
     """Queue of waiting checks. The next check is of the client that has waited longest since its last turn."""
 
     def __init__(self) -> None:
-        self._waiting: dict[bool, collections.OrderedDict[str, collections.deque[_Waiting]]] = {
+        self._waiting: dict[bool, collections.OrderedDict[str, collections.deque[QueuedCheck]]] = {
             True: collections.OrderedDict(),
             False: collections.OrderedDict(),
         }
         self._running: set[tuple[str, bool]] = set()
 
-    def __iter__(self) -> Iterator[_Waiting]:
+    def __iter__(self) -> Iterator[QueuedCheck]:
         return (entry for clients in self._waiting.values() for queue in clients.values() for entry in queue)
 
     def __len__(self) -> int:
         return sum(len(queue) for clients in self._waiting.values() for queue in clients.values())
 
-    def add(self, entry: _Waiting) -> None:
+    def add(self, entry: QueuedCheck) -> None:
         """Add a waiting check.
 
         Raises:
@@ -114,7 +116,7 @@ class FairQueue:
             raise RequestError(BUSY, status=503, code="grammar_compiler_busy", retry_after_s=1)
         clients.setdefault(entry.client, collections.deque()).append(entry)
 
-    def take(self) -> _Waiting | None:
+    def take(self) -> QueuedCheck | None:
         """Return a check that may run now, and count it as running; None: none may. Small checks come first."""
         num_large = sum(not small for _, small in self._running)
         for small in (True, False):
@@ -131,7 +133,7 @@ class FairQueue:
                     return entry
         return None
 
-    def ended(self, entry: _Waiting) -> None:
+    def ended(self, entry: QueuedCheck) -> None:
         """Count `entry` as ended."""
         self._running.discard((entry.client, entry.small))
 
@@ -263,7 +265,7 @@ class CompilePool:
     async def check(self, text: Check, client: str) -> CompileResult:
         """See `Compiler.check`."""
         small = isinstance(text, CheckPattern) or len(text.grammar.text) <= SMALL_CHARS
-        entry = _Waiting(text, client, small, asyncio.get_running_loop().create_future())
+        entry = QueuedCheck(text, client, small, asyncio.get_running_loop().create_future())
         self._queue.add(entry)
         self._begin()
         return await entry.verdict
@@ -289,7 +291,7 @@ class CompilePool:
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, entry))
 
-    def _ended(self, entry: _Waiting, task: asyncio.Task[CompileResult]) -> None:
+    def _ended(self, entry: QueuedCheck, task: asyncio.Task[CompileResult]) -> None:
         """Handle the end of a check: it has a result, or was cancelled, perhaps before its first step."""
         self._tasks.discard(task)
         self._queue.ended(entry)

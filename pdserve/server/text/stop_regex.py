@@ -94,7 +94,7 @@ def compile_own(patterns: str | Sequence[str] | None) -> None:
             raise RequestError(f"stop_regex {pattern!r} matches the empty text", field="stop_regex")
 
 
-class _Compiled:
+class PatternCache:
     """LRU cache of compiled patterns, bounded by `MAX_KEPT`. The library's own cache has no bound in bytes."""
 
     def __init__(self) -> None:
@@ -137,14 +137,15 @@ class _Compiled:
         return bool(self._suspect_until) and self._suspect_until.get(pattern, 0.0) > time.monotonic()
 
 
-_COMPILED = _Compiled()
+PATTERN_CACHE = PatternCache()
 """The cache of this process: requests often bring the same patterns."""
 
 
 class PatternThread:
     """Compiles each pattern once, in a thread of its own: a pattern takes up to 0.1 s. Used on the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, cache: PatternCache = PATTERN_CACHE) -> None:
+        self._cache = cache
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="stop-regex")
         self._compiling: dict[str, tuple[str, asyncio.Future[Pattern]]] = {}
         """By pattern: the client that requested it first, and the pending result."""
@@ -155,12 +156,12 @@ class PatternThread:
         Raises:
             RequestError: 503, `MAX_COMPILING` patterns wait for the thread, or `MAX_COMPILING_OF_CLIENT` of `client`.
         """
-        found = {pattern: kept for pattern in patterns if (kept := _COMPILED.kept(pattern)) is not None}
+        found = {pattern: kept for pattern in patterns if (kept := self._cache.kept(pattern)) is not None}
         wanted = set(patterns) - found.keys()
         if new := wanted - self._compiling.keys():
             self._check_bounds(len(new), client)
         for pattern in new:
-            future = asyncio.get_running_loop().run_in_executor(self._thread, _COMPILED.get, pattern)
+            future = asyncio.get_running_loop().run_in_executor(self._thread, self._cache.get, pattern)
             self._compiling[pattern] = client, future
             future.add_done_callback(functools.partial(self._compiled, pattern))
         for pattern, future in [(pattern, self._compiling[pattern][1]) for pattern in wanted]:
@@ -272,9 +273,11 @@ class RegexMatcher:
         keep_match: bool,
         compiled: Mapping[str, Pattern] = MappingProxyType({}),
         looks: SlowLooks = SLOW_LOOKS,
+        cache: PatternCache = PATTERN_CACHE,
     ) -> None:
+        self._cache = cache
         self._looks = looks
-        self._patterns = [compiled.get(pattern) or _COMPILED.get(pattern) for pattern in patterns]
+        self._patterns = [compiled.get(pattern) or cache.get(pattern) for pattern in patterns]
         self._keep_match = keep_match
         self._text = ""
         self._num_shown = 0
@@ -305,16 +308,16 @@ class RegexMatcher:
         return "" if self.matched is not None else self._show(len(self._text))
 
     def _search(self, pattern: Pattern, *, partial: bool) -> regex.Match[str] | None:
-        is_suspect = _COMPILED.is_suspect(pattern.pattern)
+        is_suspect = self._cache.is_suspect(pattern.pattern)
         most_s = FLOOR_S if is_suspect else LOOK_S
         try:
             found, slow_s = self._looks.search(pattern, self._text, self._num_shown, partial=partial, most_s=most_s)
         except TimeoutError as error:
             own_s = self._slow_s + self._looks.last_s  # less where other sequences have used up the shared budget
-            raise _COMPILED.too_slow(pattern.pattern, remember=own_s >= NEARLY * LOOK_S) from error
+            raise self._cache.too_slow(pattern.pattern, remember=own_s >= NEARLY * LOOK_S) from error
         self._slow_s += slow_s
         if slow_s and self._slow_s > (SUSPECT_SLOW_S if is_suspect else SLOW_S):
-            raise _COMPILED.too_slow(pattern.pattern)
+            raise self._cache.too_slow(pattern.pattern)
         return found
 
     def _show(self, end: int) -> str:

@@ -112,7 +112,7 @@ ACTIONS = st.sampled_from(("enter", "answer", "fail", "complete", "leave", "wait
 @settings(max_examples=80, deadline=None)
 @given(actions=st.lists(st.tuples(ACTIONS, st.integers(0, 5)), max_size=60))
 def test_whatever_happens_places_come_back_and_probes_stay_few(actions: list[tuple[str, int]]) -> None:
-    breaker, now = Breaker(CONFIG), 0.0
+    breaker, now = opened(), 10.0
     inside: list[Permit] = []
     for action, which in actions:
         held = inside[which % len(inside)] if inside else None
@@ -132,9 +132,17 @@ def test_whatever_happens_places_come_back_and_probes_stay_few(actions: list[tup
         elif held is not None and action == "leave":
             inside.remove(held)
             breaker.leave(held)
-        assert 0 <= breaker._probes <= CONFIG.success_threshold
-        assert breaker._successes < CONFIG.success_threshold
+        newest = max((held.opening or 0 for held in inside), default=0)  # 0: it was closed when they entered
+        probes = [held for held in inside if newest and held.opening == newest and not held.answered]
+        assert len(probes) <= CONFIG.success_threshold
     for held in inside:
         breaker.leave(held)
-    assert breaker._probes == 0
-    assert breaker.admits(now + CONFIG.open_s), "it is never shut for good"
+    now += CONFIG.open_s
+    assert breaker.admits(now), "it is never shut for good"
+    probes = []
+    for _ in range(CONFIG.success_threshold):
+        if breaker.state(now) is BreakerState.HALF_OPEN and breaker.admits(now):
+            probes.append(breaker.enter(now))
+    for held in probes:
+        breaker.answered(held)
+    assert breaker.state(now) is BreakerState.CLOSED, "as many probes may enter as must succeed"

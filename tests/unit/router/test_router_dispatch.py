@@ -384,7 +384,7 @@ async def test_a_try_that_is_cancelled_while_it_ends_closes_the_answer_it_has() 
     answer = Answer()
     prefill, decode = asyncio.create_task(slow_to_end()), asyncio.create_task(has(answer))
     await decode
-    closing = asyncio.create_task(dispatch._close(prefill, decode))
+    closing = asyncio.create_task(dispatch.close_halves(prefill, decode))
     await asyncio.sleep(0)
     closing.cancel()
     await settle()

@@ -32,7 +32,7 @@ def check(tree: PrefixTree) -> None:
             sizes[owner] += len(node.text)
     assert sizes == {owner: tree.size(owner) for owner in OWNERS}
     counted = Counter(owner for node in tree.nodes() for owner in node.owners)
-    assert all(counted[owner] == tree._nodes[owner] for owner in OWNERS)
+    assert all(counted[owner] == tree.num_nodes(owner) for owner in OWNERS)
 
 
 def test_short_texts_are_bounded_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
     watchdog = PairWatchdog(
         config, registry, known, session, RouterMetrics(), Drain(), random.Random(1), on_change=lambda: None
     )
-    running = cast(dict[Pair, float], watchdog._running)
+    running: dict[Pair, float] = {}
     now = 0.0
     while any(known.serves(pair) for pair in everyone):
         for pair, begun in list(running.items()):
@@ -232,7 +232,8 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
                 known.failed(pair, begun, "nothing came", now)
         for pair in everyone if now <= served_until else ():
             known.served(pair, now)
-        for pair in watchdog.due(now)[: MAX_AT_ONCE - len(running)]:
+        idle = [pair for pair in watchdog.due(now) if pair not in running]
+        for pair in idle[: MAX_AT_ONCE - len(running)]:
             known.state(pair).probed_at = running[pair] = now
         now += TICK_S
         assert now < 1000

@@ -311,6 +311,7 @@ class Bench:
     scheduler: ScriptedScheduler
     client: EngineClient
     channel: MemoryApiChannel
+    waiting: WaitingRequests
     app: Any
     http: httpx.AsyncClient
 
@@ -385,7 +386,7 @@ async def bench(
             scheduler.start()
             await client.wait_ready(5.0)
         try:
-            yield Bench(config, scheduler, client, api, app, http)
+            yield Bench(config, scheduler, client, api, waiting, app, http)
             await until(lambda: client.num_live == 0)
         finally:
             await client.stop()

@@ -21,7 +21,7 @@ from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, Comp
 from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
 from pdserve.server.request import compile_pool
-from pdserve.server.request.compile_pool import GONE, CompilePool, FairQueue, _Waiting
+from pdserve.server.request.compile_pool import GONE, CompilePool, FairQueue, QueuedCheck
 from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB
@@ -115,7 +115,7 @@ async def test_a_worker_that_is_killed_or_stuck_is_replaced(
         second = pool.pid
         assert second is not None and second != first
         os.kill(second, signal.SIGSTOP)
-        monkeypatch.setattr(pool, "_wall_s", -4.8)
+        monkeypatch.setattr(compile_pool, "GRACE_S", 0.2 - compile_pool.WALL_FACTOR * 30.0)  # an answer has 0.2 s
         assert (await pool.check(regex("c+"), "a")).message == GONE
         monkeypatch.undo()
         assert (await pool.check(regex("c+"), "a")).message is None
@@ -123,8 +123,8 @@ async def test_a_worker_that_is_killed_or_stuck_is_replaced(
         assert third not in (first, second) and not is_running(first)
 
 
-def _entry(client: str, *, small: bool) -> _Waiting:
-    return _Waiting(regex("a"), client, small, asyncio.get_running_loop().create_future())
+def _entry(client: str, *, small: bool) -> QueuedCheck:
+    return QueuedCheck(regex("a"), client, small, asyncio.get_running_loop().create_future())
 
 
 async def test_clients_take_turns() -> None:

@@ -18,7 +18,7 @@ from pdserve.launch_engine import EngineProcesses, RankStartInfo, may_compute_na
 def starts_of(*flags: str) -> list[RankStartInfo]:
     engine = EngineProcesses(parse_server_args(["--model-path", "m", *flags]), None)
     engine.end(told=False)  # nothing was started; the channels' directories go
-    return engine._starts
+    return engine.starts
 
 
 def test_each_replica_has_its_own_channel_and_meeting_place_and_all_share_a_server() -> None:
@@ -73,7 +73,7 @@ def test_ranks_and_replicas_are_pinned_to_cores_that_no_other_has(six_cores: Non
 def test_the_api_process_gets_what_is_left(flags: str, left: list[int], six_cores: None) -> None:
     engine = EngineProcesses(parse_server_args(["--model-path", "m", *flags.split()]), None)
     engine.end(told=False)
-    assert engine._cores_left == left
+    assert engine.cores_left == left
 
 
 @pytest.mark.parametrize("flags", ["--cpu-pin 0-2 --cpu-threads 4", "--cpu-pin 0 --dp-size 2", "--cpu-pin 4-6"])

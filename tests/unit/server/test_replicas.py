@@ -27,7 +27,7 @@ from pdserve.protocol.messages import (
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.replicas import DIVERT_TOKENS, PROBE_HOST, ReplicatedChannel
+from pdserve.protocol.replicas import DIVERT_TOKENS, MAX_OPEN_QUERIES, PROBE_HOST, ReplicatedChannel
 from pdserve.protocol.sampling import CoreSamplingParams
 
 ENDED = FinishReason(type="length", length=1)
@@ -228,6 +228,14 @@ def test_questions_that_are_never_answered_are_forgotten() -> None:
             pipe.up.put_nowait(StateReply(query_id="last", state=state(1)))
         reply = await channel.recv()
         assert isinstance(reply, StateReply) and reply.query_id == "last"
-        assert len(channel._answers) <= 64
+        for number in reversed(range(200)):
+            pipes[1].up.put_nowait(StateReply(query_id=str(number), state=state(1)))
+        for pipe in reversed(pipes):
+            pipe.up.put_nowait(StateReply(query_id="end", state=state(1)))
+        answered = []
+        while isinstance(reply := await channel.recv(), StateReply) and reply.query_id != "end":
+            answered.append(reply.query_id)
+        assert answered == [str(number) for number in range(199, 199 - len(answered), -1)], "the newest are kept"
+        assert 0 < len(answered) <= MAX_OPEN_QUERIES
 
-    play(story)
+    play(story, count=2)

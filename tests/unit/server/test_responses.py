@@ -169,7 +169,7 @@ async def test_a_failure_after_the_first_token_is_an_event(tokenizer: Tokenizer)
         generation = Generation(1, lambda generation: None)
         generation.put(GenerationUpdate(0, text="so far", token_ids=[1]))
         kinds = []
-        async for event in ResponsesCall(context, body, states, plan)._events(generation):
+        async for event in ResponsesCall(context, body, states, plan).events(generation):
             name, data = event.decode().splitlines()[:2]
             kinds.append(name.removeprefix("event: "))
             generation.fail(RequestError("the other half is gone", status=503))

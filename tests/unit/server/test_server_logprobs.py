@@ -11,7 +11,7 @@ import pytest
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import RoomAddress, TokenLogprob
 from pdserve.server.generation import GenerationUpdate
-from pdserve.server.openai.completions import _mean_logprob
+from pdserve.server.openai.completions import mean_logprob
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench, sse
 from tests.waiting import until
@@ -92,7 +92,7 @@ async def test_best_of_answers_those_with_the_highest_mean(tokenizer: Tokenizer,
         GenerationUpdate(0, logprobs=[TokenLogprob(-0.5)] * 4),
         GenerationUpdate(1, logprobs=[TokenLogprob(-0.6)]),
     )
-    assert _mean_logprob(long) > _mean_logprob(short), "a longer answer is not worse for being longer"
+    assert mean_logprob(long) > mean_logprob(short), "a longer answer is not worse for being longer"
 
 
 async def test_prompt_logprobs_as_vllm_has_them(tokenizer: Tokenizer, ids: Ids) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import random
 import re
 import threading
+from typing import Any
 
 import pytest
 import regex
@@ -21,9 +22,10 @@ from pdserve.server.text.stop_regex import (
     SHARED_RATE,
     SLOW_LOOKS,
     TURN_S,
+    PatternCache,
+    PatternThread,
     RegexMatcher,
     SlowLooks,
-    _Compiled,
     compile_own,
 )
 from pdserve.server.text.tokenizer import Tokenizer
@@ -36,19 +38,29 @@ PATTERNS = [r"\d+", r"\n{3}", r"END\d", r"(?<=: )\w", r"a.*m", r"END22|zz"]
 class World:
     """Patterns that take as long as the test says, on clocks of their own. No pattern matches."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now_s = self.worked_s = 0.0
         self.timeouts: list[float] = []
         self.num_cut_short = 0
         """Looks that time out before they have worked at all: the library's clock counts all threads."""
         self.looks = SlowLooks(lambda: self.now_s, lambda: self.worked_s)
-        self._takes_s: dict[str, float] = {}
-        monkeypatch.setattr(stop_regex, "_COMPILED", _Compiled())
-        monkeypatch.setattr(_Compiled, "get", lambda _, pattern: Slow(self, pattern, self._takes_s[pattern]))
+        self.takes_s: dict[str, float] = {}
+        self._cache = SlowCache(self)
 
     def matcher(self, pattern: str, *, takes_s: float) -> RegexMatcher:
-        self._takes_s[pattern] = takes_s
-        return RegexMatcher([pattern], keep_match=False, looks=self.looks)
+        self.takes_s[pattern] = takes_s
+        return RegexMatcher([pattern], keep_match=False, looks=self.looks, cache=self._cache)
+
+
+class SlowCache(PatternCache):
+    """Its patterns take as long as the world says."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def get(self, pattern: str) -> Any:
+        return Slow(self._world, pattern, self._world.takes_s[pattern])
 
 
 @dataclasses.dataclass
@@ -124,7 +136,7 @@ def test_a_pattern_that_was_too_slow_has_less_time_for_a_while(
     suspect_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_regex, "SUSPECT_S", suspect_s)
-    world = World(monkeypatch)
+    world = World()
     innocent, other = world.matcher("zz", takes_s=QUICK_S), world.matcher("yy", takes_s=0.0)
     with pytest.raises(RequestError, match="takes too long"):
         world.matcher("zz", takes_s=1.0).push("a")
@@ -143,16 +155,16 @@ def test_a_pattern_that_was_too_slow_has_less_time_for_a_while(
     assert set(world.timeouts) == {LOOK_S}, "another pattern"
 
 
-def test_slow_looks_have_a_limit_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_slow_looks_have_a_limit_in_all() -> None:
+    world = World()
     matcher = world.matcher(r"\d{2}", takes_s=0.02)
     assert matcher.push("a") + matcher.push("b") == "ab"
     with pytest.raises(RequestError, match="takes too long"):
         _pushed(matcher, ["c", "1"])
 
 
-def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_the_looks_of_all_sequences_get_shorter_together_and_recover() -> None:
+    world = World()
     for i in range(100):
         with pytest.raises(RequestError, match="takes too long"):
             world.matcher(f"slow{i}", takes_s=1.0).push("x")
@@ -171,16 +183,16 @@ def test_the_looks_of_all_sequences_get_shorter_together_and_recover(monkeypatch
     assert world.timeouts[-1] == pytest.approx(FLOOR_S), "an hour saves up no more than the bucket holds"
 
 
-def test_quick_looks_use_up_no_budget_and_owe_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_quick_looks_use_up_no_budget_and_owe_turns() -> None:
+    world = World()
     matcher = world.matcher("zz", takes_s=QUICK_S)
     assert _pushed(matcher, ["a"] * 4) == "a" * 4 and not world.looks.must_yield  # two looks for each
     assert _pushed(matcher, ["a"] * 2000) == "a" * 2000
     assert set(world.timeouts) == {LOOK_S} and world.looks.must_yield
 
 
-def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once() -> None:
+    world = World()
     matcher = world.matcher("zz", takes_s=0.0)
     world.num_cut_short = 1
     assert matcher.push("a") == "a" and world.num_cut_short == 0
@@ -191,8 +203,8 @@ def test_a_look_that_was_cut_short_by_other_threads_is_repeated_once(monkeypatch
 
 
 @pytest.mark.asyncio
-async def test_slow_looks_owe_the_event_loop_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch)
+async def test_slow_looks_owe_the_event_loop_a_turn() -> None:
+    world = World()
     world.matcher("zz", takes_s=TURN_S).push("a")
     assert world.looks.must_yield
     ran = asyncio.get_running_loop().create_future()
@@ -208,7 +220,7 @@ async def test_outputs_of_one_step_leave_turns_to_others(tokenizer: Tokenizer, m
     async def turn() -> None:
         turns.append(None)
 
-    monkeypatch.setattr(SLOW_LOOKS, "_since_turn_s", TURN_S)
+    monkeypatch.setattr(SlowLooks, "must_yield", True)
     monkeypatch.setattr(SLOW_LOOKS, "yield_to_loop", turn)
     async with bench(tokenizer) as b:
         assert (await b.http.post("/generate", json={"text": ["a", "b"]})).status_code == 200
@@ -241,17 +253,15 @@ async def test_the_event_loop_compiles_no_pattern(tokenizer: Tokenizer, monkeypa
 async def test_patterns_that_wait_to_be_compiled_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_regex, "MAX_COMPILING", 3)
     monkeypatch.setattr(stop_regex, "MAX_COMPILING_OF_CLIENT", 2)
-    cache, go_on = _Compiled(), threading.Event()
-    compiled: list[str] = []
+    go_on, compiled = threading.Event(), list[str]()
 
-    def get(pattern: str) -> regex.Pattern[str]:
-        assert go_on.wait(30.0)
-        compiled.append(pattern)
-        return _Compiled.get(cache, pattern)
+    class Held(PatternCache):
+        def get(self, pattern: str) -> regex.Pattern[str]:
+            assert go_on.wait(30.0)
+            compiled.append(pattern)
+            return super().get(pattern)
 
-    monkeypatch.setattr(cache, "get", get)
-    monkeypatch.setattr(stop_regex, "_COMPILED", cache)
-    thread = stop_regex.PatternThread()
+    thread = PatternThread(Held())
     waiting = [asyncio.create_task(thread.compile(["a1", "a2"], "a")) for _ in range(300)]
     await asyncio.sleep(0)
     with pytest.raises(RequestError) as refused:
@@ -283,9 +293,11 @@ async def test_hundreds_of_requests_with_one_pattern_are_taken(tokenizer: Tokeni
 
 def test_patterns_that_are_kept_for_the_next_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pdserve.server.text.stop_regex.MAX_KEPT", 30_000)
-    cache = _Compiled()
+    cache = PatternCache()
     first = cache.get("a{9000}0")
     assert cache.get("a{9000}0") is first, "kept"
-    for i in range(1, 9):
-        cache.get(f"a{{9000}}{i}")
-    assert len(cache._kept) == 3 and cache.get("a{9000}0") is not first
+    patterns = [f"a{{9000}}{i}" for i in range(9)]
+    for pattern in patterns[1:]:
+        cache.get(pattern)
+    assert [pattern for pattern in patterns if cache.kept(pattern) is not None] == patterns[-3:]
+    assert cache.get(patterns[0]) is not first

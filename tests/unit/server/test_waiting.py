@@ -149,7 +149,7 @@ async def test_a_request_too_many_gets_a_503_and_the_others_their_answers(
         b.scheduler.script = lambda request: [5, 6, 7]
         runs = [asyncio.create_task(ask(b, 10))]
         await until(lambda: len(b.scheduler.requests) == 2)
-        await until(lambda: not b.client._waiting._tokens)  # type: ignore[union-attr]
+        await until(lambda: b.waiting.num_waiting == 0)
         runs.append(asyncio.create_task(ask(b, 10)))
         await until(lambda: len(b.scheduler.requests) == 3)
         for request in b.scheduler.requests[1:]:
@@ -170,7 +170,7 @@ async def test_what_is_aborted_counts_until_the_scheduler_has_ended_it(
         assert b.client.num_live == 0
         with pytest.raises(RequestError, match="wait already"):
             await b.client.submit(states(1, name="s"))
-        await until(lambda: not b.client._waiting._tokens)  # type: ignore[union-attr]
+        await until(lambda: b.waiting.num_waiting == 0)
         (await b.client.submit(states(1, name="t"))).close()
 
 
@@ -184,7 +184,7 @@ async def test_what_could_not_be_sent_counts_no_longer(tokenizer: Tokenizer, mon
 
     async with bench(tokenizer) as b:
         with monkeypatch.context() as patch:
-            patch.setattr(b.client._channel, "send", fails)
+            patch.setattr(b.channel, "send", fails)
             with pytest.raises(OSError, match="no way"):
                 await b.client.submit(states(1))
         (await b.client.submit(states(1, name="s"))).close()

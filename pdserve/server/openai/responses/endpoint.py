@@ -58,7 +58,7 @@ class ResponsesCall:
         generation = await self._context.client.submit(self._states)
         with generation.closed_on_error():
             if stream:
-                events = self._events(generation)
+                events = self.events(generation)
                 return EventStream(await until_disconnect(request, first_event(events)), events, done=b"")
             (update,) = await until_disconnect(request, collect(generation, 1))
         self._writer.push(self._read(update), self._logprobs(update))
@@ -66,7 +66,7 @@ class ResponsesCall:
         self._writer.finish(_item_status(status))
         return json_response(self._response(status, update))
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+    async def events(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """Generate the stream. It begins with the first token, so that a refused request gets its own HTTP status."""
         total = GenerationUpdate(0)
         begun = False
