@@ -13,9 +13,10 @@ import pytest
 
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server
 from tests.e2e.test_parity import ask, make_prompts
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 
-FORMATS = pytest.mark.parametrize("quantization", [None, "int8"])
+FORMATS = pytest.mark.parametrize("quantization", rest_slow(["int8", None]))
 
 
 def check(model: Path, vocab_size: int, chunk: str, quantization: str | None) -> None:
