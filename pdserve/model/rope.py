@@ -1,6 +1,6 @@
 """`RopeSpec`: the rotary position embedding variant of a model and its parameters.
 
-Read from a config by `config.py`; turned into angles by `layers/rotary.py`.
+Read from a config by `config.py`; turned into angles by `layers/kernels.py`.
 """
 
 from __future__ import annotations
