@@ -170,7 +170,7 @@ class Recorder:
         if not isinstance(packet.body, Hello):
             ways.append(lambda packet: replace(packet, sender=self._stranger()))
         if isinstance(key, MemoryKey):
-            others = [MemoryKey(key.room, key.attempt, "nobody-0")]
+            others = [MemoryKey(key.room, key.attempt, "unknown-0")]
             if not isinstance(packet.body, Meta):  # a receiver may send a Meta with a later attempt
                 others += [
                     MemoryKey(key.room, key.attempt + 1000, key.origin),
