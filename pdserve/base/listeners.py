@@ -1,7 +1,10 @@
 """Filters at the listening TCP sockets of this process, in Linux's socket layer. Used for ports that a library opens.
 
-    close_port(1234)                      drops all new connections
-    allow_sources([1234], ["10.0.0.2"])   drops new connections from all other addresses; replaces the former filter
+    close_port(1234)                       drops all new connections
+    allow_sources(inodes, ["10.0.0.2"])    drops new connections from all other addresses; replaces the former filter
+
+A library may listen at one port number on several local addresses, with a socket for each. So sockets are told apart by
+their inodes.
 
 The kernel runs the filter on each packet that reaches the listening socket, and on each packet of the connections that
 it accepted since. Connections from before have no filter or the former one. The library notices nothing.
@@ -41,32 +44,30 @@ def ports_closed_afterwards() -> Iterator[None]:
 
     If the kernel refuses the filter, the ports stay open and a warning is logged.
     """
-    before = {inode for inode, _ in _listeners()}
+    before = listening_sockets()
     yield
-    for inode, listener in _listeners():
-        if inode not in before:
-            attach_filter(listener, ())
+    allow_sources(listening_sockets().keys() - before.keys(), ())
 
 
 def close_port(port: int) -> None:
     """Close a TCP port of this process; no effect without such a listener. Logs a warning if the kernel refuses."""
-    allow_sources((port,), ())
+    allow_sources([inode for inode, number in listening_sockets().items() if number == port], ())
 
 
-def allow_sources(ports: Collection[int], addresses: Iterable[str] | None) -> None:
-    """Accept new connections at these TCP ports of this process only from these IP addresses; None: from all.
+def allow_sources(inodes: Collection[int], addresses: Iterable[str] | None) -> None:
+    """Accept new connections at these listening TCP sockets only from these IP addresses; None: from all.
 
-    Ports without a listener are ignored. Logs a warning for each port where the kernel refuses the filter.
+    Inodes without a listener are ignored. Logs a warning for each socket where the kernel refuses the filter.
     """
     sources = None if addresses is None else tuple(addresses)
-    for _, listener in _listeners():
-        if listener.getsockname()[1] in ports:
+    for inode, listener in _listeners():
+        if inode in inodes:
             attach_filter(listener, sources)
 
 
-def listening_ports() -> frozenset[int]:
-    """Return the TCP ports at which this process listens."""
-    return frozenset(listener.getsockname()[1] for _, listener in _listeners())
+def listening_sockets() -> dict[int, int]:
+    """Return the ports at which this process listens over TCP, by the inodes of the listening sockets."""
+    return {inode: int(listener.getsockname()[1]) for inode, listener in _listeners()}
 
 
 def attach_filter(listener: socket.socket, addresses: Iterable[str] | None) -> None:

@@ -34,7 +34,7 @@ from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportF
 from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.mooncake_engine import MooncakeEngine, MooncakeReceiver
-from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
+from pdserve.transfer.transports.receiving import EnginePorts, Listeners, ReceivingEngines
 
 MAX_OUTSTANDING = 1024
 TCP_ENGINES = 2
@@ -92,11 +92,11 @@ class MooncakeTransport:
         self._start = (host, protocol, ib_device)
         self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
         self._ports = EnginePorts.of_tcp_engines(self.name)
-        self._base_ports: frozenset[int] = frozenset()
+        self._base_listeners: Listeners = {}
         if protocol == "rdma":
             self._base = MooncakeEngine(*self._start)
         else:
-            self._base, self._base_ports = self._ports.start(lambda: MooncakeEngine(*self._start))
+            self._base, self._base_listeners = self._ports.start(lambda: MooncakeEngine(*self._start))
         self._regions = RegionSet()
         self._receivers = ReceivingEngines(self._ports, lambda: MooncakeReceiver(*self._start), self._prepare)
         self._peers: LinkedPeers[MooncakeEngine, str] = LinkedPeers(self._open_link)
@@ -118,7 +118,7 @@ class MooncakeTransport:
 
     def address(self) -> str:
         """`host:port/incarnation`."""
-        self._ports.allow(self._base_ports, None)
+        self._ports.allow(self._base_listeners, None)
         return self._base.address
 
     def open_receiver(self, peer: str) -> str:

@@ -180,7 +180,7 @@ class NixlTransport:
         self._native = native
         self._host = host_identity()
         self._ports = EnginePorts.of_tcp_engines(self.name)
-        self._base, self._base_ports = self._ports.start(lambda: NixlReceiver(native))
+        self._base, self._base_listeners = self._ports.start(lambda: NixlReceiver(native))
         self._notes: deque[bytes] = deque()
         """Notes taken from receiving agents, in particular from agents that were about to be destroyed."""
         self._trouble: str | None = None
@@ -215,7 +215,7 @@ class NixlTransport:
 
     def address(self) -> str:
         """Return the engine's metadata and all regions, as text of some hundred characters."""
-        self._ports.allow(self._base_ports, None)
+        self._ports.allow(self._base_listeners, None)
         return self._address_of(self._base, None)
 
     def open_receiver(self, peer: str) -> str:
@@ -330,9 +330,9 @@ class NixlTransport:
 
     def _new_sender(self, peer: NixlPeer) -> Sender:
         """Create a sending agent, which also listens, to the peer only. Raises TransferError when no peer answers."""
-        sender, ports = self._ports.start(lambda: Sender(self._native, self._known))
+        sender, opened = self._ports.start(lambda: Sender(self._native, self._known))
         same_host = LOOPBACK if peer.card.host == self._host else ()
-        self._ports.allow(ports, peer_addresses([*peer.card.host_addresses[:MAX_HOST_ADDRESSES], *same_host]))
+        self._ports.allow(opened, peer_addresses([*peer.card.host_addresses[:MAX_HOST_ADDRESSES], *same_host]))
         sender.connect(peer.card.metadata, peer.there)
         return sender
 

@@ -17,19 +17,21 @@ import dataclasses
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
 from pdserve.base import listeners
 from pdserve.base.env import DATA_PORT_FILTER, filters_data_ports
 from pdserve.base.hosts import peer_addresses
-from pdserve.base.listeners import listening_ports
+from pdserve.base.listeners import listening_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transports.link import Destroyable
 
 log = logging.getLogger(__name__)
 
 E = TypeVar("E", bound=Destroyable)
+Listeners = Mapping[int, int]
+"""Ports of listening sockets by inode. Two engines may have one port number on different local addresses."""
 MAX_SPENT = 800
 """Most remembered ports; Mooncake takes its two from a range of 2,000."""
 MAX_TRIES = 64
@@ -39,9 +41,9 @@ UNREACHABLE_HINT = f"If its process runs, it may drop connections from this host
 
 
 class EnginePorts:
-    """Listening ports of engines, and those of destroyed receiving engines, the newest `MAX_SPENT`. Thread-safe.
+    """Listening sockets of engines, and the ports of fenced peers' engines, the newest `MAX_SPENT`. Thread-safe.
 
-    With `filtered` the ports of a new engine accept connections from no address until `allow`. Else they are open to
+    With `filtered` the sockets of a new engine accept connections from no address until `allow`. Else they are open to
     all.
     """
 
@@ -62,10 +64,10 @@ class EnginePorts:
         log.info("each %s engine accepts connections from %s (%s=%d)", name, sources, DATA_PORT_FILTER, filtered)
         return cls(filtered=filtered)
 
-    def start(self, make: Callable[[], E]) -> tuple[E, frozenset[int]]:
-        """Create an engine with `make` that listens at no spent port; return it and the ports that it opened.
+    def start(self, make: Callable[[], E]) -> tuple[E, Listeners]:
+        """Create an engine with `make` that listens at no spent port; return it and the sockets that it opened.
 
-        The ports may include a few of another thread that began to listen meanwhile.
+        They may include a few of another thread that began to listen meanwhile.
 
         Raises:
             TransferError: each of many engines listened at a spent port.
@@ -74,27 +76,27 @@ class EnginePorts:
         try:
             with self._lock:
                 while len(unfit) < MAX_TRIES:
-                    before = listening_ports()
+                    before = listening_sockets()
                     engine = make()
-                    ports = listening_ports() - before
-                    if self._spent.keys().isdisjoint(ports):
-                        self.allow(ports, ())
-                        return engine, ports
+                    opened = {inode: port for inode, port in listening_sockets().items() if inode not in before}
+                    if self._spent.keys().isdisjoint(opened.values()):
+                        self.allow(opened, ())
+                        return engine, opened
                     unfit.append(engine)
         finally:
             for engine in unfit:
                 engine.destroy()
         raise TransferError("every port that the engine took is known to a fenced peer", code="engine_failed")
 
-    def allow(self, ports: Collection[int], addresses: Iterable[str] | None) -> None:
-        """Accept new connections at `ports` only from these IP addresses; None: from all."""
+    def allow(self, opened: Listeners, addresses: Iterable[str] | None) -> None:
+        """Accept new connections at these sockets only from these IP addresses; None: from all."""
         if self._filtered:
-            listeners.allow_sources(ports, addresses)
+            listeners.allow_sources(opened, addresses)
 
-    def spend(self, ports: frozenset[int]) -> None:
+    def spend(self, opened: Listeners) -> None:
         """Mark the ports of a fenced peer's engine as spent."""
         with self._lock:
-            for port in ports:
+            for port in opened.values():
                 self._spent[port] = None
                 self._spent.move_to_end(port)
             while len(self._spent) > MAX_SPENT:
@@ -103,10 +105,10 @@ class EnginePorts:
 
 @dataclasses.dataclass(eq=False)
 class _Opened(Generic[E]):
-    """A receiving engine, its ports, and the known addresses of its peer."""
+    """A receiving engine, its listening sockets, and the known addresses of its peer."""
 
     engine: E
-    ports: frozenset[int]
+    listeners: Listeners
     sources: dict[str, None] = dataclasses.field(default_factory=dict)
 
 
@@ -166,7 +168,7 @@ class ReceivingEngines(Generic[E]):
             for address in addresses:
                 if len(opened.sources) < MAX_SOURCES:
                     opened.sources[address] = None
-            self._ports.allow(opened.ports, peer_addresses(opened.sources))
+            self._ports.allow(opened.listeners, peer_addresses(opened.sources))
 
     def fence(self, peer: str) -> bool:
         """Destroy the engine of `peer`. Returns False when that failed, now or before."""
@@ -176,7 +178,7 @@ class ReceivingEngines(Generic[E]):
                 if opened is not None:
                     self._before_end(opened.engine)
             if opened is not None:
-                self._ports.spend(opened.ports)  # before they are free
+                self._ports.spend(opened.listeners)  # before they are free
                 try:
                     opened.engine.destroy()
                 except Exception:
@@ -201,7 +203,7 @@ class ReceivingEngines(Generic[E]):
 
     def _make(self) -> _Opened[E]:
         try:
-            engine, ports = self._ports.start(self._start)
+            engine, opened = self._ports.start(self._start)
         except ConfigError as error:
             raise TransferError(f"no engine for a peer to write to: {error}", code="engine_failed") from None
         try:
@@ -209,7 +211,7 @@ class ReceivingEngines(Generic[E]):
         except BaseException:
             engine.destroy()
             raise
-        return _Opened(engine, ports)
+        return _Opened(engine, opened)
 
     @contextlib.contextmanager
     def _turn(self, peer: str) -> Iterator[None]:

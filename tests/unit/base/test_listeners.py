@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import socket
 import struct
 from collections.abc import Iterator
 
 import pytest
 
-from pdserve.base.listeners import allow_sources, close_port, filter_program, listening_ports, ports_closed_afterwards
+from pdserve.base.listeners import allow_sources, close_port, filter_program, listening_sockets, ports_closed_afterwards
 
 BRIEFLY_S = 0.2
 SO_ATTACH_FILTER, SO_LOCK_FILTER = 26, 44
@@ -83,13 +84,17 @@ def test_a_kernel_that_refuses_is_told_of(caplog: pytest.LogCaptureFixture) -> N
     assert f"port {port} stays open: the kernel refuses the filter" in caplog.text
 
 
+def inode_of(server: socket.socket) -> int:
+    return os.fstat(server.fileno()).st_ino
+
+
 def port_of(server: socket.socket) -> int:
     return int(server.getsockname()[1])
 
 
 def test_only_the_given_addresses_connect_and_open_connections_go_on() -> None:
     with listening() as server, connect(server, "127.0.0.2") as before, server.accept()[0] as accepted:
-        allow_sources([port_of(server)], ["127.0.0.1", "127.0.0.3"])
+        allow_sources([inode_of(server)], ["127.0.0.1", "127.0.0.3"])
         check_closed(server, "127.0.0.2")
         for source in ("127.0.0.1", "127.0.0.3"):
             check_open(server, source)
@@ -99,25 +104,25 @@ def test_only_the_given_addresses_connect_and_open_connections_go_on() -> None:
 
 def test_a_new_set_replaces_the_former_one_and_an_accepted_connection_keeps_its_own() -> None:
     with listening() as server:
-        allow_sources([port_of(server)], ["127.0.0.2"])
+        allow_sources([inode_of(server)], ["127.0.0.2"])
         with connect(server, "127.0.0.2") as client, server.accept()[0] as accepted:
-            allow_sources([port_of(server)], ["127.0.0.1", "fd00::9"])
+            allow_sources([inode_of(server)], ["127.0.0.1", "fd00::9"])
             check_open(server, "127.0.0.1")
             check_closed(server, "127.0.0.2")
             client.sendall(b"x" * 100_000)
             assert accepted.recv(1) == b"x"
-        allow_sources([port_of(server)], ["a name", ""])
+        allow_sources([inode_of(server)], ["a name", ""])
         check_closed(server)
-        allow_sources([port_of(server)], None)
+        allow_sources([inode_of(server)], None)
         check_open(server, "127.0.0.2")
 
 
 def test_ipv6_addresses_are_compared_in_full() -> None:
     with listening(socket.AF_INET6) as server:
         for others in (["::2"], ["1::1"], ["0:1::1"], ["::1:0:1"], ["127.0.0.1", "0.0.0.1"], []):
-            allow_sources([port_of(server)], others)
+            allow_sources([inode_of(server)], others)
             check_closed(server)
-        allow_sources([port_of(server)], ["fe80::1%lo", "1::1", "::1", "127.0.0.1"])
+        allow_sources([inode_of(server)], ["fe80::1%lo", "1::1", "::1", "127.0.0.1"])
         check_open(server)
 
 
@@ -127,7 +132,7 @@ def test_a_socket_of_both_families_compares_what_is_in_the_packets() -> None:
         socket.create_server(("::", 0), family=probe.family, dualstack_ipv6=True) as server,
     ):
         for allowed, family in (("::ffff:127.0.0.1", socket.AF_INET), ("::1", socket.AF_INET6)):
-            allow_sources([port_of(server)], [allowed])
+            allow_sources([inode_of(server)], [allowed])
             for each, host in HOSTS.items():
                 try:
                     socket.create_connection((host, port_of(server)), timeout=BRIEFLY_S).close()
@@ -140,12 +145,12 @@ def test_a_socket_of_both_families_compares_what_is_in_the_packets() -> None:
 def test_the_kernel_takes_a_filter_of_many_addresses() -> None:
     addresses = [f"10.0.{high}.{low}" for high in range(2) for low in range(50)] + [f"fd00::{n}" for n in range(100)]
     with listening() as server, listening(socket.AF_INET6) as other:
-        ports = [port_of(server), port_of(other)]
-        assert listening_ports() >= set(ports)
-        allow_sources(ports, addresses)
+        inodes = [inode_of(server), inode_of(other)]
+        assert listening_sockets().items() >= {inodes[0]: port_of(server), inodes[1]: port_of(other)}.items()
+        allow_sources(inodes, addresses)
         check_closed(server)
         check_closed(other)
-        allow_sources(ports, [*addresses, *HOSTS.values()])
+        allow_sources(inodes, [*addresses, *HOSTS.values()])
         check_open(server)
         check_open(other)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from pdserve.base.listeners import listening_ports
+from pdserve.base.listeners import listening_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports import local_peers, receiving
@@ -28,8 +28,9 @@ from tests.waiting import DEADLINE_S, wait_until
 class Listener:
     """An engine that listens at `port`; `ends` says whether it can be destroyed."""
 
-    def __init__(self, port: int = 0) -> None:
-        self._socket = socket.create_server(("127.0.0.1", port))
+    def __init__(self, port: int = 0, host: str = "127.0.0.1") -> None:
+        self._socket = socket.create_server((host, port))
+        self.host = host
         self.port = int(self._socket.getsockname()[1])
         self.ends = True
         self.is_prepared = False
@@ -57,7 +58,7 @@ def test_each_peer_has_an_engine_until_it_is_fenced(engines: ReceivingEngines[Li
     first, other = engines.open("a"), engines.open("b")
     assert first.is_prepared and first is engines.open("a") and first is not other
     assert engines.fence("a") and engines.fence("a") and engines.fence("nobody")
-    assert first.port not in listening_ports() and other.port in listening_ports()
+    assert first.port not in listening_sockets().values() and other.port in listening_sockets().values()
     assert engines.open("a") is not first and engines.open("b") is other
     seen: list[Listener] = []
     engines.visit(seen.append)
@@ -68,7 +69,10 @@ def test_what_an_engine_has_to_say_is_taken_before_it_is_destroyed() -> None:
     """So are the notes of writes to an agent that is fenced."""
     taken: list[bool] = []
     engines = ReceivingEngines(
-        EnginePorts(), Listener, lambda engine: None, lambda engine: taken.append(engine.port in listening_ports())
+        EnginePorts(),
+        Listener,
+        lambda engine: None,
+        lambda engine: taken.append(engine.port in listening_sockets().values()),
     )
     engines.open("a")
     assert engines.fence("a") and engines.fence("b")
@@ -85,7 +89,7 @@ def test_no_engine_ever_listens_where_a_fenced_peer_looks_for_its_own() -> None:
     assert engines.open("a").port == port
     assert engines.fence("a")
     again = engines.open("a")
-    assert again.port != port and port not in listening_ports()
+    assert again.port != port and port not in listening_sockets().values()
     assert engines.open("b").port not in (port, again.port)
     engines.close()
 
@@ -96,7 +100,7 @@ def test_ports_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyP
     ports = EnginePorts()
     first = Listener()
     first.destroy()
-    ports.spend(frozenset([first.port]))
+    ports.spend({1: first.port})
     made: list[Listener] = []
 
     def start() -> Listener:
@@ -104,12 +108,12 @@ def test_ports_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyP
         return made[-1]
 
     engine, found = ports.start(start)
-    assert found == {engine.port} and [each.port for each in made] == [first.port, engine.port]
+    assert list(found.values()) == [engine.port] and [each.port for each in made] == [first.port, engine.port]
     engine.destroy()
-    ports.spend(frozenset([1, 2]))
+    ports.spend({1: 1, 2: 2})
     made.clear()
     engine, found = ports.start(start)
-    assert found == {first.port}
+    assert list(found.values()) == [first.port]
     engine.destroy()
 
 
@@ -160,13 +164,13 @@ def test_nothing_is_opened_once_it_is_closed_and_what_was_being_opened_ends() ->
     go_on.set()
     thread.join(DEADLINE_S)
     assert [error.code for error in errors] == ["closed"]
-    assert made[0].port not in listening_ports()
+    assert made[0].port not in listening_sockets().values()
 
 
 def connects(engine: Listener, source: str) -> bool:
     """Whether the engine takes a connection from `source`."""
     try:
-        socket.create_connection(("127.0.0.1", engine.port), timeout=0.2, source_address=(source, 0)).close()
+        socket.create_connection((engine.host, engine.port), timeout=0.2, source_address=(source, 0)).close()
     except TimeoutError:
         return False
     return True
@@ -182,6 +186,27 @@ def test_an_engine_accepts_connections_from_its_peers_addresses_alone() -> None:
     engines.allow_sources("nobody", ["127.0.0.4"])
     assert all(connects(first, source) for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"))
     assert not connects(first, "127.0.0.4") and not connects(other, "127.0.0.2")
+    engines.close()
+
+
+def test_engines_with_one_port_number_on_different_addresses_have_each_their_own_filter() -> None:
+    """UCX binds port 0 of each interface's address, and Linux gives equal numbers to different addresses."""
+    made: list[Listener] = []
+
+    def start() -> Listener:
+        made.append(Listener(made[0].port, "127.0.0.9") if made else Listener())
+        return made[-1]
+
+    engines = ReceivingEngines(EnginePorts(filtered=True), start, lambda engine: None)
+    first, other = engines.open("a"), engines.open("b")
+    assert first.port == other.port and not connects(other, "127.0.0.66")
+    allowed = {"a": "127.0.0.2", "b": "127.0.0.3"}
+    with pytest.MonkeyPatch.context() as patched:  # addresses of this host are no special ones here
+        patched.setattr(receiving, "peer_addresses", frozenset)
+        for peer, source in allowed.items():
+            engines.allow_sources(peer, [source])
+    assert connects(first, "127.0.0.2") and not connects(first, "127.0.0.3")
+    assert connects(other, "127.0.0.3") and not connects(other, "127.0.0.2")
     engines.close()
 
 
