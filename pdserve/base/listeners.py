@@ -6,8 +6,9 @@
 A library may listen at one port number on several local addresses, with a socket for each. So sockets are told apart by
 their inodes.
 
-The kernel runs the filter on each packet that reaches the listening socket, and on each packet of the connections that
-it accepted since. Connections from before have no filter or the former one. The library notices nothing.
+The kernel runs the filter on each packet that reaches the listening socket, on the last one of a handshake as well, and
+on each packet of the connections that it accepted since. Connections from before have no filter or the former one:
+`drop_connections` ends them. The library notices nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import stat
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
-from pdserve.base.hosts import parse_address
+from pdserve.base.hosts import IPAddress, parse_address
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,10 @@ _LOAD_BYTE, _LOAD_WORD, _LOAD_KEPT, _KEEP = 0x30, 0x20, 0x60, 0x02
 _SHIFT_RIGHT, _IF_EQUAL, _JUMP, _RETURN = 0x74, 0x15, 0x05, 0x06
 _PASS, _DROP = (1 << 32) - 1, 0
 """Bytes of the packet that the filter keeps."""
+MAX_PENDING = 4096
+"""Most connections that `close_pending` closes, as many as Linux lets wait by default."""
+MAX_READS = 1024
+READ_BYTES = 1 << 16
 Instruction = tuple[int, int, int, int]
 """Of classic BPF: code, instructions to skip if true, and if false, operand."""
 
@@ -60,14 +65,53 @@ def allow_sources(inodes: Collection[int], addresses: Iterable[str] | None) -> N
     Inodes without a listener are ignored. Logs a warning for each socket where the kernel refuses the filter.
     """
     sources = None if addresses is None else tuple(addresses)
-    for inode, listener in _listeners():
+    for _, inode, listener in tcp_sockets(listening=True):
         if inode in inodes:
             attach_filter(listener, sources)
 
 
+def drop_connections(inodes: Collection[int]) -> None:
+    """End the connections of these listening TCP sockets, those that wait to be accepted and those of this process.
+
+    The library receives none of the bytes that it has not read. Call it after `allow_sources`, so that none are added.
+    """
+    listeners: list[tuple[int, tuple[IPAddress | None, int]]] = []
+    for _, inode, listener in tcp_sockets(listening=True):
+        if inode in inodes:
+            close_pending(listener)
+            listeners.append((listener.family, _local(listener)))
+    for _, _, connection in tcp_sockets(listening=False):
+        address, port = _local(connection)
+        for family, (accepting, number) in listeners:
+            is_any = accepting is not None and accepting.is_unspecified
+            if (family, number) == (connection.family, port) and (is_any or accepting == address):
+                _end(connection)
+                break
+
+
+def close_pending(listener: socket.socket) -> None:
+    """Close the connections that wait to be accepted. Never blocks.
+
+    Meanwhile the socket is non-blocking for the library, which shares the flag.
+    """
+    descriptor, timeout = listener.fileno(), listener.gettimeout()
+    was_blocking = os.get_blocking(descriptor)
+    listener.setblocking(False)
+    try:
+        for _ in range(MAX_PENDING):
+            listener.accept()[0].close()
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        log.warning("port %d keeps connections from before the filter: %s", listener.getsockname()[1], error)
+    finally:
+        listener.settimeout(timeout)
+        os.set_blocking(descriptor, was_blocking)
+
+
 def listening_sockets() -> dict[int, int]:
     """Return the ports at which this process listens over TCP, by the inodes of the listening sockets."""
-    return {inode: int(listener.getsockname()[1]) for inode, listener in _listeners()}
+    return {inode: int(listener.getsockname()[1]) for _, inode, listener in tcp_sockets(listening=True)}
 
 
 def attach_filter(listener: socket.socket, addresses: Iterable[str] | None) -> None:
@@ -122,12 +166,16 @@ def filter_program(addresses: Iterable[str]) -> list[Instruction]:
     ]
 
 
-def _listeners() -> Iterator[tuple[int, socket.socket]]:
-    """Yield inode and a duplicate of each listening TCP socket; the duplicate is closed after use."""
+def tcp_sockets(*, listening: bool) -> Iterator[tuple[int, int, socket.socket]]:
+    """Yield descriptor, inode and a duplicate of this process's TCP sockets: those that listen, or all others.
+
+    The duplicate is closed after use. Of several descriptors of a socket one is yielded.
+    """
+    seen: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             status = os.stat(f"/proc/self/fd/{name}")
-            if not stat.S_ISSOCK(status.st_mode):
+            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
                 continue
             copy = os.dup(int(name))
         except OSError:  # closed meanwhile
@@ -137,7 +185,22 @@ def _listeners() -> Iterator[tuple[int, socket.socket]]:
         except OSError:
             os.close(copy)
             continue
+        seen.add(status.st_ino)
         with duplicate:
             is_tcp = duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
-            if is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                yield status.st_ino, duplicate
+            if is_tcp and bool(duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)) == listening:
+                yield int(name), status.st_ino, duplicate
+
+
+def _local(of: socket.socket) -> tuple[IPAddress | None, int]:
+    host, port = of.getsockname()[:2]
+    return parse_address(host), int(port)
+
+
+def _end(connection: socket.socket) -> None:
+    """Shut a connection down in both directions, and discard the bytes that wait to be read."""
+    with contextlib.suppress(OSError):  # it is not connected, or nothing waits
+        connection.shutdown(socket.SHUT_RDWR)
+        for _ in range(MAX_READS):
+            if not connection.recv(READ_BYTES, socket.MSG_DONTWAIT):
+                break

@@ -16,10 +16,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import psutil
-
 from pdserve.base.hosts import LOOPBACK
-from pdserve.base.listeners import attach_filter
+from pdserve.base.listeners import attach_filter, close_pending, tcp_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.receiving import UNREACHABLE_HINT
@@ -30,7 +28,6 @@ PROBE_TIMEOUT_S = 3.0
 BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
 """One millisecond as a `struct timeval`."""
 MAX_STARTS = 16
-MAX_TURNED_AWAY = 4096
 PORT_TAKEN = "Address already in use"
 INSTALL_HELP = (
     "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
@@ -185,42 +182,18 @@ def speed_up_shutdown(port: int) -> None:
     thread with one connection, which a filter at the port must let through. It also shuts down the connections that the
     thread reads from. If a step fails, the destructor waits as before.
     """
-    with contextlib.suppress(OSError, psutil.Error):
-        for descriptor in sockets_at(port, listening=True):
-            with own_socket(descriptor) as listener, socket.create_server((LOOPBACK[0], 0)) as other:
+    with contextlib.suppress(OSError):
+        for descriptor, _, listener in tcp_sockets(listening=True):
+            if listener.getsockname()[1] != port:
+                continue
+            with socket.create_server((LOOPBACK[0], 0)) as other:
                 other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, BRIEF_TIMEVAL)
                 os.dup2(other.fileno(), descriptor, inheritable=False)
-                listener.setblocking(False)
                 close_pending(listener)
                 attach_filter(listener, LOOPBACK)
                 loopback = LOOPBACK[listener.family == socket.AF_INET6]
                 socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
-    with contextlib.suppress(OSError, psutil.Error):
-        for descriptor in sockets_at(port, listening=False):
-            with contextlib.suppress(OSError), own_socket(descriptor) as connection:
-                if connection.getsockname()[1] == port:  # else it was closed, and the descriptor was reused
-                    connection.shutdown(socket.SHUT_RDWR)
-
-
-def own_socket(descriptor: int) -> socket.socket:
-    """Return the socket at `descriptor`, under a duplicate descriptor. Raises OSError when it is closed."""
-    own = os.dup(descriptor)
-    try:
-        return socket.socket(fileno=own)
-    except OSError:
-        os.close(own)
-        raise
-
-
-def close_pending(listener: socket.socket) -> None:
-    """Close the connections that wait to be accepted."""
-    with contextlib.suppress(BlockingIOError):
-        for _ in range(MAX_TURNED_AWAY):
-            listener.accept()[0].close()
-
-
-def sockets_at(port: int, *, listening: bool) -> list[int]:
-    """Return the descriptors of this process's TCP sockets with that local port: listening ones, or all others."""
-    found = psutil.Process().net_connections("tcp")
-    mine = [one for one in found if one.laddr and one.laddr.port == port]
-    return [one.fd for one in mine if (one.status == psutil.CONN_LISTEN) == listening]
+    for _, _, connection in tcp_sockets(listening=False):
+        with contextlib.suppress(OSError):
+            if connection.getsockname()[1] == port:
+                connection.shutdown(socket.SHUT_RDWR)

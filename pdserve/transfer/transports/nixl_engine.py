@@ -180,8 +180,7 @@ class Sender:
     def __init__(self, native: Any, regions: Sequence[tuple[MemoryRegion, KindOfMemory]]) -> None:
         """Create the agent. `connect` comes before the first `run`."""
         self._agent = Agent(native, answers=False)
-        for region, kind in regions:
-            self._agent.register(region, kind)
+        self._regions = regions
         self.peer = ""
         self._here = spans_by_kind(regions)
         self._there: SpansByKind = {}
@@ -189,11 +188,15 @@ class Sender:
         self._lists: dict[tuple[str, str], dict[int, tuple[Any, Any]]] = {}
 
     def connect(self, metadata: bytes, there: SpansByKind) -> None:
-        """Connect to the peer with these metadata and regions. Blocks while the peer's host does not answer.
+        """Register our regions, and connect to the peer with these metadata and regions.
+
+        Blocks while the peer's host does not answer.
 
         Raises:
             TransferError: `metadata` are invalid, or no peer answers.
         """
+        for region, kind in self._regions:
+            self._agent.register(region, kind)
         try:
             name = self._agent.native.add_remote_agent(metadata)
         except Exception as error:

@@ -67,7 +67,8 @@ class EnginePorts:
     def start(self, make: Callable[[], E]) -> tuple[E, Listeners]:
         """Create an engine with `make` that listens at no spent port; return it and the sockets that it opened.
 
-        They may include a few of another thread that began to listen meanwhile.
+        With a filter, connections that were made meanwhile are ended. So register memory with the engine afterwards.
+        The sockets may include a few of another thread that began to listen meanwhile.
 
         Raises:
             TransferError: each of many engines listened at a spent port.
@@ -81,6 +82,8 @@ class EnginePorts:
                     opened = {inode: port for inode, port in listening_sockets().items() if inode not in before}
                     if self._spent.keys().isdisjoint(opened.values()):
                         self.allow(opened, ())
+                        if self._filtered:
+                            listeners.drop_connections(opened)
                         return engine, opened
                     unfit.append(engine)
         finally:

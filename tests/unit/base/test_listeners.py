@@ -11,7 +11,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.base.listeners import allow_sources, close_port, filter_program, listening_sockets, ports_closed_afterwards
+from pdserve.base.listeners import (
+    allow_sources,
+    close_pending,
+    close_port,
+    drop_connections,
+    filter_program,
+    listening_sockets,
+    ports_closed_afterwards,
+)
 
 BRIEFLY_S = 0.2
 SO_ATTACH_FILTER, SO_LOCK_FILTER = 26, 44
@@ -160,3 +168,51 @@ def test_a_filter_passes_no_packet_of_another_protocol() -> None:
     program = filter_program(["127.0.0.1"])
     assert program[2][3] == 4 and program[3][3] == 6
     assert program[4] == filter_program([])[0]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "", "::"])
+def test_connections_from_before_end_and_what_they_sent_is_not_read(host: str) -> None:
+    """Whether they were accepted or not, and those of other sockets go on, also with the same port number."""
+    with contextlib.ExitStack() as opened:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        server = opened.enter_context(socket.create_server((host, 0), family=family, dualstack_ipv6=":" in host))
+        server.settimeout(10.0)
+        address = ("127.0.0.1", port_of(server))
+        early = opened.enter_context(socket.create_connection(address, timeout=10.0))
+        accepted = opened.enter_context(server.accept()[0])
+        waiting = opened.enter_context(socket.create_connection(address, timeout=10.0))
+        other = opened.enter_context(listening() if host != "127.0.0.1" else at("127.0.0.9", port_of(server)))
+        near = opened.enter_context(connect(other))
+        far = opened.enter_context(other.accept()[0])
+        for client in (early, waiting, near):
+            client.sendall(b"before")
+        allow_sources([inode_of(server)], ())
+        drop_connections([inode_of(server)])
+        assert accepted.recv(10) == b""
+        for client in (early, waiting):
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(10) == b""
+        assert far.recv(10) == b"before"
+        server.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            server.accept()
+
+
+@contextlib.contextmanager
+def at(host: str, port: int) -> Iterator[socket.socket]:
+    with socket.create_server((host, port)) as server:
+        server.settimeout(10.0)
+        yield server
+
+
+@pytest.mark.parametrize("timeout", [None, 0.0, 5.0])
+def test_closing_what_waits_neither_blocks_nor_changes_the_library_s_flag(timeout: float | None) -> None:
+    with listening() as server:
+        server.settimeout(timeout)
+        before = os.get_blocking(server.fileno())
+        with connect(server) as client, server.dup() as duplicate:
+            close_pending(duplicate)
+            close_pending(duplicate)
+            with contextlib.suppress(ConnectionResetError):
+                assert client.recv(1) == b""
+        assert os.get_blocking(server.fileno()) == before == (timeout is None)

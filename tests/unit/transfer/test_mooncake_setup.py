@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.base.listeners import tcp_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transports import mooncake_engine
@@ -23,7 +24,6 @@ from pdserve.transfer.transports.mooncake_engine import (
     BRIEF_TIMEVAL,
     MooncakeEngine,
     open_session,
-    sockets_at,
     speed_up_shutdown,
     start_native,
 )
@@ -138,6 +138,12 @@ def test_a_peer_that_never_answers_holds_up_its_own_thread_only() -> None:
         assert answers == [False]
     finally:
         speed_up_shutdown(int(native.get_rpc_port()))
+
+
+def sockets_at(port: int, *, listening: bool) -> list[int]:
+    """Descriptors."""
+    found = tcp_sockets(listening=listening)
+    return [descriptor for descriptor, _, one in found if one.getsockname()[1] == port]
 
 
 def test_where_an_engine_listens_is_found() -> None:

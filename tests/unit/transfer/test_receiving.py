@@ -210,6 +210,30 @@ def test_engines_with_one_port_number_on_different_addresses_have_each_their_own
     engines.close()
 
 
+@pytest.mark.parametrize("filtered", [True, False])
+def test_connections_made_before_the_filter_end_before_memory_is_registered(filtered: bool) -> None:
+    with contextlib.ExitStack() as opened:
+        clients: list[socket.socket] = []
+        left: list[bytes] = []
+
+        class Busy(Listener):
+            """Accepts one stranger while it starts; another one waits."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                for _ in range(2):
+                    clients.append(opened.enter_context(socket.create_connection((self.host, self.port))))
+                    clients[-1].sendall(b"bytes")
+                self.accepted = opened.enter_context(self._socket.accept()[0])
+
+        engines = ReceivingEngines(
+            EnginePorts(filtered=filtered), Busy, lambda engine: left.append(engine.accepted.recv(5))
+        )
+        engines.open("a")
+        assert left == [b"" if filtered else b"bytes"]
+        engines.close()
+
+
 def test_a_peer_has_a_bounded_number_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receiving, "MAX_SOURCES", 2)
     engines = ReceivingEngines(EnginePorts(filtered=True), Listener, lambda engine: None)
