@@ -27,7 +27,15 @@ from pdserve.errors import ConfigError
 IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 MAX_HOST_ADDRESSES = 64
 """Most addresses of a host that are sent to peers."""
+MAX_PEER_ADDRESSES = 128
+"""Most known addresses of a peer that are used, the first ones."""
+MAX_SOURCES = 192
+"""Most addresses that a peer's connections may come from. The kernel refuses filters of about 2,000."""
 LOOPBACK = ("127.0.0.1", "::1")
+_SHARED_INTERFACES = ("kube-ipvs", "dummy")
+"""Prefixes of interfaces whose addresses other hosts may have too: `kube-ipvs0` of every Kubernetes node has those of
+all services.
+"""
 
 
 def parse_address(text: str) -> IPAddress | None:
@@ -40,31 +48,47 @@ def parse_address(text: str) -> IPAddress | None:
     return address if mapped is None else mapped
 
 
-def own_addresses() -> frozenset[str]:
-    """Return all IP addresses of this host's interfaces, and `LOOPBACK`."""
-    found = (each for addresses in psutil.net_if_addrs().values() for each in addresses)
-    texts = (each.address for each in found if each.family in (socket.AF_INET, socket.AF_INET6))
-    return frozenset(str(each) for each in _parsed([*texts, *LOOPBACK]))
+def own_addresses() -> tuple[str, ...]:
+    """Return `LOOPBACK` and all IP addresses of this host's interfaces, last those that other hosts may have too."""
+    own, shared = _interface_addresses()
+    return tuple(dict.fromkeys((*LOOPBACK, *own, *shared)))
 
 
-def outward_addresses() -> tuple[str, ...]:
+def outward_addresses(host: str = "") -> tuple[str, ...]:
     """Return the addresses from which this host connects to others, at most `MAX_HOST_ADDRESSES`.
 
-    Loopback and link-local addresses are left out, since any host has them.
+    `host`, at which peers reach this host, comes first if it is an address. Loopback and link-local addresses are left
+    out, since any host has them; so are those of interfaces that are not up, and of `kube-ipvs` and dummy interfaces.
     """
-    outward = [str(each) for each in _parsed(own_addresses()) if not (each.is_loopback or each.is_link_local)]
-    return tuple(sorted(outward)[:MAX_HOST_ADDRESSES])
+    found = _parsed((host, *_interface_addresses()[0]))
+    outward = (str(each) for each in found if not (each.is_loopback or each.is_link_local or each.is_unspecified))
+    return tuple(dict.fromkeys(outward))[:MAX_HOST_ADDRESSES]
 
 
-def peer_addresses(known: Iterable[str]) -> frozenset[str]:
+def peer_addresses(known: Iterable[str]) -> tuple[str, ...]:
     """Return the addresses that a peer's connections may come from, given the known ones of its host.
 
-    Names are left out. A peer with an address of this host runs on this host, so it may use all addresses of this host.
+    At most `MAX_SOURCES`, the known ones first. Names are left out. A peer with an address that only this host has runs
+    on this host, so it may use all addresses of this host.
     """
-    parsed, own = _parsed(known), own_addresses()
-    addresses = frozenset(str(each) for each in parsed)
-    is_here = bool(addresses & own) or any(each.is_loopback for each in parsed)
-    return addresses | own if is_here else addresses
+    parsed, own = _parsed(known), _interface_addresses()[0]
+    addresses = dict.fromkeys(str(each) for each in parsed)
+    if not addresses.keys().isdisjoint(own) or any(each.is_loopback for each in parsed):
+        addresses |= dict.fromkeys(own_addresses())
+    return tuple(addresses)[:MAX_SOURCES]
+
+
+def _interface_addresses() -> tuple[list[str], list[str]]:
+    """Return the IP addresses of this host's interfaces: its own ones, and those that other hosts may have too."""
+    own: list[str] = []
+    shared: list[str] = []
+    states = psutil.net_if_stats()
+    for name, addresses in psutil.net_if_addrs().items():
+        is_up = name not in states or states[name].isup
+        texts = (each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6))
+        wanted = own if is_up and not name.startswith(_SHARED_INTERFACES) else shared
+        wanted += map(str, _parsed(texts))
+    return own, shared
 
 
 def _parsed(texts: Iterable[str]) -> list[IPAddress]:

@@ -27,6 +27,7 @@ from pdserve.base.hosts import IPAddress, parse_address
 log = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER = 26
+"""Gets the filter with `getsockopt`."""
 _NETWORK_HEADER = (1 << 32) - 0x100000
 """`SKF_NET_OFF`: loads at this offset and above read the IP header."""
 _IPV4_SOURCE, _IPV6_SOURCE = 12, 8
@@ -47,7 +48,7 @@ Instruction = tuple[int, int, int, int]
 def ports_closed_afterwards() -> Iterator[None]:
     """Close the ports that any thread of the process opened in the `with` block.
 
-    If the kernel refuses the filter, the ports stay open and a warning is logged.
+    If the kernel refuses the filter, the ports stay open, and a warning is logged.
     """
     before = listening_sockets()
     yield
@@ -127,7 +128,17 @@ def attach_filter(listener: socket.socket, addresses: Iterable[str] | None) -> N
     try:
         listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, option)
     except OSError as error:
-        log.warning("port %d stays open: the kernel refuses the filter: %s", listener.getsockname()[1], error)
+        state = "keeps its former filter" if _has_filter(listener) else "stays open"
+        log.warning("port %d %s: the kernel refuses the filter: %s", listener.getsockname()[1], state, error)
+
+
+def _has_filter(listener: socket.socket) -> bool:
+    """Whether a filter is attached. With length 0 the kernel returns its length only."""
+    length = ctypes.c_uint32(0)
+    failed = ctypes.CDLL(None).getsockopt(
+        listener.fileno(), socket.SOL_SOCKET, _SO_ATTACH_FILTER, None, ctypes.byref(length)
+    )
+    return not failed and length.value > 0
 
 
 def filter_program(addresses: Iterable[str]) -> list[Instruction]:

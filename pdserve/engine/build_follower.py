@@ -33,7 +33,7 @@ from pdserve.ranks.messages import Begin, RankReady
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedRounds
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor, SharedMetadata
-from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
+from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names, transfer_host
 from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.copy_workers import CopyWorkers
@@ -130,15 +130,16 @@ def _serve(
         config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, returns_results=False
     )
     stack.callback(built.executor.close)
-    copying = None
+    copying = memory = None
     if config.disagg.disaggregation_mode != "null":
         copies = RankCopies(place.rank)
         transport, workers = open_workers(config, built, copies.post, stack)
         copying = _Copying(transport, workers, copies, parallel)
+        memory = RankMemory.of("", built.executor.buffers, outward_addresses(transfer_host(config)))
     leader.report(
         RankReady(
             facts=rank_facts(built),
-            memory=None if copying is None else RankMemory.of("", built.executor.buffers, outward_addresses()),
+            memory=memory,
             samples=built.executor.weight_samples(),
             drain_timeout_s=0.0 if copying is None else copying.workers.drain_timeout_s,
             fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,

@@ -83,7 +83,7 @@ def open_transfer(
     mailbox.attach(socket)
     directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
     stack.callback(directory.close)
-    own = RankMemory.of("", built.executor.buffers, outward_addresses())
+    own = RankMemory.of("", built.executor.buffers, outward_addresses(host))
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,

@@ -11,6 +11,7 @@ A rank that cannot confirm a fence (`shm`, while the sender's process lives) rep
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 from pdserve.base.clock import Clock
 from pdserve.protocol.failure import Failure
@@ -67,11 +68,13 @@ class SessionReceivers:
     def allow(self, name: str, source: str, answer: Hello) -> None:
         """Accept connections of session `name` from the hosts of the peer's ranks, and from `source`.
 
-        The peer's handshake `answer` came from there. That address differs where the peer is behind NAT.
+        The peer's handshake `answer` came from there. That address differs where the peer is behind NAT. Engines use a
+        bounded number of addresses, so the first one of each rank comes before the second ones.
         """
         receiver = self._receivers.get(name)
         if receiver is not None and receiver.fence_begun_at is None:
-            self._allow(name, (source, *(address for rank in answer.ranks for address in rank.host_addresses)))
+            by_place = itertools.zip_longest(*(rank.host_addresses for rank in answer.ranks), fillvalue="")
+            self._allow(name, (source, *itertools.chain.from_iterable(by_place)))
 
     def opened(self, event: ReceiverOpened) -> ReceiverAddresses | None:
         """Apply one rank's result. Repeated reports, and reports for ended sessions, return None."""

@@ -173,12 +173,13 @@ class NixlTransport:
 
     name = "nixl"
 
-    def __init__(self, native: Any, protocol: str) -> None:
+    def __init__(self, native: Any, protocol: str, host: str) -> None:
         self.facts = TransportFacts(protocol=protocol, moves_bytes=True, writers=2, notifies=True)
         self.drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else TCP_DRAIN_TIMEOUT_S
         self.fence_drain_timeout_s = RDMA_DRAIN_TIMEOUT_S if protocol == "rdma" else 0.0
         self._native = native
         self._host = host_identity()
+        self._outward_host = host
         self._ports = EnginePorts.of_tcp_engines(self.name)
         self._base, self._base_listeners = self._ports.start(lambda: NixlReceiver(native))
         self._notes: deque[bytes] = deque()
@@ -202,7 +203,7 @@ class NixlTransport:
         """Start the engine. Raises ConfigError when the library is missing or the engine does not start."""
         protocol = choose_protocol(ib_device)
         set_environment(ib_device)
-        return cls(load_native(), protocol)
+        return cls(load_native(), protocol, host)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Make regions readable and writable through the engine."""
@@ -308,7 +309,7 @@ class NixlTransport:
         regions = (NixlRegion(region.address, region.num_bytes, kind.name, kind.device) for region, kind in self._known)
         local_socket = "" if self._local_peers is None else self._local_peers.open(peer)
         card = NixlEndpointInfo(
-            receiver.agent.metadata(), tuple(regions), self._host, local_socket, outward_addresses()
+            receiver.agent.metadata(), tuple(regions), self._host, local_socket, outward_addresses(self._outward_host)
         )
         return encode_address(card)
 

@@ -22,7 +22,7 @@ from typing import Generic, TypeVar
 
 from pdserve.base import listeners
 from pdserve.base.env import DATA_PORT_FILTER, filters_data_ports
-from pdserve.base.hosts import peer_addresses
+from pdserve.base.hosts import MAX_PEER_ADDRESSES, peer_addresses
 from pdserve.base.listeners import listening_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transports.link import Destroyable
@@ -35,8 +35,6 @@ Listeners = Mapping[int, int]
 MAX_SPENT = 800
 """Most remembered ports; Mooncake takes its two from a range of 2,000."""
 MAX_TRIES = 64
-MAX_SOURCES = 128
-"""Most addresses of a peer whose connections its engine accepts, the first ones."""
 UNREACHABLE_HINT = f"If its process runs, it may drop connections from this host: see {DATA_PORT_FILTER}"
 
 
@@ -169,7 +167,7 @@ class ReceivingEngines(Generic[E]):
             if opened is None:
                 return
             for address in addresses:
-                if len(opened.sources) < MAX_SOURCES:
+                if len(opened.sources) < MAX_PEER_ADDRESSES:
                     opened.sources[address] = None
             self._ports.allow(opened.listeners, peer_addresses(opened.sources))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdserve.base.hosts import MAX_SOURCES
 from pdserve.base.listeners import (
     allow_sources,
     close_pending,
@@ -89,7 +90,22 @@ def test_a_kernel_that_refuses_is_told_of(caplog: pytest.LogCaptureFixture) -> N
         port = server.getsockname()[1]
         close_port(port)
         check_open(server)
-    assert f"port {port} stays open: the kernel refuses the filter" in caplog.text
+    assert f"port {port} keeps its former filter: the kernel refuses the filter" in caplog.text
+
+
+def test_a_port_whose_filter_is_too_long_is_told_to_be_open_or_to_keep_its_former_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    too_many = [f"10.0.{n // 250}.{n % 250}" for n in range(2100)]
+    with listening() as server:
+        port = port_of(server)
+        allow_sources([inode_of(server)], too_many)
+        assert f"port {port} stays open: the kernel refuses the filter" in caplog.text
+        check_open(server)
+        allow_sources([inode_of(server)], ())
+        allow_sources([inode_of(server)], too_many)
+        assert f"port {port} keeps its former filter: the kernel refuses the filter" in caplog.text
+        check_closed(server)
 
 
 def inode_of(server: socket.socket) -> int:
@@ -151,7 +167,8 @@ def test_a_socket_of_both_families_compares_what_is_in_the_packets() -> None:
 
 
 def test_the_kernel_takes_a_filter_of_many_addresses() -> None:
-    addresses = [f"10.0.{high}.{low}" for high in range(2) for low in range(50)] + [f"fd00::{n}" for n in range(100)]
+    addresses = [f"10.0.{high}.{low}" for high in range(2) for low in range(45)] + [f"fd00::{n}" for n in range(100)]
+    assert len([*addresses, *HOSTS]) == MAX_SOURCES
     with listening() as server, listening(socket.AF_INET6) as other:
         inodes = [inode_of(server), inode_of(other)]
         assert listening_sockets().items() >= {inodes[0]: port_of(server), inodes[1]: port_of(other)}.items()

@@ -202,7 +202,7 @@ def test_engines_with_one_port_number_on_different_addresses_have_each_their_own
     assert first.port == other.port and not connects(other, "127.0.0.66")
     allowed = {"a": "127.0.0.2", "b": "127.0.0.3"}
     with pytest.MonkeyPatch.context() as patched:  # addresses of this host are no special ones here
-        patched.setattr(receiving, "peer_addresses", frozenset)
+        patched.setattr(receiving, "peer_addresses", tuple)
         for peer, source in allowed.items():
             engines.allow_sources(peer, [source])
     assert connects(first, "127.0.0.2") and not connects(first, "127.0.0.3")
@@ -235,7 +235,7 @@ def test_connections_made_before_the_filter_end_before_memory_is_registered(filt
 
 
 def test_a_peer_has_a_bounded_number_of_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiving, "MAX_SOURCES", 2)
+    monkeypatch.setattr(receiving, "MAX_PEER_ADDRESSES", 2)
     engines = ReceivingEngines(EnginePorts(filtered=True), Listener, lambda engine: None)
     engine = engines.open("a")
     engines.allow_sources("a", ["127.0.0.2", "127.0.0.2", "10.0.0.2", "127.0.0.3"])

@@ -21,6 +21,7 @@ from pdserve.transfer.events import (
     ReceiverOpened,
 )
 from pdserve.transfer.peers import PeerState, check_facts
+from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import ACK_DELAY_S
 from pdserve.transfer.wire import (
@@ -36,6 +37,7 @@ from pdserve.transfer.wire import (
     Ping,
     Pong,
     PromptLogprobsPart,
+    RankMemory,
     Refusal,
     Reset,
     TransferStats,
@@ -84,6 +86,18 @@ def test_an_engine_accepts_connections_from_the_hosts_of_its_peer_alone() -> Non
     decode.kv.handle(PeerGone("prefill-1"))
     decode.kv.handle(FrameArrived(Wire(TOKEN).encode(answer), "192.0.2.66"))
     assert len(decode.engine.allowed) == 2, "the session has ended"
+
+
+def test_of_each_rank_the_first_address_comes_before_the_second_ones() -> None:
+    """Engines use a bounded number of them."""
+    net, prefill, _ = meet()
+    answer = next(packet.body for packet in net.seen if isinstance(packet.body, Hello))
+    own = [("10.0.0.1", "10.96.0.1", "10.96.0.2"), (), ("10.0.0.2", "10.96.0.1")]
+    ranks = tuple(RankMemory.of("", [], addresses) for addresses in own)
+    receivers = SessionReceivers(prefill.engine, net.clock, 1)
+    receivers.open("session", "10.0.0.1:1")
+    receivers.allow("session", "192.0.2.9", msgspec.structs.replace(answer, ranks=ranks))
+    assert prefill.engine.allowed[-1][2] == ("192.0.2.9", "10.0.0.1", "10.0.0.2", "10.96.0.1", "10.96.0.2")
 
 
 @pytest.mark.parametrize(
