@@ -97,7 +97,10 @@ class _Worker:
 
 
 class _PeerQueues:
-    """Runs slow actions on peers: those of one peer in order, those of several peers concurrently."""
+    """Runs slow actions on peers: those of one peer in order, those of several peers concurrently.
+
+    Brief actions have a thread of their own, so slow ones of other peers do not delay them.
+    """
 
     def __init__(self, num_threads: int) -> None:
         self._changed = threading.Condition()
@@ -106,6 +109,7 @@ class _PeerQueues:
         self._num_running = 0
         self._closed = False
         self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="kv-receivers")
+        self._brief = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-sources")
 
     def submit(self, peer: str, action: Callable[[], None]) -> None:
         """Run `action` after all earlier actions of that peer. `action` raises nothing."""
@@ -118,6 +122,16 @@ class _PeerQueues:
                 self._waiting[peer] = deque([action])
                 self._threads.submit(self._work, peer)
 
+    def submit_brief(self, peer: str, action: Callable[[], None]) -> None:
+        """Run `action` after all earlier slow actions of that peer; a later one may overtake it. It raises nothing."""
+        with self._changed:
+            if self._closed:
+                return
+            if peer in self._waiting:
+                self._waiting[peer].append(action)
+            else:
+                self._brief.submit(action)
+
     def close(self, deadline: float) -> None:
         """Start no more actions; wait for running ones until `deadline` (monotonic clock)."""
         with self._changed:
@@ -127,7 +141,8 @@ class _PeerQueues:
             ended = self._changed.wait_for(lambda: not self._num_running, max(0.0, deadline - time.monotonic()))
             if not ended:
                 log.warning("%d receiving engines are still being opened or closed", self._num_running)
-        self._threads.shutdown(wait=ended, cancel_futures=True)
+        for threads in (self._threads, self._brief):
+            threads.shutdown(wait=ended, cancel_futures=True)
 
     def _work(self, peer: str) -> None:
         while True:
@@ -222,8 +237,8 @@ class CopyWorkers:
         self._receivers.submit(peer, lambda: self._post(self._open_receiver(peer)))
 
     def allow_sources(self, rank: int, peer: str, addresses: Sequence[str]) -> None:
-        """See `CopyEngine`."""
-        self._receivers.submit(peer, lambda: self._allow_sources(peer, addresses))
+        """See `CopyEngine`. Senders connect soon after, so an engine that is open does not wait for other peers'."""
+        self._receivers.submit_brief(peer, lambda: self._allow_sources(peer, addresses))
 
     def fence(self, rank: int, peer: str) -> None:
         """See `CopyEngine`."""

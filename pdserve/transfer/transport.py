@@ -5,7 +5,8 @@
     scheduler thread   open_transport, register, address, close
     copy workers       connect, write, write_and_notify (several at once, also to the same peer)
     kv-disconnect      disconnect (copy workers and, at the end, the scheduler thread call it as well)
-    kv-receivers       open_receiver, allow_sources, fence (several at once)
+    kv-receivers       open_receiver, the allow_sources that are called before it ends, fence (several at once)
+    kv-sources         later allow_sources, which a fence may overtake
     any                take_notifications (one at a time)
 """
 

@@ -340,8 +340,10 @@ def test_what_becomes_of_receiving_engines_is_told_as_values(
     assert opened["refused"].failure is not None and opened["refused"].failure.code == "engine_failed"
     assert opened["crash"].failure is not None and opened["crash"].failure.code == "internal"
     assert fenced == {"good": True, "refused": True, "crash": False, "alive": False}
-    assert [order for order, peer in transport.receivers if peer == "good"] == ["open", "allow", "fence"]
-    assert "connections of crash from 10.0.0.2 may be refused" in caplog.text
+    wait_until(lambda: ("allow", "good") in transport.receivers, "a fence may overtake it")
+    orders = [order for order, peer in transport.receivers if peer == "good"]
+    assert orders[0] == "open" and sorted(orders) == ["allow", "fence", "open"]
+    wait_until(lambda: "connections of crash from 10.0.0.2 may be refused" in caplog.text, "the log tells")
 
 
 def test_receiving_engines_of_a_peer_are_seen_to_in_order_and_those_of_others_meanwhile(
@@ -373,3 +375,24 @@ def test_closing_waits_for_an_engine_that_is_being_opened_and_opens_no_more(
     assert len(events_of(mailbox, 4)) == len(transport.receivers) == 4
     workers.fence(0, "late")
     assert len(transport.receivers) == 4
+
+
+def test_engines_that_are_being_opened_hold_up_no_source_of_an_open_one(
+    workers: CopyWorkers, transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    """Its peer connects as soon as it has our Hello."""
+    workers.open_receiver(0, "good")
+    assert [type(event) for event in events_of(mailbox, 1)] == [ReceiverOpened]
+    hanging = [f"hangs-{n}" for n in range(workers_module.NUM_RECEIVER_THREADS + 1)]
+    for peer in hanging:
+        workers.open_receiver(0, peer)
+        workers.allow_sources(0, peer, ["10.0.0.2"])
+    wait_until(lambda: len(transport.receivers) > workers_module.NUM_RECEIVER_THREADS, "all threads hang")
+    workers.allow_sources(0, "good", ["10.0.0.2"])
+    wait_until(lambda: ("allow", "good") in transport.receivers, "beside them")
+    assert [peer for order, peer in transport.receivers if order == "allow"] == ["good"]
+    transport.hang.set()
+    events_of(mailbox, len(hanging))
+    wait_until(lambda: len(transport.receivers) == 2 * len(hanging) + 2, "the sources of the others")
+    for peer in hanging:
+        assert transport.receivers.index(("open", peer)) < transport.receivers.index(("allow", peer))
