@@ -40,6 +40,8 @@ MAX_PENDING = 4096
 """Most connections that `close_pending` closes, as many as Linux lets wait by default."""
 MAX_READS = 1024
 READ_BYTES = 1 << 16
+_Address = tuple[IPAddress | None, int]
+"""Host and port of an end of a connection."""
 Instruction = tuple[int, int, int, int]
 """Of classic BPF: code, instructions to skip if true, and if false, operand."""
 
@@ -75,19 +77,22 @@ def drop_connections(inodes: Collection[int]) -> None:
     """End the connections of these listening TCP sockets, those that wait to be accepted and those of this process.
 
     The library receives none of the bytes that it has not read. Call it after `allow_sources`, so that none are added.
+    Connections of this process to itself go on: UCX makes one. While one waits to be accepted, all others that wait at
+    the same socket go on, too.
     """
-    listeners: list[tuple[int, tuple[IPAddress | None, int]]] = []
+    ends = {(_local(one), _remote(one)) for _, _, one in tcp_sockets(listening=False)}
+    waiting = {remote for local, remote in ends if (remote, local) not in ends}
+    at: list[tuple[int, _Address]] = []
     for _, inode, listener in tcp_sockets(listening=True):
         if inode in inodes:
-            close_pending(listener)
-            listeners.append((listener.family, _local(listener)))
+            at.append((listener.family, _local(listener)))
+            if not any(remote and _is_at(remote, _local(listener)) for remote in waiting):
+                close_pending(listener)
     for _, _, connection in tcp_sockets(listening=False):
-        address, port = _local(connection)
-        for family, (accepting, number) in listeners:
-            is_any = accepting is not None and accepting.is_unspecified
-            if (family, number) == (connection.family, port) and (is_any or accepting == address):
-                _end(connection)
-                break
+        local = _local(connection)
+        is_accepted = any(family == connection.family and _is_at(local, accepting) for family, accepting in at)
+        if is_accepted and (_remote(connection), local) not in ends:
+            _end(connection)
 
 
 def close_pending(listener: socket.socket) -> None:
@@ -203,15 +208,31 @@ def tcp_sockets(*, listening: bool) -> Iterator[tuple[int, int, socket.socket]]:
                 yield int(name), status.st_ino, duplicate
 
 
-def _local(of: socket.socket) -> tuple[IPAddress | None, int]:
+def _local(of: socket.socket) -> _Address:
     host, port = of.getsockname()[:2]
     return parse_address(host), int(port)
 
 
+def _remote(of: socket.socket) -> _Address | None:
+    """Return the address of the other end; None where it is not connected."""
+    try:
+        host, port = of.getpeername()[:2]
+    except OSError:
+        return None
+    return parse_address(host), int(port)
+
+
+def _is_at(local: _Address, listener: _Address) -> bool:
+    """Whether a listener with the address `listener` accepts connections to `local`."""
+    address = listener[0]
+    return local[1] == listener[1] and (address == local[0] or (address is not None and address.is_unspecified))
+
+
 def _end(connection: socket.socket) -> None:
     """Shut a connection down in both directions, and discard the bytes that wait to be read."""
-    with contextlib.suppress(OSError):  # it is not connected, or nothing waits
+    with contextlib.suppress(OSError):  # the other end has reset it
         connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):  # nothing waits
         for _ in range(MAX_READS):
             if not connection.recv(READ_BYTES, socket.MSG_DONTWAIT):
                 break

@@ -7,6 +7,8 @@ import ctypes
 import os
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -187,32 +189,73 @@ def test_a_filter_passes_no_packet_of_another_protocol() -> None:
     assert program[4] == filter_program([])[0]
 
 
+STRANGER = """
+import socket, sys
+clients = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10.0) for _ in range(2)]
+for client in clients:
+    client.sendall(b"before")
+print("connected", flush=True)
+for client in clients:
+    try:
+        print(client.recv(10), flush=True)
+    except ConnectionResetError:
+        print(b"", flush=True)
+"""
+"""A process that connects twice and tells what it received."""
+
+
+@contextlib.contextmanager
+def stranger_at(port: int) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", STRANGER, str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "connected\n"
+            yield process
+        finally:
+            process.kill()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "", "::"])
 def test_connections_from_before_end_and_what_they_sent_is_not_read(host: str) -> None:
-    """Whether they were accepted or not, and those of other sockets go on, also with the same port number."""
+    """Whether they were accepted or not; those of other sockets go on, also with the same port number."""
     with contextlib.ExitStack() as opened:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         server = opened.enter_context(socket.create_server((host, 0), family=family, dualstack_ipv6=":" in host))
         server.settimeout(10.0)
-        address = ("127.0.0.1", port_of(server))
-        early = opened.enter_context(socket.create_connection(address, timeout=10.0))
+        stranger = opened.enter_context(stranger_at(port_of(server)))
         accepted = opened.enter_context(server.accept()[0])
-        waiting = opened.enter_context(socket.create_connection(address, timeout=10.0))
         other = opened.enter_context(listening() if host != "127.0.0.1" else at("127.0.0.9", port_of(server)))
         near = opened.enter_context(connect(other))
         far = opened.enter_context(other.accept()[0])
-        for client in (early, waiting, near):
-            client.sendall(b"before")
+        near.sendall(b"before")
         allow_sources([inode_of(server)], ())
         drop_connections([inode_of(server)])
         assert accepted.recv(10) == b""
-        for client in (early, waiting):
-            with contextlib.suppress(ConnectionResetError):
-                assert client.recv(10) == b""
+        assert stranger.stdout is not None and [stranger.stdout.readline() for _ in range(2)] == ["b''\n"] * 2
         assert far.recv(10) == b"before"
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+@pytest.mark.parametrize("is_accepted", [True, False])
+def test_connections_of_the_process_to_itself_go_on(is_accepted: bool) -> None:
+    """A NIXL agent has one, and registers no memory without it."""
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(listening())
+        own = opened.enter_context(connect(server))
+        accepted = opened.enter_context(server.accept()[0]) if is_accepted else None
+        stranger = opened.enter_context(stranger_at(port_of(server)))
+        allow_sources([inode_of(server)], ())
+        drop_connections([inode_of(server)])
+        if accepted is None:
+            accepted = opened.enter_context(server.accept()[0])
+        else:
+            assert stranger.stdout is not None and stranger.stdout.readline() == "b''\n"
+        own.sendall(b"own")
+        allow_sources([inode_of(server)], None)
+        assert accepted.recv(10) == b"own"
 
 
 @contextlib.contextmanager

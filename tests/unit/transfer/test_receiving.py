@@ -22,6 +22,7 @@ from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.local_peers import LocalPeers, call
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
+from tests.unit.base.test_listeners import stranger_at
 from tests.waiting import DEADLINE_S, wait_until
 
 
@@ -213,7 +214,6 @@ def test_engines_with_one_port_number_on_different_addresses_have_each_their_own
 @pytest.mark.parametrize("filtered", [True, False])
 def test_connections_made_before_the_filter_end_before_memory_is_registered(filtered: bool) -> None:
     with contextlib.ExitStack() as opened:
-        clients: list[socket.socket] = []
         left: list[bytes] = []
 
         class Busy(Listener):
@@ -221,16 +221,14 @@ def test_connections_made_before_the_filter_end_before_memory_is_registered(filt
 
             def __init__(self) -> None:
                 super().__init__()
-                for _ in range(2):
-                    clients.append(opened.enter_context(socket.create_connection((self.host, self.port))))
-                    clients[-1].sendall(b"bytes")
+                opened.enter_context(stranger_at(self.port))
                 self.accepted = opened.enter_context(self._socket.accept()[0])
 
         engines = ReceivingEngines(
-            EnginePorts(filtered=filtered), Busy, lambda engine: left.append(engine.accepted.recv(5))
+            EnginePorts(filtered=filtered), Busy, lambda engine: left.append(engine.accepted.recv(6))
         )
         engines.open("a")
-        assert left == [b"" if filtered else b"bytes"]
+        assert left == [b"" if filtered else b"before"]
         engines.close()
 
 
