@@ -113,7 +113,7 @@ class SamplingMetadata:
         self._bans: dict[int, tuple[int, ...]] = {}
         self._biases: dict[int, dict[int, float]] = {}
         self._picks: dict[int, tuple[int, ...]] = {}
-        self.prompt_wishes: dict[int, tuple[int, Logprobs]] = {}
+        self.prompt_logprob_params: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities of its prompt: prompt tokens and parameters."""
         self._seeds = Seeds(default_seed)
         self._picked = b"", self._columns[:0], False
@@ -151,7 +151,7 @@ class SamplingMetadata:
         if logprobs is not None and wants_output_logprobs and logprobs.token_ids:
             self._picks[row] = logprobs.token_ids
         if logprobs is not None and logprobs.prompt_from is not None:
-            self.prompt_wishes[row] = (num_prompt, logprobs)
+            self.prompt_logprob_params[row] = (num_prompt, logprobs)
 
     @property
     def num_prompt(self) -> IntArray:
@@ -164,7 +164,7 @@ class SamplingMetadata:
         self._bans.pop(row, None)
         self._biases.pop(row, None)
         self._picks.pop(row, None)
-        self.prompt_wishes.pop(row, None)
+        self.prompt_logprob_params.pop(row, None)
 
     def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
         """Return the parameters of table rows `lines`, which sample the tokens at `positions`."""

@@ -70,7 +70,7 @@ class _Step:
 
     `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
     no rows. `sampled`: int64, indices of the plan's rows that sample. `params`: None when no row samples. `grammars`:
-    one for each row in `params.constrained`. `prompt_logprob_params`: one for each micro-batch; `stretches`: of the
+    one for each row in `params.constrained`. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the
     whole plan.
     """
 
@@ -81,7 +81,7 @@ class _Step:
     params: StepParams | None
     grammars: tuple[RowGrammar | None, ...] = ()
     prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
-    stretches: tuple[PromptLogprobRange, ...] = ()
+    prompt_ranges: tuple[PromptLogprobRange, ...] = ()
 
 
 class LocalExecutor:
@@ -118,26 +118,28 @@ class LocalExecutor:
     ) -> None:
         self._model = model
         self._attention = attention
-        self._stage = ModelRunner(model, attention, choose)
+        self._model_runner = ModelRunner(model, attention, choose)
         self._layout = layout
         self.pools = pools
         self._table = table
         self.device = device
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
-        self._params = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
+        self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap, layout.groups[0].layers_of(self.place))
-        self._at_once: NativeDecodePath | None = None
+        self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
-            self._at_once = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._params)
-        self._prompts = self._params.num_prompt if returns_prompt_results else np.zeros(table.num_rows, dtype=np.int64)
+            self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)
+        self._prompts = (
+            self._sampling_metadata.num_prompt if returns_prompt_results else np.zeros(table.num_rows, dtype=np.int64)
+        )
         self._returns_results = returns_results
-        self._aside: torch.cuda.Stream | None = None
+        self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.place.is_last_stage:
-            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         whole = {i: mixture for i, mixture in model.moe_layers.items() if isinstance(mixture, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole experts."""
@@ -170,7 +172,7 @@ class LocalExecutor:
         backend = self._attention.capturing()
         assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
-            self._stage.graphs = DecodeGraphs(
+            self._model_runner.graphs = DecodeGraphs(
                 self._model, backend, self._tokens.tensor, spare_line=self._table.num_rows,
                 null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
                 capture=capture or GraphCapture(),
@@ -179,7 +181,7 @@ class LocalExecutor:
     @property
     def graph_sizes(self) -> tuple[int, ...]:
         """Batch sizes at which decode steps are captured."""
-        return () if self._stage.graphs is None else self._stage.graphs.sizes
+        return () if self._model_runner.graphs is None else self._model_runner.graphs.sizes
 
     @property
     def layout(self) -> KVLayout:
@@ -245,7 +247,7 @@ class LocalExecutor:
         self._unwritten[row] = np.asarray(token_ids, dtype=np.int64)
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
-        self._params.set(row, num_prompt_tokens, sampling, logprobs)
+        self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
         if sampling.grammar is not None:
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
@@ -258,15 +260,15 @@ class LocalExecutor:
         assert row in self._open, f"row {row} closed but not open"
         self._open.remove(row)
         self._unwritten.pop(row, None)
-        self._params.clear(row)
+        self._sampling_metadata.clear(row)
         self._grammars.close(row)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`."""
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         compute: Compute | None = None
-        if self._at_once is not None and not layer_events and not self._unwritten:
-            compute = self._at_once.computation(plan)
+        if self._native_path is not None and not layer_events and not self._unwritten:
+            compute = self._native_path.computation(plan)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)
@@ -318,50 +320,50 @@ class LocalExecutor:
         grammars: tuple[RowGrammar | None, ...] = ()
         if len(sampled):
             lines, ends = sampled_rows(batches)
-            params = self._params.pick(lines, ends)
+            params = self._sampling_metadata.pick(lines, ends)
             grammars = self._grammars.pick(params)
-        wanted = self._params.prompt_wishes
+        wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
             return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
         prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
-        stretches = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
-        found = tuple(stretch for stretch in stretches if stretch is not None)
+        prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
+        found = tuple(stretch for stretch in prompt_ranges if stretch is not None)
         return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Run the forward pass and sampling, on the runner's thread."""
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
-        self._stage.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
+        self._model_runner.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
-            self._stage.idle()
+            self._model_runner.idle()
             if on_layer is not None:
                 on_layer(self._model.num_layers - 1)
             return partial(StepResult, step.plan.step, ())
         masks = None
         if step.params is not None and step.grammars:
             masks = self._grammars.begin(step.params, step.grammars)
-        logits = self._stage.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
+        logits = self._model_runner.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
         chosen = None
         if step.params is not None:
-            chosen = self._stage.choose(logits, step.params, self._tokens.tensor, masks)
-        scores = self._stage.prompt_scores(step.prompt_logprob_params, self.device)
-        arrival = self._stage.share(chosen, scores)
+            chosen = self._model_runner.choose(logits, step.params, self._tokens.tensor, masks)
+        scores = self._model_runner.prompt_scores(step.prompt_logprob_params, self.device)
+        arrival = self._model_runner.share(chosen, scores)
         is_late = not self.place.is_last_stage and not (chosen is None and scores is None)
         if not is_late:
             arrival.wait()
         if step.params is not None and chosen is not None:
             if is_late:
                 self._tokens.put_later(step.params, chosen.token_ids, arrival)
-            elif not (self._stage.has_put and step.params.takes_best):
+            elif not (self._model_runner.has_put and step.params.takes_best):
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
         if not self._returns_results:
             fetched = fetch(None, None, self.device)
         elif is_late:
-            fetched = fetch_late(chosen, scores, arrival, self._aside)
+            fetched = fetch_late(chosen, scores, arrival, self._copy_stream)
         else:
             fetched = fetch(chosen, scores, self.device)
 
@@ -374,7 +376,7 @@ class LocalExecutor:
             failed: tuple[int, ...] = ()
             if step.params is not None and sampled is not None and sampled.failed is not None:
                 failed = tuple(step.sampled[step.params.constrained[sampled.failed.numpy() > 0]].tolist())
-            prompts = {} if scored is None else pack_scores(step.stretches, scored)
+            prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
             return StepResult(step.plan.step, tuple(tokens), prompts, failed)
 
         return collect

@@ -103,25 +103,26 @@ def read_prompt_logprob_params(
 
     `wanted`: prompt tokens and log-probability parameters by table row.
     """
-    stretches = _stretches(batch, wanted)
-    if not stretches:
+    prompt_ranges = _stretches(batch, wanted)
+    if not prompt_ranges:
         return None
     rows = batch.rows
     flat = [
-        np.arange(s.start - 1, s.start - 1 + s.num_tokens) - rows.starts[s.row] + rows.offsets[s.row] for s in stretches
+        np.arange(s.start - 1, s.start - 1 + s.num_tokens) - rows.starts[s.row] + rows.offsets[s.row]
+        for s in prompt_ranges
     ]
-    num_ids = max(len(s.logprob_params.token_ids) for s in stretches)
-    ids = np.zeros((len(stretches), num_ids), dtype=np.int64)
-    for index, s in enumerate(stretches):
+    num_ids = max(len(s.logprob_params.token_ids) for s in prompt_ranges)
+    ids = np.zeros((len(prompt_ranges), num_ids), dtype=np.int64)
+    for index, s in enumerate(prompt_ranges):
         ids[index, : len(s.logprob_params.token_ids)] = s.logprob_params.token_ids
-    counts = [s.num_tokens for s in stretches]
+    counts = [s.num_tokens for s in prompt_ranges]
     return PromptLogprobParams(
         flat=np.concatenate(flat),
-        lines=np.repeat([batch.lines[s.row] for s in stretches], counts),
-        positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in stretches]),
-        owners=np.repeat(np.arange(len(stretches)), counts),
+        lines=np.repeat([batch.lines[s.row] for s in prompt_ranges], counts),
+        positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in prompt_ranges]),
+        owners=np.repeat(np.arange(len(prompt_ranges)), counts),
         ids=ids,
-        num_top=max(s.logprob_params.top for s in stretches),
+        num_top=max(s.logprob_params.top for s in prompt_ranges),
     )
 
 
@@ -144,11 +145,11 @@ def logprob_range_of(
     return PromptLogprobRange(row, first + 1, stop - first, logprob_params) if first < stop else None
 
 
-def pack_scores(stretches: Sequence[PromptLogprobRange], scores: PromptLogprobTensors) -> dict[int, PromptLogprobs]:
-    """Return the results by row of the plan. `scores` are host tensors, in the order of `stretches`."""
+def pack_scores(prompt_ranges: Sequence[PromptLogprobRange], scores: PromptLogprobTensors) -> dict[int, PromptLogprobs]:
+    """Return the results by row of the plan. `scores` are host tensors, in the order of `prompt_ranges`."""
     own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
     packed, at = {}, 0
-    for stretch in stretches:
+    for stretch in prompt_ranges:
         lines, logprob_params = slice(at, at + stretch.num_tokens), stretch.logprob_params
         at += stretch.num_tokens
         packed[stretch.row] = PromptLogprobs.pack(

@@ -215,7 +215,7 @@ class NativeDecodePath:
         It must run at once, not later: it reads the page table.
         """
         rows = plan.rows
-        if not 0 < len(rows) <= self._most_rows or self._params.prompt_wishes:
+        if not 0 < len(rows) <= self._most_rows or self._params.prompt_logprob_params:
             return None
         for row in rows:
             if not row.sample or row.end - row.start != 1:

@@ -67,7 +67,7 @@ class RankExecutor:
         self._layout = layout
         self._rank_group = rank_group
         self._log = log
-        self._at_once = at_once
+        self._calls_at_once = at_once
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
         places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
@@ -109,7 +109,7 @@ class RankExecutor:
         step = _Step(StepHandle(plan, own.layer_events, own.finish), own)
         ahead = any(other.result is None for other in self._under_way)
         self._under_way.append(step)
-        if self._at_once and own.layer_events is None and not ahead:
+        if self._calls_at_once and own.layer_events is None and not ahead:
             self._compute(step)
         return step.handle
 

@@ -322,7 +322,7 @@ class PrefillManager:
             req.aux = memory.aux.reserve(1, req.rid)
         self.waiting.remove(req)
         self.active[req.rid] = req
-        assigned = context.assign_slot(req)
+        assigned = context.assign_row(req)
         assert assigned, "a row was free"
         if req.saved is not None:
             context.restore(req)
@@ -382,27 +382,27 @@ class BatchPlanner:
         self._prefill_only = prefill_only
         self.running = DecodeBatch(context, self._retract)
         self.prefilling = PrefillManager(context, waiting, headroom_tokens, needs_aux=prefill_only)
-        self._burst = PrefillBudget(context)
-        self._parts = BatchSplitter(context.limits.saturation_tokens)
+        self._prefill_budget = PrefillBudget(context)
+        self._splitter = BatchSplitter(context.limits.saturation_tokens)
 
     @property
     def needs_sync(self) -> bool:
         """See `SchedulerRole.needs_sync`."""
-        return not self._prefill_only and not self._parts and (self.running.is_short or self.prefilling.restores)
+        return not self._prefill_only and not self._splitter and (self.running.is_short or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then prefill chunks within the budget; the step is split into parts."""
-        if not self._parts:
+        if not self._splitter:
             if self._prefill_only or not self._any_request_streams():
-                self._burst.refill()
-            beside_streams = self._burst.is_over
-            decode, prompts = self.running.plan(), self.prefilling.plan(self._burst.budget)
+                self._prefill_budget.refill()
+            beside_streams = self._prefill_budget.is_over
+            decode, prompts = self.running.plan(), self.prefilling.plan(self._prefill_budget.budget)
             if prompts:
-                self._burst.take(sum(row.num_tokens for row in prompts))
+                self._prefill_budget.take(sum(row.num_tokens for row in prompts))
             elif decode:
-                self._burst.end()
-            self._parts.put(decode, prompts, beside_streams=beside_streams)
-        return plan_of(step, self._parts.take())
+                self._prefill_budget.end()
+            self._splitter.put(decode, prompts, beside_streams=beside_streams)
+        return plan_of(step, self._splitter.take())
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
@@ -425,21 +425,21 @@ class BatchPlanner:
                 if finish is None:
                     self.running.add(req)
                     if len(req.output_ids) > 1:
-                        self._burst.end()
+                        self._prefill_budget.end()
                 yield req, token, finish
 
     def remove(self, req: Req) -> None:
         """Remove a request from all queues and batches."""
         self.prefilling.remove(req)
         self.running.reqs.pop(req.rid, None)
-        self._parts.drop(req.rid)
+        self._splitter.drop(req.rid)
 
     def retract_all(self) -> None:
         """Retract all running requests and active prompts: they wait again without memory. No step may be under way."""
         taken = [*self.running.reqs.values(), *self.prefilling.active.values()]
         self.running.reqs.clear()
         self.prefilling.active.clear()
-        self._parts.clear()
+        self._splitter.clear()
         for req in taken:
             self._context.counters["requests_retracted"] += 1
             self._retract(req)

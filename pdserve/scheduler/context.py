@@ -206,7 +206,7 @@ class SchedulerContext:
 
     # ------------------------------------------------------------------ a request's claims
 
-    def assign_slot(self, req: Req) -> bool:
+    def assign_row(self, req: Req) -> bool:
         """Give `req`, which has a lease, a row; False when no row is free."""
         assert req.lease is not None and req.row is None
         row = self.memory.table.open(req.lease.pages)
@@ -233,7 +233,7 @@ class SchedulerContext:
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
 
-    def release_slot(self, req: Req) -> None:
+    def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""
         if req.row is not None:
             self._give_back(_Claim(self._launched, req.row, ()))

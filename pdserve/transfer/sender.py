@@ -174,7 +174,7 @@ class SendSide:
         self.rooms: dict[int, SendRoom] = {}
         self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
         self.moved: dict[int, None] = {}
-        self._unmatched = EarlyArrivals(clock, timeout_s)
+        self._early_arrivals = EarlyArrivals(clock, timeout_s)
         self._connecting = Connecting(engine, chunks.rank_pairs)
         self._bound: dict[int, SendRoom] = {}
         """Rooms with a known receiver, while it is unknown whether all local ranks can write to it."""
@@ -197,10 +197,10 @@ class SendSide:
             room=room, digest=digest, opened_at=self._clock.now(), moved=self.moved, num_tokens=num_tokens, fake=fake
         )
         self.rooms[room] = record
-        self._unmatched.pop_tombstone(room, digest)
+        self._early_arrivals.pop_tombstone(room, digest)
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
-        for early in self._unmatched.take_room(room):
+        for early in self._early_arrivals.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
                 self.on_meta(peer, early.meta)
@@ -255,7 +255,7 @@ class SendSide:
         if not room.fail(failure):
             return
         if room.target is None:
-            self._unmatched.add_tombstone(room.room, room.digest, Tombstone(failure))
+            self._early_arrivals.add_tombstone(room.room, room.digest, Tombstone(failure))
             return
         key = room.target.key
         self.outgoing.notify_receiver(key, Ended(key=key, failure=failure, quiesced=False))
@@ -270,8 +270,10 @@ class SendSide:
 
     def divert(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room and prompt to `replica` of this server, which has the request."""
-        self._unmatched.add_tombstone(room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica))
-        for early in self._unmatched.take_room(room):
+        self._early_arrivals.add_tombstone(
+            room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica)
+        )
+        for early in self._early_arrivals.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
                 self._early_meta(peer, early.meta)
@@ -315,7 +317,7 @@ class SendSide:
             return
         already_closed = key in self.outgoing.closed
         self.outgoing.closed.add(key)
-        self._unmatched.forget_key(key)
+        self._early_arrivals.forget_key(key)
         room = self.rooms.get(key.room)
         if room is not None and room.digest == abort.prompt_digest:
             bound = room.target is not None and room.target.key == key
@@ -361,7 +363,7 @@ class SendSide:
             if room.target is not None and room.target.key.origin == peer.instance and room.fail(failure):
                 self.outgoing.stop(room.target.key, failure)
         if gone:
-            self._unmatched.forget_peer(peer.instance)
+            self._early_arrivals.forget_peer(peer.instance)
             self._connecting.forget(peer.instance)
 
     def tick(self) -> None:
@@ -373,7 +375,7 @@ class SendSide:
                 message = f"{what} for room {room.room} within {self._timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
         self.outgoing.tick()
-        for early in self._unmatched.expire():
+        for early in self._early_arrivals.expire():
             peer = self._sessions.peer(early.instance)
             if peer is not None:
                 message = f"prefill never got a request for room {early.meta.key.room}"
@@ -382,12 +384,12 @@ class SendSide:
     @property
     def num_early(self) -> int:
         """Number of receivers whose prefill request has not arrived yet."""
-        return self._unmatched.num_early
+        return self._early_arrivals.num_early
 
     @property
     def num_tombstones(self) -> int:
         """Number of requests that ended before their receiver came."""
-        return self._unmatched.num_tombstones
+        return self._early_arrivals.num_tombstones
 
     # ------------------------------------------------------------------ inside
 
@@ -398,10 +400,10 @@ class SendSide:
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
 
     def _early_meta(self, peer: Peer, meta: Meta) -> None:
-        verdict = self._unmatched.pop_tombstone(meta.key.room, meta.prompt_digest)
+        verdict = self._early_arrivals.pop_tombstone(meta.key.room, meta.prompt_digest)
         if verdict is not None:
             self._turn_away(peer, meta.key, verdict.failure, verdict.moved_to)
-        elif not self._unmatched.keep(peer.instance, meta):
+        elif not self._early_arrivals.keep(peer.instance, meta):
             message = "too many rooms wait for their prefill request"
             self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
 

@@ -95,7 +95,7 @@ class Sessions:
         """Instances behind an address; empty while the directory looks the address up."""
         self._seq = itertools.count(1)
         self._number = itertools.count(1)
-        self._strangers = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
+        self._unknown = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
     # ------------------------------------------------------------------ dialling
 
@@ -216,15 +216,15 @@ class Sessions:
             case Ping(nonce=nonce, endpoint=endpoint) if nonce:
                 peer = self._peers.get(packet.sender)
                 if peer is not None and (peer.endpoint, peer.session) == (endpoint, packet.session):
-                    self._strangers.repeat(peer, nonce)  # proves that our Hello's endpoint is ours
+                    self._unknown.repeat(peer, nonce)  # proves that our Hello's endpoint is ours
                 return []
             case Pong(nonce=nonce) if nonce:
-                self._strangers.repeated(packet.sender, packet.session, nonce)
+                self._unknown.repeated(packet.sender, packet.session, nonce)
                 return []
         peer = self._peers.get(packet.sender)
         if peer is None or peer.session != packet.session:
             self._counters["control_frames_unexpected"] += 1
-            self._strangers.reset_sender(packet, packet.body.endpoint if isinstance(packet.body, Ping) else "")
+            self._unknown.reset_sender(packet, packet.body.endpoint if isinstance(packet.body, Ping) else "")
             return []
         for seq in packet.acks:
             peer.unacked.pop(seq, None)
@@ -271,7 +271,7 @@ class Sessions:
         """Return our receiving engines into which `instance` writes, or may still write."""
         peer = self._peers.get(instance)
         now = [peer.receiver] if peer is not None and peer.receiver is not None else []
-        return now + [name for name in self._strangers.receivers_of(instance) if self._receivers.is_fencing(name)]
+        return now + [name for name in self._unknown.receivers_of(instance) if self._receivers.is_fencing(name)]
 
     def listens(self, instance: str) -> None:
         """Record that a process listens at the peer's endpoint: the peer may be busy rather than dead."""
@@ -298,15 +298,15 @@ class Sessions:
             else:
                 notices += self._ping(peer)
         if self._receivers.num_fencing:
-            self._strangers.remind(self._receivers.is_fencing, self._times.heartbeat_s)
-        if self._strangers.busy:
+            self._unknown.remind(self._receivers.is_fencing, self._times.heartbeat_s)
+        if self._unknown.busy:
             used = (peer.endpoint for peer in self._peers.values())
-            self._strangers.close_sockets(2 * self._times.heartbeat_s, lambda: used)
+            self._unknown.close_sockets(2 * self._times.heartbeat_s, lambda: used)
         return notices
 
     def next_timer_s(self) -> float | None:
         """Seconds until `tick` has work; None without peers, ended sessions to reset and fences."""
-        busy = self._peers or self._strangers.busy or self._receivers.num_fencing
+        busy = self._peers or self._unknown.busy or self._receivers.num_fencing
         return min(self._times.heartbeat_s, self._times.resend_s) if busy else None
 
     # ------------------------------------------------------------------ handshake
@@ -329,7 +329,7 @@ class Sessions:
 
     def _has_ended(self, instance: str, session: int) -> bool:
         """True when a session with `instance` of that number has ended: it does not begin again."""
-        return self._strangers.session(instance, session) is not None
+        return self._unknown.session(instance, session) is not None
 
     def _add(self, instance: str, endpoint: str, session: int) -> Peer:
         now = self._clock.now()
@@ -343,7 +343,7 @@ class Sessions:
         if peer is None or peer.session != hello.session:
             if hello.answer or self._has_ended(packet.sender, hello.session):
                 self._counters["hellos_replayed"] += 1
-                self._strangers.reset_sender(packet, hello.endpoint)
+                self._unknown.reset_sender(packet, hello.endpoint)
                 return []
             if not self._may_begin(packet.sender, hello):
                 return []
@@ -388,7 +388,7 @@ class Sessions:
         if not rivals and len(self._peers) >= MAX_PEERS:
             self._counters["hellos_refused"] += 1
             return False
-        return not rivals or self._strangers.owns(instance, hello.endpoint, hello.session)
+        return not rivals or self._unknown.owns(instance, hello.endpoint, hello.session)
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
         """Handle a refused handshake. The peer is kept for one more heartbeat, so that the Refusal is delivered."""
@@ -408,14 +408,14 @@ class Sessions:
         """End the session with `peer`, and send a Reset when `tell` is set: the peer may be alive."""
         self._drop(peer)
         if tell:
-            self._strangers.reset(peer.instance, peer.endpoint, peer.session, answer=False)
+            self._unknown.reset(peer.instance, peer.endpoint, peer.session, answer=False)
         self._undial(peer, failure)  # rooms that still wait for a session look the address up again
         return [PeerLost(peer, failure, gone=True)]
 
     def _drop(self, peer: Peer) -> None:
         """Remove `peer`, keep the session's number, and fence its receiver."""
         del self._peers[peer.instance]
-        self._strangers.ended(peer)
+        self._unknown.ended(peer)
         if peer.receiver is not None:
             self._receivers.fence(peer.receiver)
 
@@ -426,11 +426,11 @@ class Sessions:
         if peer is not None and peer.session == packet.session:
             failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} ended the session", origin=peer.endpoint)
             notices += self._end(peer, failure, tell=False)
-        ended = self._strangers.session(packet.sender, packet.session)
+        ended = self._unknown.session(packet.sender, packet.session)
         if ended is not None and ended.receiver is not None and reset.quiesced:
             notices.append(SenderQuiesced(ended.receiver))
         if not reset.answer:
-            self._strangers.reset_sender(packet, reset.endpoint, limited=False)
+            self._unknown.reset_sender(packet, reset.endpoint, limited=False)
         return notices
 
     # ------------------------------------------------------------------ heartbeats and delivery

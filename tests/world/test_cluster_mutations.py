@@ -155,7 +155,7 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
     def unforgiving(self: Sessions, address: Address) -> tuple[Peer | None, ...]:
         return tuple(
-            peer if peer is None or not self._strangers.receivers_of(peer.instance) else None
+            peer if peer is None or not self._unknown.receivers_of(peer.instance) else None
             for peer in dial(self, address)
         )
 

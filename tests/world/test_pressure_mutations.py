@@ -22,7 +22,7 @@ MAX_SEEDS = 150
 
 
 def free_while_a_step_is_under_way(patch: Patch) -> None:
-    release_slot, leave = SchedulerContext.release_slot, SchedulerContext.leave_device
+    release_row, leave = SchedulerContext.release_row, SchedulerContext.leave_device
 
     def freeing(release: Callable[[SchedulerContext, Req], None]) -> Callable[[SchedulerContext, Req], None]:
         def hasty(self: SchedulerContext, req: Req) -> None:
@@ -32,7 +32,7 @@ def free_while_a_step_is_under_way(patch: Patch) -> None:
 
         return hasty
 
-    patch.setattr(SchedulerContext, "release_slot", freeing(release_slot))
+    patch.setattr(SchedulerContext, "release_row", freeing(release_row))
     patch.setattr(SchedulerContext, "leave_device", freeing(leave))
 
 

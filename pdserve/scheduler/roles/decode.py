@@ -107,7 +107,7 @@ class DecodeRole(MixedBatchRole):
             self._take_moves()
         for req in list(itertools.islice(self._waiting.values(), self._context.memory.table.num_free)):
             del self._waiting[req.rid]
-            self._context.assign_slot(req)
+            self._context.assign_row(req)
             self._batch_planner.running.add(req)
 
     def queues(self) -> dict[str, int]:

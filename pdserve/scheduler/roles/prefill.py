@@ -107,7 +107,7 @@ class PrefillRole(BaseRole):
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
             self._context.append(req, token)
-            self._context.release_slot(req)
+            self._context.release_row(req)
             record = AuxRecord(
                 room=req.spec.room.room,
                 attempt=0,
