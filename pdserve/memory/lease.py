@@ -4,7 +4,8 @@ Owned by `KVMemory`; written by the scheduler thread only. Aux slots are pages o
 
 A page has exactly one owner: the free list, the prefix cache, or one lease. A request and its transfer end at different
 times. Each party that may still read or write the pages has a hold. When the last hold drops, the lease's own pages go
-back to the free list, and cached pages that it locked become evictable again:
+back to the free list, and cached pages that it locked become evictable again. For a request that ends before its
+transfer:
 
     reserve      publish addresses     request ends              peer is done, or fenced
       |  request hold ................... x
@@ -13,6 +14,8 @@ back to the free list, and cached pages that it locked become evictable again:
       |  request hold ............... x
       |        | send hold: a copy worker reads ............. x -> pages are free, cached ones unlocked
                                         (prefill side)
+
+Normally the transfer ends first, and the request hold is the last to drop, on both sides.
 
 Pages of a lease, in token order; `cache` moves the boundary to the right:
 

@@ -364,7 +364,8 @@ def _left(req: Req) -> int:
 
 
 class BatchPlanner:
-    """Decides what each step holds. Owns `DecodeBatch` and `PrefillManager`; returns retracted requests to `waiting`.
+    """Decides what each step holds. Owns `DecodeBatch`, `PrefillManager`, `PrefillBudget` and `BatchSplitter`; returns
+    retracted requests to `waiting`.
 
     `headroom_tokens(req)`: token slots that must stay free when `req` starts. With `prefill_only` no request decodes
     here: every step has the full prompt budget, and a request also needs an aux slot to start.

@@ -4,7 +4,8 @@
                                         └─ no: waits here, later requests pass ──compiled, or failed──> the loop
 
 A step waits for the masks of all its rows, so a row whose grammar takes a second to compile would delay the other rows.
-The API process bounds the number of waiting requests: see `server/engine_client/waiting`.
+The API process bounds the number of waiting requests: see `WaitingRequests` in
+`server/engine_client/live_requests.py`.
 
 The composition roots of the ranks' processes make these objects. Scheduler thread.
 """

@@ -1,7 +1,7 @@
 """The role of a server without disaggregation: prefill chunks and decode rows share each step (continuous batching).
 
-waiting -> prefilling -> running -> finished
-   ^________ retracted ____|
+waiting -> active -> running -> finished
+   ^______ retracted __|
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ waiting      waits for memory, a row and an aux slot
    v
 active       chunks are computed; the whole pages of each chunk are sent at once
    v
-inflight     all is computed; waits until every byte has arrived. The row is free, the hold `send` keeps the pages
+inflight     all is computed; waits until every byte has arrived. The row is free; the holds `request` and `send` keep
+             the pages, and `send` drops first
 """
 
 from __future__ import annotations

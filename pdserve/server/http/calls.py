@@ -8,8 +8,9 @@ The gate counts the running calls, and refuses new ones while draining or when s
 
     open ── close(why) ──> closed: new calls get a 503, running calls continue ──> empty
 
-Each role that a server takes has its own gate. `app` installs both middlewares. `lifecycle/instance.py` closes the gate
-when the role changes, and for good when the server shuts down. Event loop only.
+Each role that a server takes has its own gate. `app` adds the gate outside of `CallMiddleware`, which
+`sglang_api/observability.install` adds: a refused call has no `HttpCall` and no span. `lifecycle/instance.py` closes
+the gate when the role changes, and for good when the server shuts down. Event loop only.
 """
 
 from __future__ import annotations
