@@ -95,7 +95,7 @@ def promise_quiet_while_writing(patch: Patch) -> None:
     stop = OutgoingKeys.stop
 
     def lying(self: OutgoingKeys, key: MemoryKey, failure: Failure) -> None:
-        self.say(key, Ended(key=key, failure=failure, quiesced=True))
+        self.notify_receiver(key, Ended(key=key, failure=failure, quiesced=True))
         stop(self, key, failure)
 
     patch.setattr(OutgoingKeys, "stop", lying)
