@@ -183,10 +183,10 @@ def a_known_name_needs_no_challenge(patch: Patch) -> None:
     arrived, owns = Sessions.arrived, UnknownPeers.owns
     known: set[str] = set()
 
-    def arriving(self: Sessions, frame: bytes) -> list[Notice]:
+    def arriving(self: Sessions, frame: bytes, source: str) -> list[Notice]:
         known.clear()
         known.update(peer.instance for peer in self)
-        return arrived(self, frame)
+        return arrived(self, frame, source)
 
     def trusting(self: UnknownPeers, instance: str, endpoint: str, session: int) -> bool:
         return instance in known or owns(self, instance, endpoint, session)
@@ -208,13 +208,13 @@ def an_ended_session_may_begin_again(patch: Patch) -> None:
 def a_reset_of_any_session_counts(patch: Patch) -> None:
     arrived = Sessions.arrived
 
-    def lax(self: Sessions, frame: bytes) -> list[Notice]:
+    def lax(self: Sessions, frame: bytes, source: str) -> list[Notice]:
         with contextlib.suppress(ProtocolError):
             packet = self._wire.decode(frame)
             peer = self.peer(packet.sender)
             if isinstance(packet.body, Reset) and peer is not None:
                 frame = self._wire.encode(msgspec.structs.replace(packet, session=peer.session))
-        return arrived(self, frame)
+        return arrived(self, frame, source)
 
     patch.setattr(Sessions, "arrived", lax)
 
