@@ -155,7 +155,7 @@ def test_batches_and_streams_have_the_prompts_as_well(deployment: Deployment) ->
         events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
         assert all(len(event["meta_info"]["input_token_logprobs"]) == 45 for event in events)
         assert len(events[-1]["meta_info"]["output_token_logprobs"]) == 4
-    body = {"prompt": prompts[1], "stream": True, "echo": True, "logprobs": 1, "max_tokens": 3}
+    body = {"prompt": prompts[1], "stream": True, "echo": True, "logprobs": 1, "max_tokens": 3, "ignore_eos": True}
     for url in (deployment.pair.url, deployment.monolith.url):
         lines = requests.post(f"{url}/v1/completions", json=body, timeout=60).text.split("\n\n")
         choices = [json.loads(one.removeprefix("data: "))["choices"][0] for one in lines if one and "[DONE]" not in one]
