@@ -46,7 +46,7 @@ async def seen_until(
 
 
 async def settle(turns: int = 50) -> None:
-    """Let the event loop turn so many times: every task that can run does."""
+    """Run `turns` turns of the event loop, so that every task that can run does."""
     for _ in range(turns):
         await asyncio.sleep(0)
 

@@ -96,7 +96,7 @@ class LinkCondition(threading.Condition):
             return self._lost
 
     def lose(self, error: PdserveError) -> None:
-        """Record a loss, of which the peers were notified. Link thread."""
+        """Record a loss. The peers are notified already. Link thread."""
         with self:
             self._lost = error
             self.notify_all()

@@ -152,7 +152,7 @@ class PromptLogprobsPart(msgspec.Struct, frozen=True, kw_only=True, tag="Told"):
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All pages and the aux slot of `key` have landed.
 
-    `num_logprob_parts`: the number of `PromptLogprobsPart` messages that were sent, some of which may still arrive.
+    `num_logprob_parts`: the number of `PromptLogprobsPart` messages that were sent. Some may still arrive.
     `notified`: the number of notified writes for each of the receiver's ranks; empty where engines do not notify.
     """
 

@@ -101,7 +101,7 @@ async def test_zmq_channel_wakes_for_each_message_that_comes_while_it_waits_or_d
             await asyncio.sleep(0)
             await asyncio.to_thread(scheduler.send, batch)
             if i % 5 == 0:
-                await settle()  # the socket is readable meanwhile, and nobody may want it
+                await settle()  # the socket is readable while no task receives
             assert await asyncio.wait_for(pending or api.recv(), 5.0) == batch
         await give_up(api)
         scheduler.send(OutputBatch(outputs=[]))

@@ -332,7 +332,7 @@ def test_a_sender_that_dies_before_the_notes_have_come_fails_the_room_and_frees_
     assert decode.free == (13, 3)
     decode.kv.handle(Notified(pair.receiver.key, 0))
     assert decode.free == (16, 4)
-    decode.kv.handle(Notified(pair.receiver.key, 0))  # nobody knows of it any more
+    decode.kv.handle(Notified(pair.receiver.key, 0))  # its room is gone
 
 
 def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fence_ends_it() -> None:

@@ -58,7 +58,7 @@ def engines() -> Iterator[ReceivingEngines[Listener]]:
 def test_each_peer_has_an_engine_until_it_is_fenced(engines: ReceivingEngines[Listener]) -> None:
     first, other = engines.open("a"), engines.open("b")
     assert first.is_prepared and first is engines.open("a") and first is not other
-    assert engines.fence("a") and engines.fence("a") and engines.fence("nobody")
+    assert engines.fence("a") and engines.fence("a") and engines.fence("unknown")
     assert first.port not in listening_sockets().values() and other.port in listening_sockets().values()
     assert engines.open("a") is not first and engines.open("b") is other
     seen: list[Listener] = []
@@ -184,7 +184,7 @@ def test_an_engine_accepts_connections_from_its_peers_addresses_alone() -> None:
     engines.allow_sources("a", ["127.0.0.2", "prefill-0.svc"])
     assert connects(first, "127.0.0.2") and not connects(first, "127.0.0.3")
     engines.allow_sources("a", ["127.0.0.3"])
-    engines.allow_sources("nobody", ["127.0.0.4"])
+    engines.allow_sources("unknown", ["127.0.0.4"])
     assert all(connects(first, source) for source in ("127.0.0.1", "127.0.0.2", "127.0.0.3"))
     assert not connects(first, "127.0.0.4") and not connects(other, "127.0.0.2")
     engines.close()
