@@ -25,8 +25,7 @@ from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.layout import pages_for
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
 STEPS = 60
 PROMPT = [10 + i for i in range(32)]

@@ -16,8 +16,7 @@ from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, Sched
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
 from pdserve.memory.layer_events import LayerEvents
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE
 

@@ -34,8 +34,7 @@ from pdserve.grammar.compile_jobs import SMALL_CHARS
 from pdserve.grammar.matcher import MaskWords, Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.model.forward_batch import IntArray, to_device
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
 _LOG = logging.getLogger(__name__)
 NUM_THREADS = 4

@@ -59,9 +59,8 @@ from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import Mixture, Model
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 
 
 @dataclasses.dataclass(frozen=True)

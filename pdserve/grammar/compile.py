@@ -13,7 +13,7 @@ from pdserve.errors import GrammarError
 from pdserve.grammar.bounds import check_grammar_text, check_pattern_size, check_schema
 from pdserve.grammar.structural_tag import structural_tag_lark
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.sampling import Grammar
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

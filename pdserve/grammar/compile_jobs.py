@@ -22,7 +22,7 @@ from pdserve.grammar.bounds import MAX_STOP_REPEATED, check_pattern_size
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.sampling import Grammar
 
 SMALL_CHARS = 4096
 """Longest small grammar in characters. Small grammars do not wait for larger ones."""

@@ -19,7 +19,7 @@ from pdserve.llm.outputs import InvalidRequestError
 from pdserve.llm.runner import Job
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import RunningServer
-from pdserve.protocol.grammar import Grammar
+from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat_request import chat_prompt, final_text

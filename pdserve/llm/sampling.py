@@ -12,9 +12,9 @@ from typing import Any
 
 from pdserve.errors import RequestError
 from pdserve.llm.outputs import InvalidRequestError
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams as EngineSampling
+from pdserve.protocol.sampling import Grammar
 from pdserve.server.http.json_http import convert
 from pdserve.server.request.constraints import Constraint, openai_constraint
 from pdserve.server.request.intake import check_top_logprobs, openai_logprobs

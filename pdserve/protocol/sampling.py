@@ -9,15 +9,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.protocol.grammar import Grammar
 
 TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""
+
+
+GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True):
+    """Grammar of structured output. `text`: a JSON schema, structural tag, regular expression, GBNF or Lark grammar.
+
+    The matcher state is never sent. Each server that samples rebuilds it from the grammar and the output ids.
+    """
+
+    kind: GrammarKind
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)

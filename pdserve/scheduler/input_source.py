@@ -20,8 +20,8 @@ import msgspec
 
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.executor.input_batch import Seeds
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, StartProfile, StateQuery, StopProfile
+from pdserve.protocol.sampling import Grammar
 from pdserve.ranks.consensus import Consensus, Reduction
 from pdserve.ranks.input_log import InputLog, TickInput
 from pdserve.ranks.messages import SharedEvent

@@ -10,8 +10,8 @@ import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import GenerateRequest
+from pdserve.protocol.sampling import Grammar
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.request.constraints import Constraint, GrammarCheck

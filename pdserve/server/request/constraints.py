@@ -23,8 +23,8 @@ from pdserve.config.groups import GrammarConfig
 from pdserve.errors import GrammarError, RequestError
 from pdserve.grammar.compile import MAX_CHARS, JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
-from pdserve.protocol.grammar import Grammar, GrammarKind
 from pdserve.protocol.messages import EngineReady
+from pdserve.protocol.sampling import Grammar, GrammarKind
 from pdserve.server.http.calls import current_call
 from pdserve.server.request.compile_pool import CompilePool, Compiler
 from pdserve.server.request.schemas import ConstraintFields, NativeSampling

@@ -8,9 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import EngineReady
-from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, validate_sampling
+from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, Grammar, validate_sampling
 from pdserve.server.request.schemas import NativeSampling, OpenAIBody, SharedSampling
 from pdserve.server.text.stop_regex import MAX_STOP_CHARS, check_stop_regex
 

@@ -16,9 +16,9 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest
+from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import Generation, GenerationUpdate

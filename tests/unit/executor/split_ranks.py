@@ -25,9 +25,8 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.loader import load_model, read_spec
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, random_prompt
 from tests.waiting import wait_until
 

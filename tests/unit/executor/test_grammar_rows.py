@@ -22,8 +22,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, build, random_prompt
 from tests.schemas import check, random_schema
 from tests.tiny import EOS_ID, VOCAB_SIZE, Family, tiny_tokenizer

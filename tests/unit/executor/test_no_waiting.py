@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pdserve.executor.graphs import EagerCapture
 from pdserve.executor.interface import BatchPlan, BatchRow
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE

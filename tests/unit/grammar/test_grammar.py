@@ -12,7 +12,7 @@ from pdserve.errors import GrammarError
 from pdserve.grammar.compile import MAX_CHARS, JsonRules, compile_grammar
 from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
-from pdserve.protocol.grammar import Grammar, GrammarKind
+from pdserve.protocol.sampling import Grammar, GrammarKind
 from tests.tiny import EOS_ID, VOCAB_SIZE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

@@ -6,9 +6,8 @@ import threading
 from concurrent.futures import Future
 
 from pdserve.base.mailbox import Mailbox, Woken
-from pdserve.protocol.grammar import Grammar
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, PauseGeneration
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from pdserve.scheduler.input_source import GrammarGate
 from pdserve.scheduler.scheduler import Event
 

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.protocol.grammar import Grammar
-from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from pdserve.server.request.intake import check_size, prompt_request
 from pdserve.server.request.sampling_fields import RequestLimits
 from pdserve.server.text.tokenizer import Tokenizer
