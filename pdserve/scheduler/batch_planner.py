@@ -411,13 +411,14 @@ class BatchPlanner:
         """Yield each request that got a token, with the token and its finish reason; finished prompts join the decode
         batch.
         """
+        running, prompts = self.running.reqs, result.prompts
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
                 continue
-            if index in result.prompts:
-                self._context.outbox.emit_prompt(req, result.prompts[index])
-            if row.rid in self.running.reqs:
+            if prompts and index in prompts:
+                self._context.outbox.emit_prompt(req, prompts[index])
+            if row.rid in running:
                 assert token is not None
                 yield req, token, self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):

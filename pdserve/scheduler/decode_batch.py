@@ -87,7 +87,7 @@ class DecodeBatch:
             return []
         if self.is_short:
             self._make_room()
-        tokens_in = self._context.memory.layout.tokens_in
+        page_tokens = self._context.memory.layout.tokens_in(1)
         num_stages = self._context.limits.num_stages
         share = -(-len(self.reqs) // num_stages)
         rows: list[BatchRow] = []
@@ -98,7 +98,7 @@ class DecodeBatch:
                 continue
             if len(rows) == share:
                 break
-            if planned >= tokens_in(len(lease.pages)) and not self._context.grow(req, planned + 1):
+            if planned >= len(lease.pages) * page_tokens and not self._context.grow(req, planned + 1):
                 continue
             rows.append(BatchRow(req.rid, row, planned, planned + 1, sample=True))
             req.planned = planned + 1
@@ -120,12 +120,13 @@ class DecodeBatch:
 
     def _pages_wanted(self, num_steps: int) -> int:
         """Return the pages that `num_steps` further steps of all requests would take."""
-        num_pages = self._context.memory.num_pages
+        page_tokens = self._context.memory.layout.tokens_in(1)
         wanted = 0
         for req in self.reqs.values():
             assert req.lease is not None
-            end = min(req.planned + num_steps, req.max_len)
-            wanted += max(0, num_pages(end) - len(req.lease.pages))
+            missing = min(req.planned + num_steps, req.max_len) - len(req.lease.pages) * page_tokens
+            if missing > 0:
+                wanted += self._context.memory.num_pages(missing)
         return wanted
 
     def _has_all(self, req: Req) -> bool:

@@ -84,11 +84,6 @@ class Req:
         return len(self.spec.input_ids) + len(self.spec.prior_output_ids)
 
     @property
-    def num_generated(self) -> int:
-        """Output tokens sampled in this try."""
-        return len(self.output_ids) - len(self.spec.prior_output_ids)
-
-    @property
     def seq_len(self) -> int:
         """Prompt tokens and output tokens so far."""
         return len(self.spec.input_ids) + len(self.output_ids)

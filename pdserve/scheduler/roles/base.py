@@ -135,7 +135,8 @@ class MixedBatchRole(BaseRole):
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens and release finished requests. The first two tokens and the last one carry timing."""
         for req, token, finish in self._batch_planner.commit(self.live, plan, result):
-            timing = self._timing(req) if finish or req.num_generated <= 2 else None
+            num_sampled = len(req.output_ids) - len(req.spec.prior_output_ids)
+            timing = self._timing(req) if finish or num_sampled <= 2 else None
             self._context.outbox.emit(req, (token,), finish, timing)
             if finish is not None:
                 self._leave(req)
