@@ -1,8 +1,9 @@
 """Counts the package's files that one streamed chat request through a pair enters.
 
 The program starts a prefill server, a decode server and a router, sends requests until they are warm, and then records
-which Python files run in any process while one more streamed chat is answered. A window of the same length without a
-request is recorded as well; its files (heartbeats, health checks) are subtracted where no request needs them.
+which functions run in any process while one more streamed chat is answered. It also records some seconds without a
+request: heartbeats, health checks, and turns of idle loops. A file counts when one of its functions ran with the
+request and not without one. Files whose functions all run without a request too are counted apart.
 
     python scripts/entered_files.py [--list] [--model-path smollm2]
 """
@@ -25,6 +26,9 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "pdserve"
 READY = "ready: OPENAI_BASE_URL="
 START_S, WARM_UP, WRITE_S = 300.0, 4, 20.0
+IDLE_WINDOWS, IDLE_S = 6, 1.5
+ADMITTED = "scheduler/scheduler.py:Scheduler._admit"
+"""Runs for each request, also for the probes of the router's watchdog. An idle window with a probe is left out."""
 HOOK = """
 import mmap, os, sys, threading, time
 
@@ -36,7 +40,8 @@ if folder:
 
     def note(frame, event, arg):
         if switch[0] and event == "call":
-            windows.setdefault(switch[0], set()).add(frame.f_code.co_filename)
+            code = frame.f_code
+            windows.setdefault(switch[0], set()).add(code.co_filename + ":" + code.co_qualname)
 
     def write():
         written = 0
@@ -68,14 +73,14 @@ class Windows:
 
     @contextlib.contextmanager
     def record(self) -> Iterator[None]:
-        """Files that run within the block are recorded."""
+        """Functions that run within the block are recorded."""
         self._number += 1
         self._switch[0] = self._number
         yield
         self._switch[0] = 0
 
     def entered(self) -> dict[str, set[str]]:
-        """Files of the package that ran in the last window, by the command of the process."""
+        """Functions of the package, as `file:name`, that ran in the last window, by the command of the process."""
         self._switch[1] = self._number
         deadline, seen = time.monotonic() + WRITE_S, -1
         while True:  # until no further process writes
@@ -86,8 +91,8 @@ class Windows:
             seen = len(paths)
         found: dict[str, set[str]] = {}
         for path in paths:
-            command, *files = path.read_text().split("\n")
-            inside = {str(Path(file).relative_to(PACKAGE)) for file in files if Path(file).is_relative_to(PACKAGE)}
+            command, *functions = path.read_text().split("\n")
+            inside = {str(Path(name).relative_to(PACKAGE)) for name in functions if Path(name).is_relative_to(PACKAGE)}
             found.setdefault(command, set()).update(inside)
         return found
 
@@ -119,6 +124,11 @@ def service(folder: Path, model: str) -> Iterator[str]:
             process.terminate()
 
 
+def files_of(functions: set[str]) -> set[str]:
+    """The files of `file:name` entries."""
+    return {function.partition(":")[0] for function in functions}
+
+
 def main() -> None:
     """Print the count, and the files by process with `--list`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -132,21 +142,27 @@ def main() -> None:
                 model = json.load(answer)["data"][0]["id"]
             for _ in range(WARM_UP):
                 ask(url, model)
-            began = time.monotonic()
             with windows.record():
                 ask(url, model)
-            took = time.monotonic() - began
             by_process = windows.entered()
-            with windows.record():
-                time.sleep(took)
-            idle = set().union(*windows.entered().values())
-    entered = set().union(*by_process.values())
+            idle: set[str] = set()
+            for _ in range(IDLE_WINDOWS):
+                with windows.record():
+                    time.sleep(IDLE_S)
+                functions = set[str]().union(*windows.entered().values())
+                idle |= functions if ADMITTED not in functions else set()
+    ran = set[str]().union(*by_process.values())
+    entered = files_of(ran - idle)
     if args.list:
-        for command, files in sorted(by_process.items()):
+        for command, functions in sorted(by_process.items()):
+            files = files_of(functions)
             print(f"{len(files):4d}  {command}")
             for file in sorted(files):
-                print(f"        {file}")
-    print(f"{len(entered)} files entered by a streamed chat request ({len(idle)} run without a request)")
+                print(f"        {file}{'' if file in entered else '  (idle)'}")
+    print(
+        f"{len(entered)} files entered by a streamed chat request "
+        f"({len(files_of(ran) - entered)} more ran functions that also run without a request)"
+    )
 
 
 if __name__ == "__main__":
