@@ -30,7 +30,11 @@ MAX_HOST_ADDRESSES = 64
 MAX_PEER_ADDRESSES = 128
 """Most known addresses of a peer that are used, the first ones."""
 MAX_SOURCES = 192
-"""Most addresses that a peer's connections may come from. The kernel refuses filters of about 2,000."""
+"""Most addresses that a peer's connections may come from.
+
+The kernel refuses filters that are larger than `net.core.optmem_max` allows. With 128 KB, the default since Linux 6.8,
+some 2,000 addresses fit. With 20 KB, 140 IPv6 addresses may be too many. A refusal is logged; the former filter stays.
+"""
 LOOPBACK = ("127.0.0.1", "::1")
 _SHARED_INTERFACES = ("kube-ipvs", "dummy")
 """Prefixes of interfaces whose addresses other hosts may have too: `kube-ipvs0` of every Kubernetes node has those of
@@ -49,7 +53,7 @@ def parse_address(text: str) -> IPAddress | None:
 
 
 def own_addresses() -> tuple[str, ...]:
-    """Return `LOOPBACK` and all IP addresses of this host's interfaces, last those that other hosts may have too."""
+    """Return `LOOPBACK` and all IP addresses of this host's interfaces; last those that other hosts may also have."""
     own, shared = _interface_addresses()
     return tuple(dict.fromkeys((*LOOPBACK, *own, *shared)))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import socket
@@ -22,12 +23,12 @@ import stat
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
-from pdserve.base.hosts import IPAddress, parse_address
+from pdserve.base.hosts import IPAddress, own_addresses, parse_address
 
 log = logging.getLogger(__name__)
 
 _SO_ATTACH_FILTER = 26
-"""Gets the filter with `getsockopt`."""
+"""With `getsockopt` the same number reads the filter."""
 _NETWORK_HEADER = (1 << 32) - 0x100000
 """`SKF_NET_OFF`: loads at this offset and above read the IP header."""
 _IPV4_SOURCE, _IPV6_SOURCE = 12, 8
@@ -76,17 +77,19 @@ def allow_sources(inodes: Collection[int], addresses: Iterable[str] | None) -> N
 def drop_connections(inodes: Collection[int]) -> None:
     """End the connections of these listening TCP sockets, those that wait to be accepted and those of this process.
 
-    The library receives none of the bytes that it has not read. Call it after `allow_sources`, so that none are added.
-    Connections of this process to itself go on: UCX makes one. While one waits to be accepted, all others that wait at
-    the same socket go on, too.
+    The library never gets the bytes that it had not read by then. Call it after `allow_sources`, so that no connections
+    are added. Connections of this process to itself are kept, since UCX makes one. While such a connection waits to be
+    accepted, no pending connection at that socket is closed.
     """
+    here = {parse_address(address) for address in own_addresses()}
     ends = {(_local(one), _remote(one)) for _, _, one in tcp_sockets(listening=False)}
-    waiting = {remote for local, remote in ends if (remote, local) not in ends}
+    made = [remote for local, remote in ends if (remote, local) not in ends]
+    waiting = [remote for remote in made if remote is not None and remote[0] in here]
     at: list[tuple[int, _Address]] = []
     for _, inode, listener in tcp_sockets(listening=True):
         if inode in inodes:
             at.append((listener.family, _local(listener)))
-            if not any(remote and _is_at(remote, _local(listener)) for remote in waiting):
+            if not any(_is_at(remote, _local(listener)) for remote in waiting):
                 close_pending(listener)
     for _, _, connection in tcp_sockets(listening=False):
         local = _local(connection)
@@ -98,11 +101,12 @@ def drop_connections(inodes: Collection[int]) -> None:
 def close_pending(listener: socket.socket) -> None:
     """Close the connections that wait to be accepted. Never blocks.
 
-    Meanwhile the socket is non-blocking for the library, which shares the flag.
+    `listener` has no timeout of its own. Meanwhile the socket is non-blocking for the library too, since both share the
+    flag. It is never made blocking while the library expects the opposite.
     """
-    descriptor, timeout = listener.fileno(), listener.gettimeout()
+    descriptor = listener.fileno()
     was_blocking = os.get_blocking(descriptor)
-    listener.setblocking(False)
+    os.set_blocking(descriptor, False)
     try:
         for _ in range(MAX_PENDING):
             listener.accept()[0].close()
@@ -111,7 +115,6 @@ def close_pending(listener: socket.socket) -> None:
     except OSError as error:
         log.warning("port %d keeps connections from before the filter: %s", listener.getsockname()[1], error)
     finally:
-        listener.settimeout(timeout)
         os.set_blocking(descriptor, was_blocking)
 
 
@@ -186,15 +189,21 @@ def tcp_sockets(*, listening: bool) -> Iterator[tuple[int, int, socket.socket]]:
     """Yield descriptor, inode and a duplicate of this process's TCP sockets: those that listen, or all others.
 
     The duplicate is closed after use. Of several descriptors of a socket one is yielded.
+
+    Raises:
+        OSError: the process has no free descriptor.
     """
     seen: set[int] = set()
     for name in os.listdir("/proc/self/fd"):
         try:
-            status = os.stat(f"/proc/self/fd/{name}")
-            if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue
             copy = os.dup(int(name))
-        except OSError:  # closed meanwhile
+        except OSError as error:
+            if error.errno == errno.EBADF:  # closed meanwhile
+                continue
+            raise
+        status = os.fstat(copy)  # of the duplicate: another file may have the number by now
+        if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
+            os.close(copy)
             continue
         try:
             duplicate = socket.socket(fileno=copy)
@@ -224,8 +233,10 @@ def _remote(of: socket.socket) -> _Address | None:
 
 def _is_at(local: _Address, listener: _Address) -> bool:
     """Whether a listener with the address `listener` accepts connections to `local`."""
-    address = listener[0]
-    return local[1] == listener[1] and (address == local[0] or (address is not None and address.is_unspecified))
+    (host, port), (address, listener_port) = local, listener
+    if port != listener_port or host is None or address is None:
+        return False
+    return address == host or (address.is_unspecified and (address.version == 6 or host.version == 4))
 
 
 def _end(connection: socket.socket) -> None:

@@ -69,7 +69,7 @@ class SessionReceivers:
         """Accept connections of session `name` from the hosts of the peer's ranks, and from `source`.
 
         The peer's handshake `answer` came from there. That address differs where the peer is behind NAT. Engines use a
-        bounded number of addresses, so the first one of each rank comes before the second ones.
+        bounded number of addresses, so the first address of every rank comes before the second of any.
         """
         receiver = self._receivers.get(name)
         if receiver is not None and receiver.fence_begun_at is None:

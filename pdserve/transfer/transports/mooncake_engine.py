@@ -193,7 +193,8 @@ def speed_up_shutdown(port: int) -> None:
                 attach_filter(listener, LOOPBACK)
                 loopback = LOOPBACK[listener.family == socket.AF_INET6]
                 socket.create_connection((loopback, port), timeout=PROBE_TIMEOUT_S).close()
-    for _, _, connection in tcp_sockets(listening=False):
-        with contextlib.suppress(OSError):
-            if connection.getsockname()[1] == port:
-                connection.shutdown(socket.SHUT_RDWR)
+    with contextlib.suppress(OSError):
+        for _, _, connection in tcp_sockets(listening=False):
+            with contextlib.suppress(OSError):
+                if connection.getsockname()[1] == port:
+                    connection.shutdown(socket.SHUT_RDWR)

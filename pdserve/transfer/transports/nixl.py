@@ -317,7 +317,14 @@ class NixlTransport:
         """Open a link over new agents. Raises TransferError (settled over TCP) when no peer answers."""
         peer.introduce()
         num_senders = 1 if self.facts.protocol == "rdma" else self.facts.writers
-        senders = [self._new_sender(peer) for _ in range(num_senders)]
+        senders: list[Sender] = []
+        try:
+            for _ in range(num_senders):
+                senders.append(self._new_sender(peer))
+        except BaseException:
+            for sender in senders:
+                sender.destroy()
+            raise
         link = Link(senders, senders[0].peer, owned=True, num_permits=1)
         (here, kind), probe = self._known[0], peer.card.regions[0]
         one = Ranges.of([Copy(here.address, probe.address, here.num_bytes)])
@@ -334,7 +341,11 @@ class NixlTransport:
         sender, opened = self._ports.start(lambda: Sender(self._native, self._known))
         same_host = LOOPBACK if peer.card.host == self._host else ()
         self._ports.allow(opened, peer_addresses([*peer.card.host_addresses[:MAX_HOST_ADDRESSES], *same_host]))
-        sender.connect(peer.card.metadata, peer.there)
+        try:
+            sender.connect(peer.card.metadata, peer.there)
+        except BaseException:
+            sender.destroy()
+            raise
         return sender
 
     def _write_all(

@@ -20,10 +20,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Generic, TypeVar
 
-from pdserve.base import listeners
 from pdserve.base.env import DATA_PORT_FILTER, filters_data_ports
 from pdserve.base.hosts import MAX_PEER_ADDRESSES, peer_addresses
-from pdserve.base.listeners import listening_sockets
+from pdserve.base.listeners import allow_sources, drop_connections, listening_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transports.link import Destroyable
 
@@ -65,25 +64,26 @@ class EnginePorts:
     def start(self, make: Callable[[], E]) -> tuple[E, Listeners]:
         """Create an engine with `make` that listens at no spent port; return it and the sockets that it opened.
 
-        With a filter, connections that were made meanwhile are ended. So register memory with the engine afterwards.
-        The sockets may include a few of another thread that began to listen meanwhile.
+        With a filter, connections that were made in the meantime are shut down. Register memory only after this call.
+        The sockets may include a few of another thread that began to listen in the meantime.
 
         Raises:
-            TransferError: each of many engines listened at a spent port.
+            TransferError: each of many engines listened at a spent port, or the process has no free descriptor.
         """
         unfit: list[E] = []  # kept alive so that new engines take other ports
         try:
             with self._lock:
                 while len(unfit) < MAX_TRIES:
                     before = listening_sockets()
-                    engine = make()
+                    unfit.append(make())
                     opened = {inode: port for inode, port in listening_sockets().items() if inode not in before}
                     if self._spent.keys().isdisjoint(opened.values()):
                         self.allow(opened, ())
                         if self._filtered:
-                            listeners.drop_connections(opened)
-                        return engine, opened
-                    unfit.append(engine)
+                            drop_connections(opened)
+                        return unfit.pop(), opened
+        except OSError as error:
+            raise TransferError(f"an engine did not start: {error}", code="engine_failed") from error
         finally:
             for engine in unfit:
                 engine.destroy()
@@ -92,7 +92,7 @@ class EnginePorts:
     def allow(self, opened: Listeners, addresses: Iterable[str] | None) -> None:
         """Accept new connections at these sockets only from these IP addresses; None: from all."""
         if self._filtered:
-            listeners.allow_sources(opened, addresses)
+            allow_sources(opened, addresses)
 
     def spend(self, opened: Listeners) -> None:
         """Mark the ports of a fenced peer's engine as spent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import struct
@@ -191,7 +192,7 @@ def test_a_filter_passes_no_packet_of_another_protocol() -> None:
 
 STRANGER = """
 import socket, sys
-clients = [socket.create_connection(("127.0.0.1", int(sys.argv[1])), timeout=10.0) for _ in range(2)]
+clients = [socket.create_connection((sys.argv[2], int(sys.argv[1])), timeout=10.0) for _ in range(2)]
 for client in clients:
     client.sendall(b"before")
 print("connected", flush=True)
@@ -205,8 +206,8 @@ for client in clients:
 
 
 @contextlib.contextmanager
-def stranger_at(port: int) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-c", STRANGER, str(port)]
+def stranger_at(port: int, host: str = "127.0.0.1") -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", STRANGER, str(port), host]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -258,6 +259,32 @@ def test_connections_of_the_process_to_itself_go_on(is_accepted: bool) -> None:
         assert accepted.recv(10) == b"own"
 
 
+def test_a_connection_to_another_host_at_the_same_port_keeps_no_strangers_connection() -> None:
+    """127.0.0.9 stands for the other host: it is not among the addresses of this host's interfaces."""
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("::", 0), family=socket.AF_INET6))
+        other = opened.enter_context(at("127.0.0.9", port_of(server)))
+        opened.enter_context(connect(other))
+        stranger = opened.enter_context(stranger_at(port_of(server), "::1"))
+        allow_sources([inode_of(server)], ())
+        drop_connections([inode_of(server)])
+        assert stranger.stdout is not None and [stranger.stdout.readline() for _ in range(2)] == ["b''\n"] * 2
+
+
+def test_sockets_that_cannot_be_looked_at_are_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free descriptor a listener would get no filter."""
+
+    def no_descriptor_left(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with listening() as server:
+        inodes = [inode_of(server)]
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "dup", no_descriptor_left)
+            with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+                allow_sources(inodes, ())
+
+
 @contextlib.contextmanager
 def at(host: str, port: int) -> Iterator[socket.socket]:
     with socket.create_server((host, port)) as server:
@@ -270,7 +297,7 @@ def test_closing_what_waits_neither_blocks_nor_changes_the_library_s_flag(timeou
     with listening() as server:
         server.settimeout(timeout)
         before = os.get_blocking(server.fileno())
-        with connect(server) as client, server.dup() as duplicate:
+        with connect(server) as client, socket.socket(fileno=os.dup(server.fileno())) as duplicate:
             close_pending(duplicate)
             close_pending(duplicate)
             with contextlib.suppress(ConnectionResetError):

@@ -160,6 +160,21 @@ def test_where_an_engine_listens_is_found() -> None:
     assert sockets_at(port, listening=True) == [], "it has ended"
 
 
+def test_an_engine_ends_where_its_sockets_cannot_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later than otherwise: a fence whose engine does not end never frees the pages."""
+
+    def fail(*, listening: bool) -> None:
+        raise OSError("no descriptor is left")
+
+    set_environment("tcp")
+    engine = MooncakeEngine("127.0.0.1", "tcp", "")
+    port = int(engine.session.rpartition(":")[2])
+    with monkeypatch.context() as patch:
+        patch.setattr(mooncake_engine, "tcp_sockets", fail)
+        engine.destroy()
+    assert sockets_at(port, listening=True) == []
+
+
 @pytest.mark.parametrize("said", [b"", b"\x10\x00\x00"])
 def test_strangers_who_say_nothing_do_not_hold_up_the_end_of_an_engine(said: bytes) -> None:
     """The engine waits 5 s for what each says, and at its end the interpreter's lock is kept meanwhile."""

@@ -7,10 +7,13 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transport import MemoryRegion
+from pdserve.transfer.transports import nixl
 from pdserve.transfer.transports.nixl import (
     PREFIX,
     SYN_RETRIES,
@@ -109,3 +112,34 @@ def test_a_process_with_an_agent_ends_with_its_own_status() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (7, "printed\n")
+
+
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed")
+def test_senders_to_a_peer_that_does_not_answer_are_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both: the one that connected, and the one that did not."""
+
+    class Sender:
+        peer = "peer"
+
+        def __init__(self, native: object, regions: object) -> None:
+            self.is_destroyed = False
+            made.append(self)
+
+        def connect(self, metadata: bytes, there: object) -> None:
+            if len(made) == 2:
+                raise TransferError("nobody answers", code="peer_unreachable")
+
+        def destroy(self) -> None:
+            self.is_destroyed = True
+
+    made: list[Sender] = []
+    memory = np.zeros(4096, np.uint8)
+    transport = open_transport("nixl", "127.0.0.1")
+    try:
+        transport.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
+        monkeypatch.setattr(nixl, "Sender", Sender)
+        with pytest.raises(TransferError, match="nobody answers"):
+            transport.connect(transport.address())
+        assert [sender.is_destroyed for sender in made] == [True, True]
+    finally:
+        transport.close()

@@ -118,6 +118,18 @@ def test_ports_are_forgotten_when_there_are_too_many(monkeypatch: pytest.MonkeyP
     engine.destroy()
 
 
+def test_an_engine_whose_ports_cannot_be_filtered_is_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("no descriptor is left")
+
+    monkeypatch.setattr(receiving, "allow_sources", fail)
+    made: list[Listener] = []
+    engines = ReceivingEngines(EnginePorts(filtered=True), lambda: made.append(Listener()) or made[-1], lambda _: None)  # type: ignore[func-returns-value]
+    with pytest.raises(TransferError, match="no descriptor is left"):
+        engines.open("a")
+    assert len(made) == 1 and made[0].port not in listening_sockets().values()
+
+
 def test_an_engine_that_cannot_be_destroyed_leaves_its_peer_unfenced_for_good(
     engines: ReceivingEngines[Listener],
 ) -> None:
