@@ -31,7 +31,7 @@ from pdserve.transfer.events import FrameArrived, PrefillFound, TransferEvent
 
 HOST, TOKEN = "127.0.0.1", "x" * 64
 SIZES = (200, 4096, 65536)
-"""A Done, the Meta of a long prompt, log probabilities of a prompt. Bytes."""
+"""A `TransferDone`, the `TransferInfo` of a long prompt, log probabilities of a prompt. Bytes."""
 TIMEOUT_S = 60.0
 WINDOW = 256
 """Frames under way at a time where the rate is measured: no frame may be dropped."""

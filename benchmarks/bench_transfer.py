@@ -9,7 +9,7 @@ in runs that become one copy, or `scattered` at random, the worst that can be.
 - `path` is throughput: `--window` requests under way, as servers under load have, from the first one's pages told to
   the last one's success. All of the control plane is in it.
 - `alone` is the latency of one request, with nothing else under way: from the sender's decision to send, its pages
-  and the peer's known, to the success at the receiver. Planning, copying and `Done` are in it.
+  and the peer's known, to the success at the receiver. Planning, copying and `TransferDone` are in it.
 - `raw` is the engine's own call on equal lists of copies, one request after the other (`transfer_raw.py`); where the
   path has several threads that write to a peer, `raw n` is as many of them, with nothing else to do and an engine each.
 

@@ -1,7 +1,7 @@
 """Checksums of a request's KV before it is sent and after it has arrived. Scheduler thread only.
 
     prefill   computed: hashes each page once it is whole, before the page is sent
-              sent: writes a log line, and returns the checksum that goes to decode with `Done`
+              sent: writes a log line, and returns the checksum that goes to decode with `TransferDone`
     decode    received: hashes the received pages before any step reads them; writes a log line; compares with `verify`
 
 `engine/assemble` makes a `KVChecksum` when `--log-kv-target` or `--disaggregation-enable-kv-checksum` is given; the

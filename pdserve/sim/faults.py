@@ -13,7 +13,7 @@ from collections.abc import Callable, Container, Sequence
 import msgspec
 
 from pdserve.errors import ProtocolError
-from pdserve.transfer.wire import Ack, Hello, MemoryKey, Meta, Packet, Ping, Pong, Refusal, Wire
+from pdserve.transfer.wire import Ack, Hello, MemoryKey, Packet, Ping, Pong, Refusal, TransferInfo, Wire
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class Recorder:
             ways.append(lambda packet: replace(packet, sender=self._stranger()))
         if isinstance(key, MemoryKey):
             others = [MemoryKey(key.room, key.attempt, "unknown-0")]
-            if not isinstance(packet.body, Meta):  # a receiver may send a Meta with a later attempt
+            if not isinstance(packet.body, TransferInfo):  # a receiver may send one with a later attempt
                 others += [
                     MemoryKey(key.room, key.attempt + 1000, key.origin),
                     MemoryKey(key.room + 1000, key.attempt, key.origin),

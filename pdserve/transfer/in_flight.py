@@ -1,7 +1,8 @@
 """Writes to receivers, by key, kept until no write runs any more, independent of the request.
 
 Source pages have the hold `send` for as long. It drops when the last job of the key has ended and failed writes have
-settled; then the end of the key is sent to the receiver. `Ended(quiesced)` is a promise, so it is not sent before.
+drained. Then the receiver gets the final message of the key. `OutgoingKeys` sends `TransferEnded(quiesced=True)` only
+when no write of the key can still run.
 
 Called by `SendSide`.
 """
@@ -22,7 +23,7 @@ from pdserve.transfer.events import CopyDone, CopyEngine, CopyJob, PeerConnected
 from pdserve.transfer.peers import Peer, PeerState
 from pdserve.transfer.plan import ChunkPart, RankPair
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, PromptLogprobsPart, TransferStats
+from pdserve.transfer.wire import Hello, MemoryKey, PromptLogprobsPart, TransferDone, TransferEnded, TransferStats
 
 
 @dataclasses.dataclass(slots=True)
@@ -74,7 +75,7 @@ class ClosedKeys:
             self._keys.popitem(last=False)
 
     def notified(self, key: MemoryKey) -> tuple[int, ...]:
-        """Return the numbers for `Ended.notified`."""
+        """Return the numbers for `TransferEnded.notified`."""
         return self._keys.get(key, ())
 
     def __contains__(self, key: MemoryKey) -> bool:
@@ -126,7 +127,7 @@ class OutgoingKeys:
         out.num_jobs += 1
         self._engine.submit(job)
 
-    def notify_receiver(self, key: MemoryKey, body: Ended | Done | PromptLogprobsPart) -> None:
+    def notify_receiver(self, key: MemoryKey, body: TransferEnded | TransferDone | PromptLogprobsPart) -> None:
         """Send `body` to the receiver of `key`, if its session exists; after a write, only in the session of that
         write.
         """
@@ -149,9 +150,9 @@ class OutgoingKeys:
             self._engine.cancel(job)
         self._finish(out)
 
-    def quiesced(self, key: MemoryKey, failure: Failure) -> Ended:
+    def quiesced(self, key: MemoryKey, failure: Failure) -> TransferEnded:
         """Return the promise that nothing is written any more to `key`, which is closed."""
-        return Ended(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
+        return TransferEnded(key=key, failure=failure, quiesced=True, notified=self.closed.notified(key))
 
     def copied(self, event: CopyDone) -> WriteOutcome | None:
         """Apply the end of a job. Repeated reports are ignored."""
@@ -169,7 +170,7 @@ class OutgoingKeys:
             self._settling[out.key] = out
         if out.failure is not None:
             return self._finish(out)
-        self.notify_receiver(out.key, Ended(key=out.key, failure=event.failure, quiesced=False))
+        self.notify_receiver(out.key, TransferEnded(key=out.key, failure=event.failure, quiesced=False))
         self.stop(out.key, event.failure)
         return WriteOutcome(out.key, event.failure)
 
@@ -197,7 +198,7 @@ class OutgoingKeys:
         self._counters["kv_transfer_bytes"] += job.num_bytes
 
     def _finish(self, out: InFlightWrites) -> WriteOutcome | None:
-        """After the last write of a key has ended, send Done or Ended and drop the hold on the source pages."""
+        """After the last write of a key has ended, send the final message and drop the hold on the source pages."""
         if out.pending or self._clock.now() < out.settled_at:
             return None
         if out.failure is None and out.sealed_at is None:
@@ -218,7 +219,7 @@ class OutgoingKeys:
         stats = self._stats(out)
         self._counters["transfers_done"] += 1
         if peer is not None:
-            done = Done(key=out.key, stats=stats, num_logprob_parts=out.num_logprob_parts, notified=notified)
+            done = TransferDone(key=out.key, stats=stats, num_logprob_parts=out.num_logprob_parts, notified=notified)
             self._sessions.send(peer, done)
         return WriteOutcome(out.key, stats)
 
@@ -230,7 +231,7 @@ class OutgoingKeys:
         return peer
 
     def _notified(self, out: InFlightWrites, peer: Peer | None) -> tuple[int, ...]:
-        """Return the numbers for `Done.notified`."""
+        """Return the numbers for `TransferDone.notified`."""
         if not self._engine.notifies or peer is None or peer.hello is None:
             return ()
         return tuple(out.num_written[rank.transport_address] for rank in peer.hello.ranks)

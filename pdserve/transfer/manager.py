@@ -47,12 +47,12 @@ from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import (
     CONTROL_VERSION,
     Abort,
-    Done,
-    Ended,
     Hello,
-    Meta,
     PromptLogprobsPart,
     RankMemory,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
     Wire,
     WireRegion,
 )
@@ -324,18 +324,18 @@ class KVManager:
                     self.receive_side.on_quiesced(receiver)
                 case Message(peer=peer, body=body):
                     match body:
-                        case Meta():
-                            self.send_side.on_meta(peer, body)
+                        case TransferInfo():
+                            self.send_side.on_transfer_info(peer, body)
                         case Abort():
                             self.send_side.on_abort(peer, body)
                         case PromptLogprobsPart():
                             self.receive_side.on_logprobs(peer, body)
-                        case Done():
+                        case TransferDone():
                             if self.receive_side.sends(peer, body.key):
-                                self.receive_side.on_done(body)
-                        case Ended():
+                                self.receive_side.on_transfer_done(body)
+                        case TransferEnded():
                             if self.receive_side.sends(peer, body.key):
-                                self.receive_side.on_ended(body)
+                                self.receive_side.on_transfer_ended(body)
 
 
 def _facts(args: KVArgs) -> dict[str, str | int]:

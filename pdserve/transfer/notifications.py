@@ -1,8 +1,8 @@
 """Counts the engine's notifications of landed writes on the receiving side, until all writes of a key have landed.
 
-A transport that notifies (`TransportFacts.notifies`) delivers a note with each write. `Done` on the control plane
-states the number of writes of a key, and is accepted only when all their notes have arrived. Notes of keys without a
-`Done` are dropped, oldest key first. One thread, which sleeps unless an expected note is missing.
+A transport that notifies (`TransportFacts.notifies`) delivers a note with each write. `TransferDone` on the control
+plane states the number of writes of a key, and is accepted only when all their notes have arrived. Notes of keys
+without a `TransferDone` are dropped, oldest key first. One thread, which sleeps unless an expected note is missing.
 """
 
 from __future__ import annotations

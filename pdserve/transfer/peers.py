@@ -24,15 +24,15 @@ from pdserve.transfer.plan import check_shapes
 from pdserve.transfer.wire import (
     Abort,
     Body,
-    Done,
-    Ended,
     Hello,
-    Meta,
     Packet,
     Ping,
     Pong,
     PromptLogprobsPart,
     Reset,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
     Wire,
 )
 
@@ -89,7 +89,7 @@ class FlowMeter:
             self._recent.popleft()
 
 
-RoomMessage = Meta | PromptLogprobsPart | Done | Ended | Abort
+RoomMessage = TransferInfo | PromptLogprobsPart | TransferDone | TransferEnded | Abort
 
 
 class PeerState(enum.Enum):
@@ -123,7 +123,7 @@ class Peer:
     """Session number; see `Hello`."""
     receiver: str | None = None
     """Name of our receiving engines in this session; None where the peer dialled us."""
-    greeting: Hello | None = None
+    own_hello: Hello | None = None
     """Our handshake, once our receiving engines are open; None before, and where the peer dialled us."""
     hello: Hello | None = None
     addresses: dict[Address, None] = dataclasses.field(default_factory=dict)

@@ -17,7 +17,15 @@ from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.room import KVPoll, ReceiveRoom, RemoteWritable, RemoteWritablePages, WritableEnd
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Abort, Done, Ended, MemoryKey, Meta, PromptLogprobsPart, TransferStats
+from pdserve.transfer.wire import (
+    Abort,
+    MemoryKey,
+    PromptLogprobsPart,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+)
 
 
 class ReceiveSide:
@@ -110,14 +118,14 @@ class ReceiveSide:
         self.published.add(
             RemoteWritable(room.key, peer.instance, peer.receiver, (*leases, aux), num_pages, cached_tokens)
         )
-        meta = Meta(
+        info = TransferInfo(
             key=room.key,
             cached_tokens=cached_tokens,
             pages=pages,
             aux_slot=aux.pages[0],
             prompt_digest=room.digest,
         )
-        self._sessions.send(peer, meta)
+        self._sessions.send(peer, info)
 
     def fail(self, room: ReceiveRoom, failure: Failure) -> None:
         """Fail a room locally, and send the failure to the sender."""
@@ -155,8 +163,8 @@ class ReceiveSide:
         entry = self.published.get(key)
         return entry is not None and entry.peer == peer.instance and entry.receiver == peer.receiver
 
-    def on_done(self, done: Done) -> None:
-        """Handle Done: the sender has seen every byte of a key land."""
+    def on_transfer_done(self, done: TransferDone) -> None:
+        """Handle `TransferDone`: the sender has seen every byte of a key land."""
         self._conclude(self.published.end(done))
 
     def on_notified(self, event: Notified) -> None:
@@ -164,7 +172,7 @@ class ReceiveSide:
         self._conclude(self.published.notified(event))
 
     def on_logprobs(self, peer: Peer, part: PromptLogprobsPart) -> None:
-        """Store a part of the prompt's log probabilities, which may arrive after Done or repeatedly."""
+        """Store a part of the prompt's log probabilities, which may arrive after `TransferDone` or repeatedly."""
         room = self.rooms.get(part.key.room)
         if room is None or room.key != part.key or room.peer != peer.instance or not room.takes_logprobs:
             return
@@ -176,8 +184,8 @@ class ReceiveSide:
         room.logprob_parts[part.index] = part.part
         self._check_logprobs(room)
 
-    def on_ended(self, ended: Ended) -> None:
-        """Handle Ended: the sender gave up a key, and may still write unless `quiesced`."""
+    def on_transfer_ended(self, ended: TransferEnded) -> None:
+        """Handle `TransferEnded`: the sender gave up a key, and may still write unless `quiesced`."""
         room = self.rooms.get(ended.key.room)
         if room is not None and room.key == ended.key and not self._follow(room, ended):
             room.fail(ended.failure)
@@ -232,10 +240,10 @@ class ReceiveSide:
         """Apply the end of a key to the counters and to its room."""
         if ending is None:
             return
-        done = ending.final_message if isinstance(ending.final_message, Done) else None
+        done = ending.final_message if isinstance(ending.final_message, TransferDone) else None
         if done is not None:
             self._count(ending.entry.peer, done.stats if ending.landed else None)
-        elif isinstance(ending.final_message, Ended) and ending.final_message.moved_to is None:
+        elif isinstance(ending.final_message, TransferEnded) and ending.final_message.moved_to is None:
             self._count(ending.entry.peer, None)
         self._counters["transfers_unconfirmed"] += not ending.landed
         room = self.rooms.get(ending.entry.key.room)
@@ -273,7 +281,7 @@ class ReceiveSide:
         if not seeking:
             self._seeking.pop(address, None)
 
-    def _follow(self, room: ReceiveRoom, ended: Ended) -> bool:
+    def _follow(self, room: ReceiveRoom, ended: TransferEnded) -> bool:
         """Publish the same pages under a new key to the replica that has the request, once a session with it is READY.
 
         Returns False when that is not possible.

@@ -3,8 +3,8 @@
 Every state change goes through two pure functions, `advance` and `merge_ranks`.
 
 Pages whose addresses a peer knows are kept by key until no write can land there, independent of the request. They have
-the hold `remote`. It drops in one of three cases. The sender has sent its final message for the key (Done, or a
-quiesced Ended) and all its writes have landed. The session with the sender has ended and is fenced
+the hold `remote`. It drops in one of three cases. The sender has sent its final message for the key (`TransferDone`,
+or a quiesced `TransferEnded`) and all its writes have landed. The session with the sender has ended and is fenced
 (`receiving_engines`). A write is missing, and writes in flight have drained.
 
 Where engines notify, the engine of each rank confirms that writes have landed.
@@ -24,7 +24,7 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyEngine, Notified
-from pdserve.transfer.wire import Done, Ended, Hello, MemoryKey, Meta, TransferStats
+from pdserve.transfer.wire import Hello, MemoryKey, TransferDone, TransferEnded, TransferInfo, TransferStats
 
 
 class KVPoll(enum.IntEnum):
@@ -67,10 +67,10 @@ class RemoteWritable:
     num_pages: int
     """KV pages and aux slots that were sent to the peer; a lease may have more, which the peer must not write."""
     cached_tokens: int = 0
-    """`Meta.cached_tokens`."""
+    """`TransferInfo.cached_tokens`."""
     fenced_at: float | None = None
     """Time from which no write without a notification is in flight any more; None: not known."""
-    final_message: Done | Ended | None = None
+    final_message: TransferDone | TransferEnded | None = None
     """The sender's final message, after which it writes no more; None before."""
     orphan_at: float | None = None
     """When the pages were first seen without a request; None: a request has them."""
@@ -85,7 +85,7 @@ class WritableEnd:
     """End of a key: the sender's final message, and whether all its writes have landed at all ranks."""
 
     entry: RemoteWritable
-    final_message: Done | Ended
+    final_message: TransferDone | TransferEnded
     landed: bool
 
 
@@ -124,16 +124,16 @@ class RemoteWritablePages:
             for lease in entry.leases:
                 lease.drop("remote")
 
-    def end(self, message: Done | Ended) -> WritableEnd | None:
+    def end(self, message: TransferDone | TransferEnded) -> WritableEnd | None:
         """Apply the sender's final message; return the end of the key, or None while engines must be waited for.
 
-        The first message counts: a quiesced `Ended` may come with a `Done`, in any order.
+        The first message counts: a quiesced `TransferEnded` may come with a `TransferDone`, in any order.
         """
         entry = self._entries.get(message.key)
         if entry is None or entry.final_message is not None:
             return None
         entry.final_message = message
-        if len(message.notified) == self._num_notified or (isinstance(message, Ended) and not message.notified):
+        if len(message.notified) == self._num_notified or (isinstance(message, TransferEnded) and not message.notified):
             states = [self._at_rank(message.key, rank, count) for rank, count in enumerate(message.notified)]
             entry.at_ranks = states or [KVPoll.SUCCESS]
         else:
@@ -242,7 +242,7 @@ class Room:
 class SendRoom(Room):
     """Prefill side of a room. `target` is None until the receiver has published its pages."""
 
-    target: Meta | None = None
+    target: TransferInfo | None = None
     num_tokens: int | None = None
     """Prompt tokens; None when the request does not state the number."""
     queued_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
@@ -279,20 +279,20 @@ class ReceiveRoom(Room):
         return not self.takes_logprobs or len(self.logprob_parts) >= self.num_logprob_parts
 
 
-def check_receiver_pages(meta: Meta, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
+def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
     """Return why the receiver's pages or aux slot lie outside the pools of its `hello`; None when they fit."""
     num_groups = len(layout.groups)
-    last_pages = [max(pages, default=-1) for pages in meta.pages]
+    last_pages = [max(pages, default=-1) for pages in info.pages]
     for memory, page_bytes in zip(hello.ranks, _page_bytes(layout, hello.shape), strict=True):
-        if not len(meta.pages) == len(memory.kv_regions) == num_groups:
-            return f"pages of {len(meta.pages)} groups in {len(memory.kv_regions)} pools, expected {num_groups}"
+        if not len(info.pages) == len(memory.kv_regions) == num_groups:
+            return f"pages of {len(info.pages)} groups in {len(memory.kv_regions)} pools, expected {num_groups}"
         for i, (num_bytes, region) in enumerate(zip(page_bytes, memory.kv_regions, strict=True)):
             if (last_pages[i] + 1) * num_bytes > region.num_bytes:
                 return f"page {last_pages[i]} lies outside the pool of group {layout.groups[i].name}"
-    if meta.cached_tokens % layout.page_tokens:
-        return f"cached_tokens is {meta.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
-    if (meta.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
-        return f"aux slot {meta.aux_slot} lies outside its buffer"
+    if info.cached_tokens % layout.page_tokens:
+        return f"cached_tokens is {info.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
+    if (info.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
+        return f"aux slot {info.aux_slot} lies outside its buffer"
     return None
 
 
@@ -303,12 +303,12 @@ def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...]
     return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 
-def check_prompt_fits_pages(meta: Meta, num_tokens: int, layout: KVLayout) -> str | None:
-    """Return why a prompt of `num_tokens` tokens does not fit the pages of `meta`; None when it fits."""
-    if meta.cached_tokens > num_tokens:
-        return f"cached_tokens is {meta.cached_tokens}, but the prompt has {num_tokens} tokens"
-    num_missing = layout.pages_for(num_tokens) - layout.whole_pages(meta.cached_tokens)
-    num_given = min(map(len, meta.pages), default=0)
+def check_prompt_fits_pages(info: TransferInfo, num_tokens: int, layout: KVLayout) -> str | None:
+    """Return why a prompt of `num_tokens` tokens does not fit the pages of `info`; None when it fits."""
+    if info.cached_tokens > num_tokens:
+        return f"cached_tokens is {info.cached_tokens}, but the prompt has {num_tokens} tokens"
+    num_missing = layout.pages_for(num_tokens) - layout.whole_pages(info.cached_tokens)
+    num_given = min(map(len, info.pages), default=0)
     if num_given < num_missing:
         return f"pages has {num_given} pages, but {num_missing} of the prompt's are missing"
     return None

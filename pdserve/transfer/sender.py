@@ -3,9 +3,9 @@
 A chunk is pages times layers of one request. Each of its layer ranges becomes one job per rank pair. The job waits
 until these layers are written. Pages that the receiver already has are in no job.
 
-Life of a key: Meta binds it -> chunks are submitted -> all have landed: Done.
-                                  \\-> failed or aborted: queued jobs are cancelled, running ones awaited ->
-                                  Ended(quiesced)
+Life of a key: TransferInfo binds it -> chunks are submitted -> all have landed: TransferDone.
+                                          \\-> failed or aborted: queued jobs are cancelled, running ones awaited
+                                          -> TransferEnded(quiesced)
 `in_flight` decides which message ends a key, and when it is sent.
 """
 
@@ -28,21 +28,29 @@ from pdserve.transfer.peers import Peer
 from pdserve.transfer.plan import ChunkPart, ChunkPlanner
 from pdserve.transfer.room import TERMINAL, KVPoll, SendRoom, check_prompt_fits_pages, check_receiver_pages
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Abort, Ended, Hello, MemoryKey, Meta, PromptLogprobsPart, TransferStats
+from pdserve.transfer.wire import (
+    Abort,
+    Hello,
+    MemoryKey,
+    PromptLogprobsPart,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+)
 
 MAX_EARLY = 4096
 MAX_EARLY_PAGES = 1 << 22
-"""Most pages in all early Metas together, about 130 MB."""
+"""Most pages in all early messages together, about 130 MB."""
 MAX_TOMBSTONES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EarlyTransferInfo:
-    """A Meta that arrived before its request; `instance` is the receiver's process."""
+    """A `TransferInfo` that arrived before its request; `instance` is the receiver's process."""
 
     expires_at: float
     instance: str
-    meta: Meta
+    info: TransferInfo
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Tombstone:
 
 
 class EarlyArrivals:
-    """Early Metas by key, tombstones by (room, prompt digest). Lifetimes are equal, so the oldest expires first."""
+    """Early messages by key, tombstones by (room, prompt digest). Lifetimes are equal, so the oldest expires first."""
 
     def __init__(self, clock: Clock, timeout_s: float) -> None:
         self._clock = clock
@@ -73,31 +81,31 @@ class EarlyArrivals:
         """Number of requests that ended before their receiver came."""
         return len(self._tombstones)
 
-    def keep(self, instance: str, meta: Meta) -> bool:
-        """Keep a Meta until its request arrives; a known Meta keeps its deadline. Returns False when the limits are
-        reached.
+    def keep(self, instance: str, info: TransferInfo) -> bool:
+        """Keep a message until its request arrives; a known key keeps its deadline. Returns False when the limits
+        are reached.
         """
-        if meta.key in self._early:
+        if info.key in self._early:
             return True
-        num_pages = _num_pages(meta)
+        num_pages = _num_pages(info)
         if len(self._early) >= MAX_EARLY or self._num_pages + num_pages > MAX_EARLY_PAGES:
             return False
         self._num_pages += num_pages
-        self._early[meta.key] = EarlyTransferInfo(self._clock.now() + self._timeout_s, instance, meta)
+        self._early[info.key] = EarlyTransferInfo(self._clock.now() + self._timeout_s, instance, info)
         return True
 
     def take_room(self, room: int) -> list[EarlyTransferInfo]:
-        """Remove and return the early Metas for `room`, which opens now."""
+        """Remove and return the early messages for `room`, which opens now."""
         keys = [key for key in self._early if key.room == room]
         return [self._take(key) for key in keys]
 
     def forget_key(self, key: MemoryKey) -> None:
-        """Drop the Meta of `key`, which its receiver aborted."""
+        """Drop the message of `key`, which its receiver aborted."""
         if key in self._early:
             self._take(key)
 
     def forget_peer(self, instance: str) -> None:
-        """Drop all Metas of a dead receiver process."""
+        """Drop all messages of a dead receiver process."""
         for key in [key for key, early in self._early.items() if early.instance == instance]:
             self._take(key)
 
@@ -114,7 +122,7 @@ class EarlyArrivals:
         return None if entry is None else entry[1]
 
     def expire(self) -> list[EarlyTransferInfo]:
-        """Drop expired entries, and return the Metas among them."""
+        """Drop expired entries, and return the messages among them."""
         now = self._clock.now()
         expired: list[EarlyTransferInfo] = []
         while self._early:
@@ -131,12 +139,12 @@ class EarlyArrivals:
 
     def _take(self, key: MemoryKey) -> EarlyTransferInfo:
         early = self._early.pop(key)
-        self._num_pages -= _num_pages(early.meta)
+        self._num_pages -= _num_pages(early.info)
         return early
 
 
-def _num_pages(meta: Meta) -> int:
-    return sum(map(len, meta.pages))
+def _num_pages(info: TransferInfo) -> int:
+    return sum(map(len, info.pages))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -203,7 +211,7 @@ class SendSide:
         for early in self._early_arrivals.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
-                self.on_meta(peer, early.meta)
+                self.on_transfer_info(peer, early.info)
         return record
 
     def send(
@@ -229,7 +237,7 @@ class SendSide:
         pages.
 
         The slot is in the same job as pages for the same rank pair, so that one job ends both. No send for the key may
-        follow. `times` go into Done.
+        follow. `times` go into `TransferDone`.
         """
         chunk = self._chunk(room, lease, pages)
         if chunk is None or room.target is None:
@@ -258,7 +266,7 @@ class SendSide:
             self._early_arrivals.add_tombstone(room.room, room.digest, Tombstone(failure))
             return
         key = room.target.key
-        self.outgoing.notify_receiver(key, Ended(key=key, failure=failure, quiesced=False))
+        self.outgoing.notify_receiver(key, TransferEnded(key=key, failure=failure, quiesced=False))
         self.outgoing.stop(key, failure)
 
     def close(self, room: SendRoom) -> None:
@@ -276,33 +284,33 @@ class SendSide:
         for early in self._early_arrivals.take_room(room):
             peer = self._sessions.peer(early.instance)
             if peer is not None:
-                self._early_meta(peer, early.meta)
+                self._early_info(peer, early.info)
 
     # ------------------------------------------------------------------ events
 
-    def on_meta(self, peer: Peer, meta: Meta) -> None:
-        """Handle Meta: a receiver publishes its pages for a room."""
-        key = meta.key
+    def on_transfer_info(self, peer: Peer, info: TransferInfo) -> None:
+        """Handle `TransferInfo`: a receiver publishes its pages for a room."""
+        key = info.key
         if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
             return
         assert peer.hello is not None
-        wrong = check_receiver_pages(meta, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
+        wrong = check_receiver_pages(info, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
         if wrong is not None:
             self._refuse(peer, key, wrong)
             return
         room = self.rooms.get(key.room)
         if room is None or room.state in TERMINAL:
-            self._early_meta(peer, meta)
+            self._early_info(peer, info)
             return
         if room.target is not None and room.target.key == key:
             return
-        if room.digest != meta.prompt_digest:
+        if room.digest != info.prompt_digest:
             message = "prefill and decode have different prompts for this room"
             self._turn_away(peer, key, _failure("prompt_mismatch", message))
-        elif (wrong := self._shortfall(room, meta)) is not None:
+        elif (wrong := self._shortfall(room, info)) is not None:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):
-            room.target = meta
+            room.target = info
             if self._connecting.begin(peer):
                 room.move(KVPoll.WAITING_FOR_INPUT)
             else:
@@ -378,8 +386,8 @@ class SendSide:
         for early in self._early_arrivals.expire():
             peer = self._sessions.peer(early.instance)
             if peer is not None:
-                message = f"prefill never got a request for room {early.meta.key.room}"
-                self._turn_away(peer, early.meta.key, _failure("bootstrap_timeout", message, status=504))
+                message = f"prefill never got a request for room {early.info.key.room}"
+                self._turn_away(peer, early.info.key, _failure("bootstrap_timeout", message, status=504))
 
     @property
     def num_early(self) -> int:
@@ -399,25 +407,25 @@ class SendSide:
         bound = room.target.key
         return key.origin == bound.origin and key.attempt > bound.attempt and bound not in self.outgoing
 
-    def _early_meta(self, peer: Peer, meta: Meta) -> None:
-        verdict = self._early_arrivals.pop_tombstone(meta.key.room, meta.prompt_digest)
+    def _early_info(self, peer: Peer, info: TransferInfo) -> None:
+        verdict = self._early_arrivals.pop_tombstone(info.key.room, info.prompt_digest)
         if verdict is not None:
-            self._turn_away(peer, meta.key, verdict.failure, verdict.moved_to)
-        elif not self._early_arrivals.keep(peer.instance, meta):
+            self._turn_away(peer, info.key, verdict.failure, verdict.moved_to)
+        elif not self._early_arrivals.keep(peer.instance, info):
             message = "too many rooms wait for their prefill request"
-            self._turn_away(peer, meta.key, _failure("prefill_overloaded", message, status=503))
+            self._turn_away(peer, info.key, _failure("prefill_overloaded", message, status=503))
 
-    def _shortfall(self, room: SendRoom, meta: Meta) -> str | None:
-        return None if room.num_tokens is None else check_prompt_fits_pages(meta, room.num_tokens, self._layout)
+    def _shortfall(self, room: SendRoom, info: TransferInfo) -> str | None:
+        return None if room.num_tokens is None else check_prompt_fits_pages(info, room.num_tokens, self._layout)
 
     def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:
-        """Refuse a Meta that no correct receiver sends."""
+        """Refuse a `TransferInfo` that no correct receiver sends."""
         self._counters["metas_refused"] += 1
         self._turn_away(peer, key, _failure("bad_metadata", wrong, status=500))
 
     def _turn_away(self, peer: Peer, key: MemoryKey, failure: Failure, moved_to: int | None = None) -> None:
         self.outgoing.closed.add(key)
-        self._sessions.send(peer, Ended(key=key, failure=failure, quiesced=True, moved_to=moved_to))
+        self._sessions.send(peer, TransferEnded(key=key, failure=failure, quiesced=True, moved_to=moved_to))
 
     def _send_queued_logprobs(self, room: SendRoom) -> None:
         out = None if room.target is None else self.outgoing.get(room.target.key)

@@ -167,9 +167,9 @@ class Sessions:
                 self._dialled.pop(oldest, None)
             if peer.state is PeerState.READY:
                 notices.append(PeerReady(peer))
-            elif peer.greeting is not None and peer.state is not PeerState.CONNECTING:
+            elif peer.own_hello is not None and peer.state is not PeerState.CONNECTING:
                 peer.state, peer.num_missed, peer.listened_at = PeerState.CONNECTING, 0, 0
-                self.send(peer, peer.greeting)
+                self.send(peer, peer.own_hello)
         return notices
 
     def receiver_opened(self, event: ReceiverOpened) -> list[Notice]:
@@ -186,8 +186,8 @@ class Sessions:
             msgspec.structs.replace(rank, transport_address=address)
             for rank, address in zip(self._me.ranks, opened.addresses, strict=True)
         )
-        peer.greeting = msgspec.structs.replace(self._me, ranks=ranks, session=peer.session)
-        self.send(peer, peer.greeting)
+        peer.own_hello = msgspec.structs.replace(self._me, ranks=ranks, session=peer.session)
+        self.send(peer, peer.own_hello)
         return []
 
     def not_found(self, event: PrefillNotFound) -> list[Notice]:

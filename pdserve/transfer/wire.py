@@ -3,13 +3,15 @@
     decode                              prefill
       | Hello ----------------------------> |   identity, layout, addresses of the pools
       | <---------------------------- Hello |   (`answer` set), or Refusal naming the field
-      | Meta(key, pages, aux slot) -------> |   prefill may write there now
+      | TransferInfo(key, pages, aux) ----> |   prefill may write there now
       |        ... pages, then aux, through the transport ...
-      | <--- PromptLogprobsPart(key, index) |   only if requested; on the wire it is `Told`
-      | <------------------------ Done(key) |   every byte has landed; engines that notify must confirm it
+      | <--- PromptLogprobsPart(key, index) |   only if requested
+      | <---------------- TransferDone(key) |   every byte has landed; engines that notify must confirm it
       | Abort(key) -----------------------> |   stop
-      | <-------------- Ended(key, failure) |   prefill gave up; `quiesced`: no more bytes are written
+      | <------ TransferEnded(key, failure) |   prefill gave up; `quiesced`: no more bytes are written
       | <---- Ping, Pong, Ack, Reset -----> |   any direction; every packet carries acks
+
+On the wire four of them have shorter tags: `Meta`, `Told`, `Done` and `Ended`.
 
 All but Ack, Ping, Pong and Reset are delivered at least once (`sessions` repeats them until acked), in any order;
 every handler is idempotent. A key names one use of a room for good, so late messages cannot affect a later use. A
@@ -113,7 +115,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: Text
 
 
-class Meta(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TransferInfo(msgspec.Struct, frozen=True, kw_only=True, tag="Meta"):
     """The receiver's pages (per layout group) and aux slot for one key, and the digest of the prompt.
 
     The receiver has the KV cache of the first `cached_tokens` tokens (whole pages); `pages` are those for the rest.
@@ -149,7 +151,7 @@ class PromptLogprobsPart(msgspec.Struct, frozen=True, kw_only=True, tag="Told"):
     part: PromptLogprobs
 
 
-class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TransferDone(msgspec.Struct, frozen=True, kw_only=True, tag="Done"):
     """All pages and the aux slot of `key` have landed.
 
     `num_logprob_parts`: the number of `PromptLogprobsPart` messages that were sent. Some may still arrive.
@@ -162,11 +164,11 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     notified: Annotated[tuple[Count, ...], msgspec.Meta(max_length=4096)] = ()
 
 
-class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class TransferEnded(msgspec.Struct, frozen=True, kw_only=True, tag="Ended"):
     """The sender will not finish `key`. `quiesced`: it promises that no byte of it is written from now on.
 
-    `moved_to`: another replica of the server has the request, which expects a Meta with a new key; None: the key
-    failed. `notified`: with `quiesced`, the successful writes as in `Done`; also empty when there were none.
+    `moved_to`: another replica of the server has the request and expects a `TransferInfo` with a new key. None: the key
+    failed. `notified`: with `quiesced`, the successful writes as in `TransferDone`; also empty when there were none.
     """
 
     key: MemoryKey
@@ -177,7 +179,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The receiver aborts `key`; answered with a quiesced `Ended` (or a `Done` already under way)."""
+    """The receiver aborts `key`; answered with a quiesced `TransferEnded` (or a `TransferDone` already under way)."""
 
     key: MemoryKey
     failure: Failure
@@ -216,7 +218,19 @@ class Ack(msgspec.Struct, frozen=True, tag=True):
     """Carries only the `acks` of its packet."""
 
 
-Body = Hello | Refusal | Meta | PromptLogprobsPart | Done | Ended | Abort | Ping | Pong | Ack | Reset
+Body = (
+    Hello
+    | Refusal
+    | TransferInfo
+    | PromptLogprobsPart
+    | TransferDone
+    | TransferEnded
+    | Abort
+    | Ping
+    | Pong
+    | Ack
+    | Reset
+)
 
 
 class Packet(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,7 +26,7 @@ from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.room import RemoteWritable, RemoteWritablePages
 from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import Ended, MemoryKey, Reset
+from pdserve.transfer.wire import MemoryKey, Reset, TransferEnded
 from tests.world.campaign import play
 
 Patch = pytest.MonkeyPatch
@@ -68,16 +68,16 @@ def no_replica_sends_receivers_on(patch: Patch) -> None:
 
 
 def follow_with_the_old_key(patch: Patch) -> None:
-    on_ended = ReceiveSide.on_ended
+    on_transfer_ended = ReceiveSide.on_transfer_ended
 
-    def stubborn(self: ReceiveSide, ended: Ended) -> None:
+    def stubborn(self: ReceiveSide, ended: TransferEnded) -> None:
         room = self.rooms.get(ended.key.room)
         key = None if room is None else room.key
-        on_ended(self, ended)
+        on_transfer_ended(self, ended)
         if room is not None and key is not None:
             room.key = key
 
-    patch.setattr(ReceiveSide, "on_ended", stubborn)
+    patch.setattr(ReceiveSide, "on_transfer_ended", stubborn)
 
 
 # ---------------------------------------------------------------------- ranks
@@ -287,7 +287,7 @@ def a_key_is_its_room(patch: Patch) -> None:
 
     end = RemoteWritablePages.end
 
-    def ending(self: RemoteWritablePages, word: Ended) -> object:
+    def ending(self: RemoteWritablePages, word: TransferEnded) -> object:
         entry = by_room(self, word.key)
         return end(self, word if entry is None else msgspec.structs.replace(word, key=entry.key))
 

@@ -20,7 +20,7 @@ from pdserve.transfer.manager import KVReceiver, KVSender
 from pdserve.transfer.plan import PageCopy, ShardFlow
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.room import ReceiveRoom, RemoteWritablePages, WritableEnd
-from pdserve.transfer.wire import Done, Ended, MemoryKey
+from pdserve.transfer.wire import MemoryKey, TransferDone, TransferEnded
 from tests.world.workload import play
 
 Patch = pytest.MonkeyPatch
@@ -95,7 +95,7 @@ def promise_quiet_while_writing(patch: Patch) -> None:
     stop = OutgoingKeys.stop
 
     def lying(self: OutgoingKeys, key: MemoryKey, failure: Failure) -> None:
-        self.notify_receiver(key, Ended(key=key, failure=failure, quiesced=True))
+        self.notify_receiver(key, TransferEnded(key=key, failure=failure, quiesced=True))
         stop(self, key, failure)
 
     patch.setattr(OutgoingKeys, "stop", lying)
@@ -111,12 +111,12 @@ def no_waiting_for_failed_writes(patch: Patch) -> None:
 
 
 def never_promise_quiet(patch: Patch) -> None:
-    ended = ReceiveSide.on_ended
+    ended = ReceiveSide.on_transfer_ended
 
-    def deaf(self: ReceiveSide, message: Ended) -> None:
-        ended(self, Ended(key=message.key, failure=message.failure, quiesced=False))
+    def deaf(self: ReceiveSide, message: TransferEnded) -> None:
+        ended(self, TransferEnded(key=message.key, failure=message.failure, quiesced=False))
 
-    patch.setattr(ReceiveSide, "on_ended", deaf)
+    patch.setattr(ReceiveSide, "on_transfer_ended", deaf)
 
 
 def reopen_closed_keys(patch: Patch) -> None:
@@ -145,8 +145,8 @@ def believe_done_without_notifications(patch: Patch) -> None:
 def free_at_a_promise_without_notifications(patch: Patch) -> None:
     end = RemoteWritablePages.end
 
-    def hasty(self: RemoteWritablePages, word: Done | Ended) -> WritableEnd | None:
-        if isinstance(word, Done):
+    def hasty(self: RemoteWritablePages, word: TransferDone | TransferEnded) -> WritableEnd | None:
+        if isinstance(word, TransferDone):
             return end(self, word)
         self.release(word.key)
         return None

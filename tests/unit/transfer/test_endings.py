@@ -7,7 +7,7 @@ import pytest
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Abort, Done, Ended, Meta, Packet, TransferStats, Wire
+from pdserve.transfer.wire import Abort, Packet, TransferDone, TransferEnded, TransferInfo, TransferStats, Wire
 from tests.unit.transfer.kit import (
     ADDRESS,
     ALL_FREE,
@@ -89,8 +89,8 @@ def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
         net.pump()
         for body in (
             Abort(key=key, failure=CLIENT_LEFT, prompt_digest="d"),
-            Ended(key=key, failure=CLIENT_LEFT, quiesced=True),
-            Done(key=key, stats=TransferStats()),
+            TransferEnded(key=key, failure=CLIENT_LEFT, quiesced=True),
+            TransferDone(key=key, stats=TransferStats()),
         ):
             say(net, stranger.instance, side, body)
     assert pair.sender.poll() is KVPoll.WAITING_FOR_INPUT and pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
@@ -100,7 +100,7 @@ def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
 def test_a_closed_key_never_reopens() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    old = next(p for p in net.seen if isinstance(p.body, Meta))
+    old = next(p for p in net.seen if isinstance(p.body, TransferInfo))
     pair.receiver.abort(CLIENT_LEFT)
     net.pump()
     pair.drop_requests()
@@ -112,11 +112,11 @@ def test_a_closed_key_never_reopens() -> None:
 def test_a_key_that_is_still_being_stopped_is_not_taken_for_a_new_one() -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    meta = next(p for p in net.seen if isinstance(p.body, Meta))
+    info = next(p for p in net.seen if isinstance(p.body, TransferInfo))
     pair.sender.send(pair.mine[0], 3)
     pair.sender.abort(CLIENT_LEFT)
     pair.drop_requests()
-    again = Packet(sender=meta.sender, receiver=meta.receiver, seq=1 << 40, body=meta.body)
+    again = Packet(sender=info.sender, receiver=info.receiver, seq=1 << 40, body=info.body)
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(again)))
     assert prefill.kv.counts()["keys_early"] == 0
     assert prefill.kv.open_sender(7, ADDRESS[0], "d").poll() is KVPoll.BOOTSTRAPPING

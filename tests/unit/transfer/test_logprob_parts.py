@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pdserve.protocol.logprobs import PART_BYTES, PromptLogprobs
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Abort, Done, PromptLogprobsPart
+from pdserve.transfer.wire import Abort, PromptLogprobsPart, TransferDone
 from tests.unit.transfer.kit import CLIENT_LEFT, Net, Pair, Side, meet
 
 
@@ -47,7 +47,7 @@ def test_a_part_that_comes_after_done_is_waited_for() -> None:
     pair.send()
     prefill.end_jobs()
     net.pump()
-    assert net.said(Done) and pair.sender.poll() is KVPoll.SUCCESS
+    assert net.said(TransferDone) and pair.sender.poll() is KVPoll.SUCCESS
     assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
     assert not pair.theirs[0].held_by("remote"), "every byte has landed, whatever else comes"
     net.drop = lambda packet: False

@@ -24,7 +24,7 @@ from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import Copy, MemoryRegion
 from pdserve.transfer.transports.failing import FailingTransport
 from pdserve.transfer.transports.memory import MemoryHub
-from pdserve.transfer.wire import Done, Ended, MemoryKey, Packet, RankMemory, TransferStats, WireRegion
+from pdserve.transfer.wire import MemoryKey, Packet, RankMemory, TransferDone, TransferEnded, TransferStats, WireRegion
 from tests.unit.transfer.kit import (
     ADDRESS,
     BROKEN,
@@ -276,7 +276,7 @@ def test_a_receiver_that_left_keeps_its_pages_until_the_notes_have_come() -> Non
     pair.receiver.abort(CLIENT_LEFT)
     pair.drop_requests()
     net.pump()
-    assert net.said(Ended) and net.said(Done)
+    assert net.said(TransferEnded) and net.said(TransferDone)
     assert decode.free == (13, 3)
     decode.kv.handle(Notified(pair.receiver.key, 0))
     assert_quiet_and_free(prefill, decode)
@@ -288,7 +288,9 @@ def test_a_done_that_crosses_an_abort_is_waited_for_in_any_order(order: str) -> 
     pair = Pair(net, prefill, decode)
     pair.send()
     late: list[Packet] = []
-    net.drop = lambda packet: isinstance(packet.body, Done) and order == "ended first" and late.append(packet) is None
+    net.drop = lambda packet: (
+        isinstance(packet.body, TransferDone) and order == "ended first" and late.append(packet) is None
+    )
     prefill.end_jobs()
     net.pump()
     pair.receiver.abort(CLIENT_LEFT)
@@ -355,7 +357,7 @@ def test_pages_of_a_missing_note_rest_also_where_the_sender_has_gone_and_no_fenc
 def test_a_done_that_speaks_of_other_ranks_than_there_are_is_not_believed(notified: tuple[int, ...]) -> None:
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    done = Done(key=pair.receiver.key, stats=TransferStats(), notified=notified)
+    done = TransferDone(key=pair.receiver.key, stats=TransferStats(), notified=notified)
     say(net, prefill.instance, decode, done)
     assert pair.receiver.poll() is KVPoll.FAILED and pair.receiver.failure is not None
     assert pair.receiver.failure.code == "transfer_unconfirmed" and decode.engine.expected == []

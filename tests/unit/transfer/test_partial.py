@@ -18,13 +18,13 @@ from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.plan import ChunkPlanner
 from pdserve.transfer.room import KVPoll, check_prompt_fits_pages
 from pdserve.transfer.wire import (
-    Done,
-    Ended,
     Hello,
     MemoryKey,
-    Meta,
     Packet,
     RankMemory,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
     TransferStats,
     Wire,
     WireRegion,
@@ -47,10 +47,10 @@ def test_only_pages_that_the_receiver_lacks_are_published_and_sent(num_cached: i
     net, prefill, decode = meet()
     page_bytes = prefill.kv.args.layout.groups[0].page_bytes
     pair = Pair(net, prefill, decode, cached_tokens=num_cached * PAGE_TOKENS)
-    (meta,) = net.said(Meta)
-    assert isinstance(meta, Meta)
-    assert meta.pages == (tuple(pair.theirs[0].pages[num_cached:]),), "shared pages are nobody's business"
-    assert pair.sender.num_cached_tokens == meta.cached_tokens == num_cached * PAGE_TOKENS
+    (info,) = net.said(TransferInfo)
+    assert isinstance(info, TransferInfo)
+    assert info.pages == (tuple(pair.theirs[0].pages[num_cached:]),), "shared pages are nobody's business"
+    assert pair.sender.num_cached_tokens == info.cached_tokens == num_cached * PAGE_TOKENS
     assert decode.kv.counts()["pages_held_remote"] == 3 - num_cached + 1
     assert all(lease.held_by("remote") for lease in pair.theirs)
 
@@ -151,7 +151,7 @@ def test_publishing_other_than_whole_pages_of_ours_is_a_bug(cached_tokens: int) 
     assert not any(lease.held_by("remote") for lease in leases)
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["request first", "meta first"])
+@pytest.mark.parametrize("early", [False, True], ids=["request first", "info first"])
 @pytest.mark.parametrize(
     ("cached_tokens", "num_pages", "says"),
     [
@@ -166,7 +166,7 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
     cached_tokens: int, num_pages: int, says: str, early: bool
 ) -> None:
     net, prefill, _ = meet()
-    meta = Meta(
+    info = TransferInfo(
         key=MemoryKey(7, 1, "decode-1"),
         cached_tokens=cached_tokens,
         pages=(tuple(range(num_pages)),),
@@ -175,15 +175,15 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
     )
     peer = prefill.kv.sessions.peer("decode-1")
     assert peer is not None
-    packet = Packet(sender="decode-1", receiver=prefill.instance, session=peer.session, seq=1 << 40, body=meta)
+    packet = Packet(sender="decode-1", receiver=prefill.instance, session=peer.session, seq=1 << 40, body=info)
     sender = None if early else prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=11)
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
     sender = sender or prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=11)
     net.pump()
     assert prefill.kv.counters["metas_refused"] == 1
     assert sender.poll() is KVPoll.BOOTSTRAPPING
-    ended = net.said(Ended)[-1]
-    assert isinstance(ended, Ended) and ended.quiesced
+    ended = net.said(TransferEnded)[-1]
+    assert isinstance(ended, TransferEnded) and ended.quiesced
     assert ended.failure.code == "bad_metadata" and says in ended.failure.message
 
 
@@ -193,8 +193,10 @@ def test_metadata_that_does_not_fit_the_prompt_is_refused_by_name(
 )
 def test_shortfall(num_tokens: int, cached_tokens: int, num_pages: int, fits: bool) -> None:
     pages = (tuple(range(num_pages)),)
-    meta = Meta(key=MemoryKey(1, 1, "d"), cached_tokens=cached_tokens, pages=pages, aux_slot=0, prompt_digest="d")
-    assert (check_prompt_fits_pages(meta, num_tokens, hash_layout(PAGE_TOKENS)) is None) is fits
+    info = TransferInfo(
+        key=MemoryKey(1, 1, "d"), cached_tokens=cached_tokens, pages=pages, aux_slot=0, prompt_digest="d"
+    )
+    assert (check_prompt_fits_pages(info, num_tokens, hash_layout(PAGE_TOKENS)) is None) is fits
 
 
 # ---------------------------------------------------------------------- layer by layer
@@ -248,7 +250,7 @@ def test_done_waits_for_layers_that_the_aux_slot_overtook() -> None:
     for job in (aux, layers[1]):
         prefill.kv.handle(CopyDone.of(job, None, settled=True, write_s=0.0))
         net.pump()
-        assert pair.sender.poll() is KVPoll.TRANSFERRING and not net.said(Done)
+        assert pair.sender.poll() is KVPoll.TRANSFERRING and not net.said(TransferDone)
         assert pair.mine[0].held_by("send") and pair.mine[1].held_by("send")
     prefill.kv.handle(CopyDone.of(layers[0], None, settled=True, write_s=0.0))
     net.pump()

@@ -11,7 +11,7 @@ from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
 from pdserve.transfer.room import KVPoll
-from pdserve.transfer.wire import Ended, MemoryKey, Meta, TransferStats, prompt_digest
+from pdserve.transfer.wire import MemoryKey, TransferEnded, TransferInfo, TransferStats, prompt_digest
 from tests.unit.transfer.kit import (
     ADDRESS,
     BOOTSTRAP_S,
@@ -101,7 +101,7 @@ def test_meta_that_comes_first_waits_for_its_request() -> None:
     assert prefill.kv.counts()["keys_early"] == 0
 
 
-def test_meta_whose_request_never_comes_is_turned_away_with_504() -> None:
+def test_a_transfer_info_whose_request_never_comes_is_turned_away_with_504() -> None:
     net, prefill, decode = meet()
     receiver = decode.kv.open_receiver(7, ADDRESS, "d")
     leases = decode.leases()
@@ -116,7 +116,7 @@ def test_meta_whose_request_never_comes_is_turned_away_with_504() -> None:
     assert_quiet_and_free(prefill, decode)
 
 
-def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
+def test_early_infos_of_a_dead_peer_are_forgotten() -> None:
     net, prefill, decode = meet()
     decode.kv.open_receiver(7, ADDRESS, "d").publish(*decode.leases())
     net.pump()
@@ -125,7 +125,7 @@ def test_early_metas_of_a_dead_peer_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize(("bound", "most"), [("MAX_EARLY", 2), ("MAX_EARLY_PAGES", 2)])
-def test_too_many_early_metas_are_turned_away(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
+def test_too_many_early_infos_are_turned_away(monkeypatch: pytest.MonkeyPatch, bound: str, most: int) -> None:
     """Each of them names one page."""
     monkeypatch.setattr(unmatched, bound, most)
     net, _, decode = meet()
@@ -202,7 +202,7 @@ def test_another_prompt_for_the_room_is_turned_away() -> None:
     receiver.publish(*decode.leases())
     net.pump()
     assert receiver.failure is not None and receiver.failure.code == "prompt_mismatch"
-    assert sender.poll() is KVPoll.BOOTSTRAPPING, "a late Meta of an earlier use must not fail this one"
+    assert sender.poll() is KVPoll.BOOTSTRAPPING, "a late TransferInfo of an earlier use must not fail this one"
     assert decode.kv.counts()["pages_held_remote"] == 0
 
 
@@ -224,7 +224,7 @@ def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_se
 
 
 @pytest.mark.parametrize(
-    "meta",
+    "info",
     [
         pytest.param({"pages": ((0, 16),)}, id="page outside the pool"),
         pytest.param({"pages": ()}, id="no group"),
@@ -232,15 +232,15 @@ def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_se
         pytest.param({"aux_slot": 4}, id="slot outside the buffer"),
     ],
 )
-def test_pages_that_are_not_the_peers_are_refused_and_counted(meta: dict[str, object]) -> None:
+def test_pages_that_are_not_the_peers_are_refused_and_counted(info: dict[str, object]) -> None:
     net, prefill, _ = meet()
     sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
-    good = Meta(key=MemoryKey(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
-    say(net, "decode-1", prefill, msgspec.structs.replace(good, **meta))
+    good = TransferInfo(key=MemoryKey(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
+    say(net, "decode-1", prefill, msgspec.structs.replace(good, **info))
     assert prefill.kv.counters["metas_refused"] == 1
     assert sender.poll() is KVPoll.BOOTSTRAPPING
-    ended = net.said(Ended)[-1]
-    assert isinstance(ended, Ended) and ended.quiesced and ended.failure.code == "bad_metadata"
+    ended = net.said(TransferEnded)[-1]
+    assert isinstance(ended, TransferEnded) and ended.quiesced and ended.failure.code == "bad_metadata"
 
 
 def test_fewer_pages_than_the_prompt_has_fail_the_request_and_nothing_else() -> None:

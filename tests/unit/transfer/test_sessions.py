@@ -28,11 +28,8 @@ from pdserve.transfer.wire import (
     MAX_ACKS,
     Abort,
     Ack,
-    Done,
-    Ended,
     Hello,
     MemoryKey,
-    Meta,
     Packet,
     Ping,
     Pong,
@@ -40,6 +37,9 @@ from pdserve.transfer.wire import (
     RankMemory,
     Refusal,
     Reset,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
     TransferStats,
     Wire,
 )
@@ -184,8 +184,8 @@ def test_frames_for_another_instance_are_counted_and_dropped() -> None:
 def test_a_room_message_without_a_handshake_is_not_believed() -> None:
     net = Net()
     prefill = Side(net, "prefill-1")
-    meta = Meta(key=MemoryKey(1, 1, "x"), pages=((1,),), aux_slot=0, prompt_digest="d")
-    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender="x", receiver="prefill-1", seq=1, body=meta))))
+    info = TransferInfo(key=MemoryKey(1, 1, "x"), pages=((1,),), aux_slot=0, prompt_digest="d")
+    prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender="x", receiver="prefill-1", seq=1, body=info))))
     assert prefill.kv.counters["control_frames_unexpected"] == 1
     assert prefill.kv.quiet and not net.frames
 
@@ -353,8 +353,8 @@ def test_a_peer_cannot_speak_for_another_without_the_number_of_its_session() -> 
     key = pair.receiver.key
     failure = Failure(code="forged", message="")
     for session in (0, 1):
-        say(net, "prefill-1", decode, Done(key=key, stats=TransferStats()), session=session)
-        say(net, "prefill-1", decode, Ended(key=key, failure=failure, quiesced=True), session=session)
+        say(net, "prefill-1", decode, TransferDone(key=key, stats=TransferStats()), session=session)
+        say(net, "prefill-1", decode, TransferEnded(key=key, failure=failure, quiesced=True), session=session)
         say(net, "prefill-1", decode, Reset(endpoint="", quiesced=True, answer=True), session=session)
         say(net, "decode-1", prefill, Abort(key=key, failure=failure, prompt_digest="d"), session=session)
     assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
@@ -367,14 +367,14 @@ def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> N
     pair = Pair(net, prefill, decode)
     say(net, "thief-1", prefill, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=77))
     say(net, "thief-1", decode, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=78))
-    (meta,) = [p.body for p in net.seen if isinstance(p.body, Meta)]
+    (info,) = [p.body for p in net.seen if isinstance(p.body, TransferInfo)]
     failure = Failure(code="forged", message="")
-    for key in (meta.key, msgspec.structs.replace(meta.key, attempt=99)):
+    for key in (info.key, msgspec.structs.replace(info.key, attempt=99)):
         for to in (prefill, decode):
-            say(net, "thief-1", to, msgspec.structs.replace(meta, key=key))
+            say(net, "thief-1", to, msgspec.structs.replace(info, key=key))
             say(net, "thief-1", to, Abort(key=key, failure=failure, prompt_digest="d"))
-            say(net, "thief-1", to, Done(key=key, stats=TransferStats()))
-            say(net, "thief-1", to, Ended(key=key, failure=failure, quiesced=True))
+            say(net, "thief-1", to, TransferDone(key=key, stats=TransferStats()))
+            say(net, "thief-1", to, TransferEnded(key=key, failure=failure, quiesced=True))
             say(
                 net,
                 "thief-1",
@@ -382,9 +382,9 @@ def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> N
                 PromptLogprobsPart(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")),
             )
     pages = tuple(range(16))
-    stolen = msgspec.structs.replace(meta, key=MemoryKey(meta.key.room, 5, "thief-1"), pages=(pages,))
+    stolen = msgspec.structs.replace(info, key=MemoryKey(info.key.room, 5, "thief-1"), pages=(pages,))
     say(net, "thief-1", prefill, stolen)
-    assert isinstance(net.said(Ended)[-1], Ended), "the room is bound to the peer that came first"
+    assert isinstance(net.said(TransferEnded)[-1], TransferEnded), "the room is bound to the peer that came first"
     assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
     pair.send()
     assert {job.transport_address for job in prefill.engine.jobs} == {"decode-1"}
@@ -428,10 +428,10 @@ def test_a_lost_reset_is_made_up_for_by_the_next_heartbeat() -> None:
 
 
 def test_messages_of_a_session_that_has_ended_do_not_reach_the_next_one() -> None:
-    """A Meta that was on its way names pages that are somebody else's by now."""
+    """A TransferInfo that was on its way names pages that are somebody else's by now."""
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode)
-    (meta,) = [p for p in net.seen if isinstance(p.body, Meta)]
+    (info,) = [p for p in net.seen if isinstance(p.body, TransferInfo)]
     hello = next(p for p in net.seen if p.sender == "decode-1" and isinstance(p.body, Hello))
     pair.sender.close()
     decode.kv.handle(PeerGone("prefill-1"))
@@ -440,7 +440,7 @@ def test_messages_of_a_session_that_has_ended_do_not_reach_the_next_one() -> Non
     found(decode, prefill)
     net.pump()
     again = prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=12)
-    for packet in (hello, meta, hello, meta):
+    for packet in (hello, info, hello, info):
         prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(packet)))
         net.pump()
     assert again.poll() is KVPoll.BOOTSTRAPPING and prefill.kv.send_side.num_early == 0
@@ -533,7 +533,7 @@ def test_a_transfer_is_one_job_and_two_frames_and_acks_ride_or_follow_soon() -> 
     receiver, theirs = decode.kv.open_receiver(7, ADDRESS, "d"), decode.leases()
     sender, mine = prefill.kv.open_sender(7, ADDRESS[0], "d", num_tokens=12), prefill.leases()
     receiver.publish(*theirs)
-    (meta,) = _deliver(net)
+    (info,) = _deliver(net)
     sender.finish(mine[1], AuxRecord(7, 0, 42), TransferStats(), lease=mine[0], num_pages=3)
     (job,) = prefill.engine.jobs
     pages, aux = job.pieces
@@ -542,7 +542,7 @@ def test_a_transfer_is_one_job_and_two_frames_and_acks_ride_or_follow_soon() -> 
     assert mine[0].held_by("send") and mine[1].held_by("send")
     prefill.end_jobs()
     (done,) = _deliver(net)
-    assert isinstance(meta.body, Meta) and isinstance(done.body, Done) and done.acks == (meta.seq,)
+    assert isinstance(info.body, TransferInfo) and isinstance(done.body, TransferDone) and done.acks == (info.seq,)
     assert receiver.poll() is sender.poll() is KVPoll.SUCCESS and not decode.kv.sessions.num_unacked
     assert not mine[0].held_by("send") and not mine[1].held_by("send")
     assert not decode.kv.quiet, "it owes an ack, and must not sleep for long"

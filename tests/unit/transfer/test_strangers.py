@@ -9,7 +9,7 @@ from pdserve.transfer.events import FrameArrived, PeerGone, PrefillFound
 from pdserve.transfer.peers import MAX_ENDPOINTS, PeerState
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import MAX_ADDRESSES, MAX_PEERS
-from pdserve.transfer.wire import Body, Ended, Hello, Packet, Ping, Pong, Wire
+from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, TransferEnded, Wire
 from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, hello_of, meet, say, state_of
 
 EVIL = "evil:1"
@@ -131,7 +131,7 @@ def test_a_later_session_cannot_say_that_an_earlier_one_writes_no_more() -> None
         lease.drop("request")
     before = decode.free
     failure = Failure(code="forged", message="")
-    _frame(decode, "prefill-1", Ended(key=key, failure=failure, quiesced=True), later.session)
+    _frame(decode, "prefill-1", TransferEnded(key=key, failure=failure, quiesced=True), later.session)
     assert decode.free == before == (13, 3)
 
 

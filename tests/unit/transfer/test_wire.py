@@ -17,16 +17,16 @@ from pdserve.transfer.wire import (
     Abort,
     Ack,
     Body,
-    Done,
-    Ended,
     Hello,
     MemoryKey,
-    Meta,
     Packet,
     Ping,
     Pong,
     RankMemory,
     Refusal,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
     TransferStats,
     Wire,
     WireRegion,
@@ -47,9 +47,9 @@ HELLO = Hello(
 BODIES: list[Body] = [
     HELLO,
     Refusal(field="page_size", message="differs"),
-    Meta(key=KEY, pages=((1, 2, 3),), aux_slot=5, prompt_digest="d"),
-    Done(key=KEY, stats=TransferStats(num_bytes=9, write_s=0.5)),
-    Ended(key=KEY, failure=FAILURE, quiesced=True),
+    TransferInfo(key=KEY, pages=((1, 2, 3),), aux_slot=5, prompt_digest="d"),
+    TransferDone(key=KEY, stats=TransferStats(num_bytes=9, write_s=0.5)),
+    TransferEnded(key=KEY, failure=FAILURE, quiesced=True),
     Abort(key=KEY, failure=FAILURE, prompt_digest="d"),
     Ping(),
     Pong(),
@@ -68,7 +68,7 @@ def _seal(frame: bytes, token: str = "secret") -> bytes:
 
 
 def _frame(**changes: object) -> bytes:
-    """A sealed Meta with other values than the types allow."""
+    """A sealed TransferInfo with other values than the types allow."""
     body: dict[str, object] = {
         "type": "Meta",
         "key": {"room": 1, "attempt": 1, "origin": "d"},
@@ -153,7 +153,7 @@ def test_sealed_frames_that_no_peer_of_ours_sends_are_refused(frame: bytes) -> N
 
 
 def test_the_frames_of_this_test_are_wrong_for_the_reason_given_only() -> None:
-    assert isinstance(WIRE.decode(_frame()).body, Meta)
+    assert isinstance(WIRE.decode(_frame()).body, TransferInfo)
 
 
 def test_a_codec_refuses_bad_text_and_deep_nesting_as_a_protocol_error() -> None:
@@ -171,7 +171,7 @@ def test_digests_tell_prompts_apart() -> None:
 
 def test_a_status_that_is_no_http_error_is_refused() -> None:
     key = MemoryKey(1, 1, "decode")
-    lie = Ended(key=key, failure=Failure(code="x", message="y", status=7), quiesced=True)
+    lie = TransferEnded(key=key, failure=Failure(code="x", message="y", status=7), quiesced=True)
     frame = Wire("token").encode(Packet(sender="a", receiver="b", seq=1, body=lie))
     with pytest.raises(ProtocolError):
         Wire("token").decode(frame)
