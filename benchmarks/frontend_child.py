@@ -29,7 +29,7 @@ from pdserve.protocol.messages import (
     FinishReason,
     GenerateRequest,
     OutputBatch,
-    SchedulerBeat,
+    SchedulerHeartbeat,
     Shutdown,
     StateQuery,
     StateReply,
@@ -92,7 +92,7 @@ class StandIn:
             message = self._channel.recv(0.5)
             match message:
                 case None:
-                    self._channel.beat(SchedulerBeat(dp_rank=0, turn_s=None, num_turns=0))
+                    self._channel.beat(SchedulerHeartbeat(dp_rank=0, turn_s=None, num_turns=0))
                 case GenerateRequest():
                     waiting.append(message)
                     if len(waiting) == num_streams:

@@ -86,8 +86,8 @@ def make_scheduler(
     profile_name: str,
     facts: Mapping[str, Fact] | None = None,
     live_facts: Callable[[], Mapping[str, float]] | None = None,
-    idle_rounds: IdleBatches | None = None,
-    pulse: Heartbeat | None = None,
+    idle_batches: IdleBatches | None = None,
+    heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
 ) -> Scheduler:
     """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
@@ -111,8 +111,8 @@ def make_scheduler(
         profile_name=profile_name,
         facts=facts,
         live_facts=live_facts,
-        idle_rounds=idle_rounds,
-        pulse=pulse,
+        idle_batches=idle_batches,
+        heartbeat=heartbeat,
         num_gated=num_gated,
     )
 

@@ -20,9 +20,9 @@ from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
 from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
-from pdserve.protocol.messages import EngineReady, SchedulerBeat, Shutdown
+from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.consensus import Consensus
-from pdserve.ranks.pre_step import IdleBatches, SharedRounds
+from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
@@ -60,7 +60,7 @@ def run_scheduler(
             engine.close(error)
             raise
         stack.callback(engine.close)  # before transports close, so that no rank copies on
-        beat = functools.partial(scheduler.pulse.beat, replica.dp_rank)
+        beat = functools.partial(scheduler.heartbeat.beat, replica.dp_rank)
         ingress = threading.Thread(target=_ingress, args=(channel, mailbox, beat, stop), name="ingress", daemon=True)
         ingress.start()
         stack.callback(ingress.join)
@@ -132,8 +132,8 @@ def build_scheduler(
         profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
         facts=facts,
         live_facts=engine.facts,
-        idle_rounds=_idle_rounds(engine, mailbox),
-        pulse=Heartbeat(MonotonicClock()),
+        idle_batches=_idle_batches(engine, mailbox),
+        heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
     )
     if engine.group is not None:
@@ -156,18 +156,18 @@ def _input_source(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus
     return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
 
 
-def _idle_rounds(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:
+def _idle_batches(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:
     """Make the idle batches of a DP-attention group; a round entered by another replica wakes the loop. None without
     one.
     """
-    if engine.lockstep is None:
+    if engine.dp_sync is None:
         return None
-    engine.lockstep.wake = lambda: mailbox.post(Woken())
-    return IdleBatches(engine.lockstep if engine.group is None else SharedRounds(engine.lockstep, engine.group.log))
+    engine.dp_sync.wake = lambda: mailbox.post(Woken())
+    return IdleBatches(engine.dp_sync if engine.group is None else SharedDpSync(engine.dp_sync, engine.group.log))
 
 
 def _ingress(
-    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], SchedulerBeat], stop: threading.Event
+    channel: SchedulerChannel, mailbox: Mailbox[Event], beat: Callable[[], SchedulerHeartbeat], stop: threading.Event
 ) -> None:
     """Post the API process's messages to the mailbox, and send a heartbeat every `BEAT_S` seconds. Thread "ingress"."""
     beats_at = time.monotonic()

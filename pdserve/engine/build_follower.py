@@ -30,7 +30,7 @@ from pdserve.protocol.messages import ToApi
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog
 from pdserve.ranks.messages import Begin, RankReady
-from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedRounds
+from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor, SharedMetadata
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names, transfer_host
@@ -196,7 +196,7 @@ def _make_scheduler(
         inputs,
         _say_nothing,
         profile_name=f"DP-{dp_rank}-RANK-{place.rank}",
-        idle_rounds=IdleBatches(SharedRounds(None, inputs)) if config.parallel.num_sharing > 1 else None,
+        idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
     )
 
 

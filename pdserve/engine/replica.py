@@ -54,15 +54,15 @@ class _Met:
     """The ranks connected so far: the followers, and the leaders of the replicas in the same DP-attention group."""
 
     followers: WorkerLinks | None = None
-    lockstep: DpSync | None = None
+    dp_sync: DpSync | None = None
 
     def close(self, error: BaseException | None = None) -> None:
         """End all links; with `error`, send the reason. May be called again."""
         trouble = None if error is None else _trouble(error)
         if self.followers is not None:
             self.followers.close(trouble)
-        if self.lockstep is not None:
-            self.lockstep.close(trouble)
+        if self.dp_sync is not None:
+            self.dp_sync.close(trouble)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,14 +70,14 @@ class ReplicaEngine:
     """The executors of a replica.
 
     `built` is rank 0's own part. `executor` computes in step with all ranks of `group`, which is None for a single
-    rank. `lockstep` is set where replicas compute together (DP attention). `samples` are the weight samples of all
+    rank. `dp_sync` is set where replicas compute together (DP attention). `samples` are the weight samples of all
     ranks that compute together.
     """
 
     built: LoadedEngine
     executor: Executor
     group: RankProcessGroup | None
-    lockstep: DpSync | None = None
+    dp_sync: DpSync | None = None
     samples: Sequence[WeightSamples] | None = None
     startup: StartupTimes = dataclasses.field(default_factory=StartupTimes)
     """Written until the scheduler takes requests."""
@@ -115,7 +115,7 @@ class ReplicaEngine:
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the other ranks; with `error`, send the reason. May be called again."""
-        _Met(None if self.group is None else self.group.followers, self.lockstep).close(error)
+        _Met(None if self.group is None else self.group.followers, self.dp_sync).close(error)
 
 
 def _trouble(error: BaseException) -> PdserveError:
@@ -153,8 +153,8 @@ def open_engine(
     met = _Met()
     try:
         if parallel_config.num_sharing > 1:
-            met.lockstep = _meet_leaders(config, dp_rank, store, token)
-            stack.callback(met.lockstep.close)
+            met.dp_sync = _meet_leaders(config, dp_rank, store, token)
+            stack.callback(met.dp_sync.close)
         if shape.num_ranks > 1:
             met.followers = meet_followers(shape, own_store, token, host=host, facts=facts_of(config))
             stack.callback(met.followers.close)
@@ -189,8 +189,8 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
     executor: Executor = own
     samples: list[WeightSamples] = [own.weight_samples()]
     group = None
-    lockstep, followers = met.lockstep, met.followers
-    root_cause = lockstep.root_cause if followers is None and lockstep is not None else None
+    dp_sync, followers = met.dp_sync, met.followers
+    root_cause = dp_sync.root_cause if followers is None and dp_sync is not None else None
     moves = config.parallel.enable_eplb and own.experts is not None
     if followers is not None:
         ready = followers.wait_ready()
@@ -202,10 +202,10 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
     if moves and root_cause is not None:
         log = None if group is None else group.log
         executor = PreStepExecutor(executor, make_rebalancer(config, own.experts, log).before_step, root_cause)
-    if lockstep is not None:
-        samples += lockstep.share_samples(samples)
-        executor = PreStepExecutor(executor, lockstep.enter, lockstep.root_cause)
-    return ReplicaEngine(built, executor, group, lockstep, tuple(samples))
+    if dp_sync is not None:
+        samples += dp_sync.share_samples(samples)
+        executor = PreStepExecutor(executor, dp_sync.enter, dp_sync.root_cause)
+    return ReplicaEngine(built, executor, group, dp_sync, tuple(samples))
 
 
 def rank_facts(built: LoadedEngine) -> dict[str, str]:

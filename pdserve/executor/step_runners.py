@@ -69,7 +69,7 @@ class SyncRunner:
             return None, _computed(compute)
         events = CountedLayerEvents(self._own_layers)
         outcome: Future[Collect] = Future()
-        self._deferred.append(lambda: _settle(outcome, compute, events))
+        self._deferred.append(lambda: _compute_into(outcome, compute, events))
 
         def collect() -> StepResult:
             self._catch_up()
@@ -110,7 +110,7 @@ class ThreadedRunner:
         assert self._open, "launched on a closed executor"
         events = CountedLayerEvents(self._own_layers) if layer_events else None
         outcome: Future[Collect] = Future()
-        self._tasks.put(lambda: _settle(outcome, compute, events))
+        self._tasks.put(lambda: _compute_into(outcome, compute, events))
         return events, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
@@ -152,7 +152,7 @@ class StreamRunner:
         events = CudaLayerEvents(self._own_layers, self._reporter) if layer_events else None
         outcome: Future[Collect] = Future()
         with self.behind():
-            _settle(outcome, compute, events)
+            _compute_into(outcome, compute, events)
         return events, lambda: outcome.result()()
 
     def behind(self) -> contextlib.AbstractContextManager[object]:
@@ -179,7 +179,9 @@ def _computed(compute: Compute) -> Collect:
     return fail
 
 
-def _settle(outcome: Future[Collect], compute: Compute, events: CountedLayerEvents | CudaLayerEvents | None) -> None:
+def _compute_into(
+    outcome: Future[Collect], compute: Compute, events: CountedLayerEvents | CudaLayerEvents | None
+) -> None:
     """Compute, and store the result or exception for the resolve of the step."""
     try:
         outcome.set_result(compute(None if events is None else events.on_layer))

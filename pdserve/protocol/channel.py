@@ -29,7 +29,7 @@ import zmq
 from pdserve.base.run_folders import make_run_folder
 from pdserve.errors import EngineDeadError
 from pdserve.protocol.codec import Codec
-from pdserve.protocol.messages import SchedulerBeat, ToApi, ToScheduler
+from pdserve.protocol.messages import SchedulerHeartbeat, ToApi, ToScheduler
 
 MAX_IPC_PATH = 100
 """Bytes. Linux limits Unix socket paths to 107 bytes; this leaves a margin."""
@@ -71,7 +71,7 @@ class SchedulerChannel(Protocol):
         """Send `message` to the API process, in order; scheduler thread only."""
         ...
 
-    def beat(self, message: SchedulerBeat) -> None:
+    def beat(self, message: SchedulerHeartbeat) -> None:
         """Send a heartbeat to the API process, unordered with the messages of `send`; ingress thread only."""
         ...
 
@@ -210,7 +210,7 @@ class ZmqSchedulerChannel:
         """See `SchedulerChannel.send`."""
         self._push.send(self._up.encode(message))
 
-    def beat(self, message: SchedulerBeat) -> None:
+    def beat(self, message: SchedulerHeartbeat) -> None:
         """See `SchedulerChannel.beat`."""
         self._beats.send(self._up.encode(message))
 
@@ -292,7 +292,7 @@ class MemorySchedulerChannel:
         """See `SchedulerChannel.send`."""
         self._api.deliver(message)
 
-    def beat(self, message: SchedulerBeat) -> None:
+    def beat(self, message: SchedulerHeartbeat) -> None:
         """See `SchedulerChannel.beat`."""
         self._api.deliver(message)
 

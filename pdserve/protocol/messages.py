@@ -65,7 +65,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: Literal["abort", "stop"] = "abort"
 
 
-class Divert(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     """Notifies the prefill replica that `room` names: data-parallel rank `replica` has the request instead.
 
     The decode server requests the room from the named replica, which redirects it.
@@ -143,7 +143,7 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile | DeclarePeerDead
 """Answered with a `CommandReply`."""
-ToScheduler = GenerateRequest | AbortRequest | Divert | Command | StateQuery | Shutdown
+ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -330,7 +330,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     facts: dict[str, str | int | float | bool | None]
 
 
-class SchedulerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
+class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     """Heartbeat of one replica's scheduler process. Sent about once a second, also during a long step.
 
     `turn_s`: seconds since the current loop iteration began; None while the loop sleeps.
@@ -342,4 +342,4 @@ class SchedulerBeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerBeat
+ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerHeartbeat

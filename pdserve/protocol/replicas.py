@@ -1,10 +1,10 @@
 """One channel over the schedulers of all data-parallel replicas. Owned by the API process when `dp_size` is above 1.
 
 A request is sent to the replica with the fewest live requests. On a prefill server the room names the replica (room %
-dp_size), to which decode connects. If that replica holds over `DIVERT_TOKENS` more prompt tokens than the least loaded
-one, the latter gets the request. The named replica then receives a `Divert` and redirects decode. A request for a live
-room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered when all have
-replied.
+dp_size), to which decode connects. If that replica holds over `REDIRECT_TOKENS` more prompt tokens than the least
+loaded one, the latter gets the request. The named replica then receives a `RedirectReceiver` and redirects decode. A
+request for a live room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered
+when all have replied.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
-    Divert,
     EngineReady,
     EngineState,
     GenerateRequest,
     OutputBatch,
-    SchedulerBeat,
+    RedirectReceiver,
+    SchedulerHeartbeat,
     StateReply,
     ToApi,
     ToScheduler,
@@ -36,7 +36,7 @@ from pdserve.protocol.messages import (
 Answer = StateReply | CommandReply
 PROBE_HOST = "2.2.2.2"
 """Bootstrap host of requests that transfer no KV; no decode server connects for them."""
-DIVERT_TOKENS = 2048
+REDIRECT_TOKENS = 2048
 """Prompt tokens by which the named replica's load may exceed the least one: prefilling more takes longer than the
 redirect."""
 MAX_OPEN_QUERIES = 64
@@ -109,8 +109,8 @@ class ReplicatedChannel:
             self._rooms.setdefault(room, request.rid)
             named = room % len(self._channels)
             if self._named and named != replica and not is_probe(request):
-                divert = Divert(room=room, input_ids=request.given_ids, replica=replica)
-                await self._channels[named].send(divert)
+                redirect = RedirectReceiver(room=room, input_ids=request.given_ids, replica=replica)
+                await self._channels[named].send(redirect)
         await self._channels[replica].send(request)
 
     def _choose(self, request: GenerateRequest, room: int | None) -> int:
@@ -123,7 +123,7 @@ class ReplicatedChannel:
         if room is None or not self._named:
             return least
         named = room % len(self._channels)
-        return least if load[named] - load[least] > DIVERT_TOKENS else named
+        return least if load[named] - load[least] > REDIRECT_TOKENS else named
 
     def _ended(self, rid: str) -> None:
         live = self._live.pop(rid, None)
@@ -156,7 +156,7 @@ class ReplicatedChannel:
                     if output.finish is not None:
                         self._ended(output.rid)
                 return message
-            case SchedulerBeat():
+            case SchedulerHeartbeat():
                 return message
             case EngineReady():
                 self._ready[index] = message

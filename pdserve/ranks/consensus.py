@@ -77,7 +77,7 @@ class Consensus:
         self._copies = copies
         self._begin_least = begin_least
         self._log = log
-        self._blame = root_cause
+        self._root_cause = root_cause
         self._wake = wake
         self._in_step = in_step
         self._now = now
@@ -164,7 +164,7 @@ class Consensus:
             done.set()
             self._wake()
 
-        arrival = guarded(lambda: self._begin_least(values, end), self._blame)
+        arrival = guarded(lambda: self._begin_least(values, end), self._root_cause)
         self._round = _Round(items, values, arrival, done)
 
     def _is_soon_done(self) -> bool:
@@ -174,7 +174,7 @@ class Consensus:
     def _take(self) -> list[Outcome]:
         assert self._round is not None, "nothing was begun"
         taken, self._round = self._round, None
-        guarded(taken.arrival.wait, self._blame)
+        guarded(taken.arrival.wait, self._root_cause)
         agreed = self._copies.agreed(taken.items, taken.values)
         self._ended.difference_update(map(item_of, agreed))
         if not self._copies.num_pending:

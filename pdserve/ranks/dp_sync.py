@@ -1,4 +1,4 @@
-"""Lockstep of DP attention replicas: they compute every step together, in rounds that their ranks 0 announce.
+"""Synchronizes DP attention replicas: they compute every step together, in rounds that their ranks 0 announce.
 
     a rank 0 with work enters round k ── RoundEntered(k) ──> the other ranks 0: those without work enter round k
                                                              with no tokens
@@ -176,6 +176,6 @@ def meet_leaders(
         stack.callback(links.close)
         introduction.publish(links.endpoint, links.nonce)
         peers = [introduction.lookup(number) for number in range(num_replicas) if number != dp_rank]
-        lockstep = DpSync(links, peers, token, on_lost)
+        dp_sync = DpSync(links, peers, token, on_lost)
         stack.pop_all()
-    return lockstep
+    return dp_sync

@@ -2,8 +2,8 @@
 
 The input log has the inputs of all schedulers of a replica that they do not compute: time, events, results of steps.
 
-    rank 0     turn, launched, settled, answer: reads its input, writes an entry, and goes on ──> all followers
-    follower   turn, launched, settled, answer: reads the next entry
+    rank 0     turn, launched, step_ended, answer: reads its input, writes an entry, and goes on ──> all followers
+    follower   turn, launched, step_ended, answer: reads the next entry
 
 So every rank runs the same role on the same messages and the same `now`. A scheduler has no other input: any state that
 differs between ranks must be hidden from it, or go through this log. Scheduler thread.
@@ -19,7 +19,7 @@ from pdserve.base.clock import Clock
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.ranks.messages import Answer, Entry, Launched, More, Settled, SharedEvent, Turn, Value
+from pdserve.ranks.messages import Answer, Entry, Launched, More, SharedEvent, StepEnded, Turn, Value
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import FrameArrived
 
@@ -55,7 +55,7 @@ class InputLog(Protocol):
         """Record that this rank is about to compute `step`. The fingerprint `seen` of its plan must equal rank 0's."""
         ...
 
-    def settled(self, result: StepResult) -> StepResult:
+    def step_ended(self, result: StepResult) -> StepResult:
         """End the oldest step under way, computed here with `result`; return rank 0's result."""
         ...
 
@@ -89,10 +89,10 @@ class LeaderLog:
         """See `InputLog.launched`."""
         self._send(Launched(step, seen))
 
-    def settled(self, result: StepResult) -> StepResult:
-        """See `InputLog.settled`."""
+    def step_ended(self, result: StepResult) -> StepResult:
+        """See `InputLog.step_ended`."""
         self._now = self._clock.now()
-        self._send(Settled(self._now, result))
+        self._send(StepEnded(self._now, result))
         return result
 
     def answer(self, find: Callable[[], V]) -> V:
@@ -134,13 +134,13 @@ class FollowerLog:
         if (launched.step, launched.seen) != (step, seen):
             raise self._apart(f"has planned step {step} differently than rank 0, which is at step {launched.step}")
 
-    def settled(self, result: StepResult) -> StepResult:
-        """See `InputLog.settled`."""
-        settled = self._check(self._receive(), Settled)
-        if settled.result.step != result.step:
-            raise self._apart(f"has computed step {result.step}, rank 0 has computed step {settled.result.step}")
-        self._now = settled.now
-        return settled.result
+    def step_ended(self, result: StepResult) -> StepResult:
+        """See `InputLog.step_ended`."""
+        step_ended = self._check(self._receive(), StepEnded)
+        if step_ended.result.step != result.step:
+            raise self._apart(f"has computed step {result.step}, rank 0 has computed step {step_ended.result.step}")
+        self._now = step_ended.now
+        return step_ended.result
 
     def answer(self, find: Callable[[], V]) -> V:
         """See `InputLog.answer`."""

@@ -5,7 +5,7 @@ rank 0                                    follower
   | Agreed ----------------------------> |   number of pages of every rank's pool
   | <------------------------- RankReady |   pool and transport are open
   | Begin -----------------------------> |   the parameters of a scheduler equal to rank 0's
-  | Turn, Launched, Settled, Answer ---> |   the input of the schedulers of all ranks, in order (`input_log`)
+  | Turn, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <-- Alive, in both directions -----> |
@@ -70,7 +70,7 @@ class Launched(msgspec.Struct, frozen=True, tag=True):
     seen: int
 
 
-class Settled(msgspec.Struct, frozen=True, tag=True):
+class StepEnded(msgspec.Struct, frozen=True, tag="Settled"):
     """The oldest step under way has ended: the time, and its result."""
 
     now: float
@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     value: Value
 
 
-Entry = More | Turn | Launched | Settled | Answer
+Entry = More | Turn | Launched | StepEnded | Answer
 """One entry of the log that all schedulers of a replica read."""
 
 

@@ -91,7 +91,7 @@ class PreStepExecutor:
     ) -> None:
         self._inner = inner
         self._prepare = prepare
-        self._blame = root_cause
+        self._root_cause = root_cause
         self.open_row, self.close_row = inner.open_row, inner.close_row
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
 
@@ -112,7 +112,7 @@ class PreStepExecutor:
             self._prepare(plan.step)
             return self._inner.launch(plan, layer_events=layer_events)
 
-        return guarded(launch, self._blame)
+        return guarded(launch, self._root_cause)
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor.resolve`.
@@ -120,31 +120,31 @@ class PreStepExecutor:
         Raises:
             RankError: another rank is lost.
         """
-        return guarded(lambda: self._inner.resolve(handle), self._blame)
+        return guarded(lambda: self._inner.resolve(handle), self._root_cause)
 
 
-class SharedRounds:
-    """State of `lockstep` for the schedulers of all ranks of a replica. `lockstep` None: a follower, which reads it
+class SharedDpSync:
+    """State of `dp_sync` for the schedulers of all ranks of a replica. `dp_sync` None: a follower, which reads it
     from `log`.
     """
 
-    def __init__(self, lockstep: DpSync | None, log: InputLog) -> None:
-        self._lockstep = lockstep
+    def __init__(self, dp_sync: DpSync | None, log: InputLog) -> None:
+        self._dp_sync = dp_sync
         self._log = log
 
     @property
     def is_behind(self) -> bool:
         """See `DpSync.is_behind`."""
-        return self._log.answer(lambda: self._lockstep is not None and self._lockstep.is_behind)
+        return self._log.answer(lambda: self._dp_sync is not None and self._dp_sync.is_behind)
 
     def leave(self) -> None:
         """See `DpSync.leave`."""
-        if self._lockstep is not None:
-            self._lockstep.leave()
+        if self._dp_sync is not None:
+            self._dp_sync.leave()
 
     def ended(self, deadline: float) -> bool:
         """See `DpSync.ended`."""
-        return self._log.answer(lambda: self._lockstep is not None and self._lockstep.ended(deadline))
+        return self._log.answer(lambda: self._dp_sync is not None and self._dp_sync.ended(deadline))
 
 
 END_TIMEOUT_S = 4.0

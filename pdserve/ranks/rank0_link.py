@@ -28,9 +28,9 @@ from pdserve.ranks.messages import (
     More,
     Offloaded,
     RankFailed,
-    Settled,
     Sized,
     StepDone,
+    StepEnded,
     Stop,
     ToFollower,
     ToLeader,
@@ -121,7 +121,7 @@ class Rank0Link:
     def next_entry(self) -> Entry:
         """Wait for the next entry of the log. Raises Stopped."""
         match self._received.get():
-            case More() | Turn() | Launched() | Settled() | Answer() as entry:
+            case More() | Turn() | Launched() | StepEnded() | Answer() as entry:
                 return entry
             case Stop():
                 raise Stopped

@@ -121,7 +121,7 @@ class RankExecutor:
         """
         step = self._under_way.popleft()
         assert step.handle is handle, "steps are resolved once, in the order of their launch"
-        return self._log.settled(step.result or self._compute(step))
+        return self._log.step_ended(step.result or self._compute(step))
 
     def offload(self, pages: Sequence[int]) -> HostPages:
         """See `Executor.offload`. When rank 0's call returns, every rank has its copy."""

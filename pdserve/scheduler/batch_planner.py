@@ -23,14 +23,14 @@ from pdserve.scheduler.context import SchedulerContext, plan_of
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req, WaitingQueue
 
-BURST_STEPS = 2
+FULL_BUDGET_STEPS = 2
 """Full steps before the mixed budget applies: the requests of one burst seldom all arrive before its first step."""
 
 
 class PrefillBudget:
     """Prompt tokens that the next step may take.
 
-    The prefill budget is `BURST_STEPS` full steps until a running request waits for its second or a later token.
+    The prefill budget is `FULL_BUDGET_STEPS` full steps until a running request waits for its second or a later token.
     """
 
     def __init__(self, context: SchedulerContext) -> None:
@@ -40,7 +40,7 @@ class PrefillBudget:
 
     def refill(self) -> None:
         """Restore the full budget: no running request waits for a token after its first."""
-        self._left = BURST_STEPS * self._context.limits.step_tokens
+        self._left = FULL_BUDGET_STEPS * self._context.limits.step_tokens
 
     def end(self) -> None:
         """Drop the rest of the full budget: a running request waits for its next token."""
@@ -313,7 +313,7 @@ class PrefillManager:
         wait.
         """
         context, memory = self._context, self._context.memory
-        if not self._may_start(req) or (req.saved is not None and not context.settled):
+        if not self._may_start(req) or (req.saved is not None and not context.no_step_in_flight):
             return False
         req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
         if req.lease is None:

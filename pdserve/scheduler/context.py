@@ -17,7 +17,7 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason, OutputBatc
 from pdserve.scheduler.request import Req, finish_for_token
 
 
-def check_fits(context: SchedulerContext, num_tokens: int) -> None:
+def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
     """Reject a request that could never run, even with all memory free.
 
     Raises:
@@ -51,7 +51,7 @@ class DecodeReservation:
 
     def add(self, req: Req) -> None:
         """Add a request that has been given memory."""
-        self._growth += min(self._each_tokens, req.num_left)
+        self._growth += min(self._each_tokens, req.num_remaining)
         self._occupied += req.seq_len
         self._largest = max(self._largest, req.max_len)
 
@@ -155,7 +155,7 @@ class Outbox:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Claim:
+class _DeferredFree:
     """Resources that a request has released, and the newest step that may still use them."""
 
     step: int
@@ -180,7 +180,7 @@ class SchedulerContext:
         self.failures: Counter[str] = Counter()
         self.offloaded_bytes = 0
         self._launched = self._resolved = 0
-        self._deferred_frees: deque[_Claim] = deque()
+        self._deferred_frees: deque[_DeferredFree] = deque()
 
     # ------------------------------------------------------------------ steps under way
 
@@ -195,16 +195,16 @@ class SchedulerContext:
             self._free(self._deferred_frees.popleft())
 
     @property
-    def settled(self) -> bool:
+    def no_step_in_flight(self) -> bool:
         """True while no step is under way."""
         return self._launched == self._resolved
 
     @property
     def deferred_rows(self) -> int:
         """Rows that were released while a step was under way, and are not free yet."""
-        return sum(claim.row is not None for claim in self._deferred_frees)
+        return sum(resources.row is not None for resources in self._deferred_frees)
 
-    # ------------------------------------------------------------------ a request's claims
+    # ------------------------------------------------------------------ rows and pages of a request
 
     def assign_row(self, req: Req) -> bool:
         """Give `req`, which has a lease, a row; False when no row is free."""
@@ -236,7 +236,7 @@ class SchedulerContext:
     def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""
         if req.row is not None:
-            self._give_back(_Claim(self._launched, req.row, ()))
+            self._free_or_defer(_DeferredFree(self._launched, req.row, ()))
             req.row = None
 
     def release(self, req: Req) -> None:
@@ -273,7 +273,7 @@ class SchedulerContext:
 
     def restore(self, req: Req) -> None:
         """Copy the saved KV into the request's lease. No step may be under way."""
-        assert req.saved is not None and req.lease is not None and self.settled
+        assert req.saved is not None and req.lease is not None and self.no_step_in_flight
         pages = req.lease.pages[: self.memory.num_pages(req.computed)]
         self.executor.restore(req.saved, pages)
         self.counters["restored_pages"] += len(pages)
@@ -284,7 +284,7 @@ class SchedulerContext:
     def _save(self, req: Req) -> bool:
         """Copy the computed KV to host memory; False when offload is off or its memory is full."""
         lease = req.lease
-        assert lease is not None and self.settled
+        assert lease is not None and self.no_step_in_flight
         pages = lease.pages[: self.memory.num_pages(req.computed)]
         num_bytes = len(pages) * self.memory.layout.page_bytes
         if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
@@ -303,20 +303,20 @@ class SchedulerContext:
         """Release the request's row, and its `request` hold on pages and aux slot, without caching the pages."""
         leases = tuple(lease for lease in (req.lease, req.aux) if lease is not None)
         if leases or req.row is not None:
-            self._give_back(_Claim(self._launched, req.row, leases))
+            self._free_or_defer(_DeferredFree(self._launched, req.row, leases))
         req.lease = req.aux = req.row = None
 
-    def _give_back(self, claim: _Claim) -> None:
-        if self.settled:
-            self._free(claim)
+    def _free_or_defer(self, resources: _DeferredFree) -> None:
+        if self.no_step_in_flight:
+            self._free(resources)
         else:
-            self._deferred_frees.append(claim)
+            self._deferred_frees.append(resources)
 
-    def _free(self, claim: _Claim) -> None:
-        if claim.row is not None:
-            self.executor.close_row(claim.row)
-            self.memory.table.close(claim.row)
-        for lease in claim.leases:
+    def _free(self, resources: _DeferredFree) -> None:
+        if resources.row is not None:
+            self.executor.close_row(resources.row)
+            self.memory.table.close(resources.row)
+        for lease in resources.leases:
             lease.drop("request")
 
 

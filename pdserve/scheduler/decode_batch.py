@@ -48,7 +48,7 @@ class NewTokenRatio:
         each.
         """
         used = sum(len(req.output_ids) + RETRACT_STEPS for req in reqs)
-        allowed = sum(len(req.output_ids) + min(req.num_left, CLIP_TOKENS) for req in reqs)
+        allowed = sum(len(req.output_ids) + min(req.num_remaining, CLIP_TOKENS) for req in reqs)
         self.value = max(self.value, min(1.0, used / max(1, allowed)))
 
 
@@ -73,7 +73,7 @@ class DecodeBatch:
 
     def expected_tokens(self) -> float:
         """KV token slots that the running requests are still expected to take: whole pages."""
-        left = sum(min(req.num_left, CLIP_TOKENS) for req in self.reqs.values())
+        left = sum(min(req.num_remaining, CLIP_TOKENS) for req in self.reqs.values())
         return self.ratio.value * left + self._context.memory.layout.tokens_in(len(self.reqs))
 
     def plan(self) -> list[BatchRow]:

@@ -125,7 +125,7 @@ class Req:
         )
 
     @property
-    def num_left(self) -> int:
+    def num_remaining(self) -> int:
         """Output tokens that may still be sampled."""
         return self.spec.sampling.max_new_tokens - len(self.output_ids)
 

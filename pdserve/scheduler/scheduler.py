@@ -19,7 +19,6 @@ from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
-    Divert,
     EngineCoreOutput,
     EngineState,
     FinishReason,
@@ -28,7 +27,8 @@ from pdserve.protocol.messages import (
     OutputBatch,
     PauseGeneration,
     PauseMode,
-    SchedulerBeat,
+    RedirectReceiver,
+    SchedulerHeartbeat,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -82,8 +82,8 @@ class Scheduler:
         profile_name: str = "TP-0",
         facts: Mapping[str, str | int | float | bool | None] | None = None,
         live_facts: Callable[[], Mapping[str, float]] | None = None,
-        idle_rounds: IdleBatches | None = None,
-        pulse: Heartbeat | None = None,
+        idle_batches: IdleBatches | None = None,
+        heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
@@ -98,7 +98,7 @@ class Scheduler:
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
-        self._idle_rounds = idle_rounds
+        self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
         self._layer_events = context.limits.layer_groups > 0
         self._step = 0
@@ -106,7 +106,7 @@ class Scheduler:
         self._audited = True
         self._found: list[str] = []
         self._pace = RetryAfterEstimator(context.clock)
-        self.pulse = pulse or Heartbeat(context.clock)
+        self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
         self._stopping = False
@@ -114,17 +114,17 @@ class Scheduler:
     def run(self) -> None:
         """Run turns until shutdown; sleeps while there is nothing to compute and nothing is posted."""
         while not self._stopping:
-            self.pulse.begin()
+            self.heartbeat.begin()
             computed = self.step()
-            self.pulse.end(computed=computed)
+            self.heartbeat.end(computed=computed)
             if not computed and not self._stopping:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
                 waiting = self.kv is not None and not self.kv.quiet
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
             self.context.executor.resolve(self._under_way.popleft())
-        if self._idle_rounds is not None:
-            self._idle_rounds.run_idle_until_all_stop(self._step, self.context.executor, self.mailbox)
+        if self._idle_batches is not None:
+            self._idle_batches.run_idle_until_all_stop(self._step, self.context.executor, self.mailbox)
 
     def step(self) -> bool:
         """Run one turn; True when a step was launched or was under way.
@@ -139,17 +139,17 @@ class Scheduler:
         self.role.poll()
         was_under_way = bool(self._under_way)
         if was_under_way and self.role.needs_sync:
-            self._settle_all()
+            self._process_all_results()
         plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
         self.context.outbox.flush()
-        if plan is None and self._idle_rounds is not None:
-            plan = self._idle_rounds.plan(self._step + 1)
+        if plan is None and self._idle_batches is not None:
+            plan = self._idle_batches.plan(self._step + 1)
         if (plan is not None or was_under_way) and self.kv is not None:
             self.kv.flush()
         if plan is not None:
             self._under_way.append(self._launch(plan))
         if len(self._under_way) > (self._depth if plan is not None else 0):
-            self._settle()
+            self._process_result()
         self.context.outbox.flush()
         if not self._audited and self._idle:
             self._audit_at_idle()
@@ -196,11 +196,11 @@ class Scheduler:
             self.role.launched(handle)
         return handle
 
-    def _settle_all(self) -> None:
+    def _process_all_results(self) -> None:
         while self._under_way:
-            self._settle()
+            self._process_result()
 
-    def _settle(self) -> None:
+    def _process_result(self) -> None:
         """Take the results of the oldest step."""
         handle = self._under_way.popleft()
         result = self.context.executor.resolve(handle)
@@ -271,9 +271,9 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
-            case Divert(room=room, input_ids=input_ids, replica=replica):
+            case RedirectReceiver(room=room, input_ids=input_ids, replica=replica):
                 assert self.kv is not None, "a monolith has no rooms"
-                self.kv.divert(room, prompt_digest(input_ids), replica)
+                self.kv.redirect(room, prompt_digest(input_ids), replica)
             case Shutdown():
                 self._stopping = True
             case Woken():
@@ -332,7 +332,7 @@ class Scheduler:
 
     def _pause(self, mode: PauseMode) -> tuple[bool, str]:
         self._paused = True
-        self._settle_all()
+        self._process_all_results()
         if mode == "abort":
             self._abort(AbortRequest(rid=None))
         elif mode == "retract":
@@ -374,8 +374,8 @@ class Heartbeat:
         self._began_at = None
         self._num_turns += computed
 
-    def beat(self, dp_rank: int) -> SchedulerBeat:
+    def beat(self, dp_rank: int) -> SchedulerHeartbeat:
         """Return the message for the API process. `turn_s` is None between turns. Any thread."""
         began_at = self._began_at
         turn_s = None if began_at is None else self._clock.now() - began_at
-        return SchedulerBeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)
+        return SchedulerHeartbeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

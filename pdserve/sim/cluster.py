@@ -40,7 +40,7 @@ class Layout:
     decode_dp: int = 1
     prefill_ranks: ParallelShape = ParallelShape()
     decode_ranks: ParallelShape = ParallelShape()
-    divert: float = 0.0
+    redirect: float = 0.0
     """Probability that a request goes to a prefill replica other than the one its bootstrap room names."""
 
     def dp_size(self, role: str) -> int:
@@ -94,7 +94,7 @@ class Cluster:
             for name in (endpoint, *self.net.processes[node.instance]):
                 self.net.hosts[name] = host
         self.net.hosts[host] = host
-        server = SimServer(role, host, clock, replicas, self.net, self.layout.divert)
+        server = SimServer(role, host, clock, replicas, self.net, self.layout.redirect)
         if role == "prefill":
             self.net.served[server.address] = tuple((node.instance, node.endpoint) for node in replicas)
         else:

@@ -220,8 +220,8 @@ class SimNode:
     @property
     def idle(self) -> bool:
         """Whether no request, step, transfer or unacknowledged message is left."""
-        settled = self.scheduler.context.settled and not self.scheduler.role.live
-        return settled and (self.kv is None or self.kv.quiet)
+        ended = self.scheduler.context.no_step_in_flight and not self.scheduler.role.live
+        return ended and (self.kv is None or self.kv.quiet)
 
     @property
     def num_unfenced(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.protocol.messages import AbortRequest, Divert, GenerateRequest
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, RedirectReceiver
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
@@ -36,9 +36,9 @@ class SimServer:
     """One process lifetime of a server on `host`: its replicas, and the replica of each request."""
 
     def __init__(
-        self, role: str, host: str, clock: MachineClock, replicas: Sequence[SimNode], net: SimNet, divert: float
+        self, role: str, host: str, clock: MachineClock, replicas: Sequence[SimNode], net: SimNet, redirect: float
     ) -> None:
-        """`divert` is the probability that a prefill replica other than the one the room names gets a request."""
+        """`redirect` is the probability that a prefill replica other than the one the room names gets a request."""
         self.role, self.host, self.clock = role, host, clock
         self.replicas = list(replicas)
         self.address = (host, 1)
@@ -48,7 +48,7 @@ class SimServer:
         self._cut: set[str] = set()
         self._histories = [SessionHistory(node, net) for node in self.replicas]
         self._net = net
-        self._divert = divert
+        self._redirect = redirect
         self._whose: dict[str, SimNode] = {}
 
     def post(self, spec: GenerateRequest) -> None:
@@ -57,10 +57,10 @@ class SimServer:
         net, number = self._net, len(self.replicas)
         named = spec.room.room % number
         chosen = named if self.role == "prefill" else net.rng.randrange(number)
-        if self.role == "prefill" and number > 1 and net.happens("diverts", self._divert):
+        if self.role == "prefill" and number > 1 and net.happens("diverts", self._redirect):
             chosen = (named + 1) % number
-            divert = Divert(room=spec.room.room, input_ids=spec.input_ids, replica=chosen)
-            net.later(lambda: self.replicas[named].mailbox.post(divert))
+            redirect = RedirectReceiver(room=spec.room.room, input_ids=spec.input_ids, replica=chosen)
+            net.later(lambda: self.replicas[named].mailbox.post(redirect))
         self._whose[spec.rid] = self.replicas[chosen]
         self.replicas[chosen].mailbox.post(spec)
 

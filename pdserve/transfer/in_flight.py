@@ -41,7 +41,7 @@ class InFlightWrites:
     """When the last job was submitted; None before."""
     times: TransferStats = TransferStats()
     failure: Failure | None = None
-    settled_at: float = 0.0
+    drained_at: float = 0.0
     num_bytes: int = 0
     num_pages: int = 0
     num_logprob_parts: int = 0
@@ -166,7 +166,7 @@ class OutgoingKeys:
             return self._finish(out)
         self._counters["copies_failed"] += not job.cancelled
         if not event.settled:
-            out.settled_at = max(out.settled_at, self._clock.now() + self._engine.drain_timeout_s)
+            out.drained_at = max(out.drained_at, self._clock.now() + self._engine.drain_timeout_s)
             self._settling[out.key] = out
         if out.failure is not None:
             return self._finish(out)
@@ -199,7 +199,7 @@ class OutgoingKeys:
 
     def _finish(self, out: InFlightWrites) -> WriteOutcome | None:
         """After the last write of a key has ended, send the final message and drop the hold on the source pages."""
-        if out.pending or self._clock.now() < out.settled_at:
+        if out.pending or self._clock.now() < out.drained_at:
             return None
         if out.failure is None and out.sealed_at is None:
             return None

@@ -186,9 +186,9 @@ class KVManager:
         record = self.receive_side.open(room, address, digest, self._is_fake(address[0]), takes_logprobs=takes_logprobs)
         return KVReceiver(self.receive_side, self.args.aux, record)
 
-    def divert(self, room: int, digest: str, replica: int) -> None:
+    def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""
-        self.send_side.divert(room, digest, replica)
+        self.send_side.redirect(room, digest, replica)
 
     def handle(self, event: TransferEvent) -> None:
         """Apply one event that a thread posted."""

@@ -276,7 +276,7 @@ class SendSide:
             self.moved.pop(room.room, None)
             self._bound.pop(room.room, None)
 
-    def divert(self, room: int, digest: str, replica: int) -> None:
+    def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room and prompt to `replica` of this server, which has the request."""
         self._early_arrivals.add_tombstone(
             room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica)

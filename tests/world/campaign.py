@@ -183,7 +183,7 @@ def _cluster(rng: Rng, kinds: Sequence[str]) -> tuple[Shape, Layout]:
         decode_dp=rng.choice(replicas),
         prefill_ranks=rng.choice(splits),
         decode_ranks=rng.choice(splits),
-        divert=0.5 if "replicas" in kinds else rng.choice((0.0, 0.3)),
+        redirect=0.5 if "replicas" in kinds else rng.choice((0.0, 0.3)),
     )
     shape = Shape(
         page_tokens=page_tokens,

@@ -64,7 +64,7 @@ def keys_of_all_receivers_are_one(patch: Patch) -> None:
 
 
 def no_replica_sends_receivers_on(patch: Patch) -> None:
-    patch.setattr(SendSide, "divert", lambda self, room, digest, replica: None)
+    patch.setattr(SendSide, "redirect", lambda self, room, digest, replica: None)
 
 
 def follow_with_the_old_key(patch: Patch) -> None:

@@ -27,7 +27,7 @@ from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import DecodeReservation, SchedulerContext, check_fits
+from pdserve.scheduler.context import DecodeReservation, SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import LOST, STOPPED, MixedBatchRole
@@ -83,7 +83,7 @@ class DecodeRole(MixedBatchRole):
         room = req.spec.room
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._context, req.max_len)
+        validate_fits(self._context, req.max_len)
         address = (room.host, room.port or 0)
         digest, logprob_params = prompt_digest(req.spec.given_ids), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
@@ -182,8 +182,8 @@ class DecodeRole(MixedBatchRole):
     def _publish(self, req: Req, reserve: DecodeReservation) -> bool:
         """Reserve memory for the request and publish its pages to prefill; False when too little memory is free."""
         memory = self._context.memory
-        num_left = memory.num_available - memory.num_pages(req.num_input_tokens)
-        if memory.aux.num_free == 0 or memory.layout.tokens_in(num_left) < reserve.tokens:
+        num_remaining = memory.num_available - memory.num_pages(req.num_input_tokens)
+        if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
         lease = memory.reserve_tokens(req.num_input_tokens, req.rid, prompt, req.num_input_tokens)

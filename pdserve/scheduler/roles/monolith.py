@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import SchedulerContext, check_fits
+from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.decode_batch import CLIP_TOKENS
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import MixedBatchRole
@@ -23,7 +23,7 @@ class MonolithRole(MixedBatchRole):
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
-        check_fits(self._context, req.max_len)
+        validate_fits(self._context, req.max_len)
         self.live[req.rid] = req
         self._waiting.add(req)
 
@@ -51,7 +51,7 @@ class MonolithRole(MixedBatchRole):
     def _headroom_tokens(self, req: Req) -> float:
         """Return the token slots that must stay free when `req` starts."""
         running, active = self._batch_planner.running, self._batch_planner.prefilling.active
-        starting = sum(min(other.num_left, CLIP_TOKENS) for other in (req, *active.values()))
+        starting = sum(min(other.num_remaining, CLIP_TOKENS) for other in (req, *active.values()))
         return running.expected_tokens() + running.ratio.value * starting
 
     def _timing(self, req: Req) -> RequestTiming:

@@ -20,7 +20,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import SchedulerContext, check_fits
+from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import LOST, STOPPED, BaseRole
@@ -50,7 +50,7 @@ class PrefillRole(BaseRole):
         room = req.spec.room
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
-        check_fits(self._context, req.num_input_tokens)
+        validate_fits(self._context, req.num_input_tokens)
         digest = prompt_digest(req.spec.given_ids)
         req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_input_tokens)
         self.live[req.rid] = req

@@ -32,7 +32,7 @@ from pdserve.protocol.messages import (
     EngineState,
     GenerateRequest,
     OutputBatch,
-    SchedulerBeat,
+    SchedulerHeartbeat,
     StateReply,
     ToApi,
     ToScheduler,
@@ -322,7 +322,7 @@ class EngineClient:
                         await SLOW_LOOKS.yield_to_loop()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
-            case SchedulerBeat():
+            case SchedulerHeartbeat():
                 self.pulses.heard(message)
             case EngineReady():
                 self._ready = message

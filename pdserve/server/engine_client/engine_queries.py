@@ -22,7 +22,7 @@ from pdserve.protocol.messages import (
     EngineReady,
     EngineState,
     PauseGeneration,
-    SchedulerBeat,
+    SchedulerHeartbeat,
     StateQuery,
     StateReply,
 )
@@ -68,13 +68,13 @@ class SchedulerWatchdog:
 
     def __init__(self) -> None:
         self._began_s: float | None = None
-        self._newest: dict[int, tuple[float, SchedulerBeat]] = {}
+        self._newest: dict[int, tuple[float, SchedulerHeartbeat]] = {}
 
     def begin(self) -> None:
         """Start the watchdogs: all schedulers run from now on."""
         self._began_s = time.monotonic()
 
-    def heard(self, beat: SchedulerBeat) -> None:
+    def heard(self, beat: SchedulerHeartbeat) -> None:
         """Record a heartbeat."""
         self._newest[beat.dp_rank] = (time.monotonic(), beat)
 
@@ -86,7 +86,7 @@ class SchedulerWatchdog:
         return [self._vitals(rank, now, self._began_s) for rank in range(dp_size)]
 
     def _vitals(self, rank: int, now: float, began_s: float) -> ReplicaVitals:
-        heard_s, beat = self._newest.get(rank, (began_s, SchedulerBeat(dp_rank=rank, turn_s=None, num_turns=0)))
+        heard_s, beat = self._newest.get(rank, (began_s, SchedulerHeartbeat(dp_rank=rank, turn_s=None, num_turns=0)))
         age_s = max(0.0, now - max(heard_s, began_s))
         turn_s = None if beat.turn_s is None else beat.turn_s + now - heard_s
         return ReplicaVitals(rank, age_s, turn_s, beat.num_turns)

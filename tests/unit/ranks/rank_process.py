@@ -25,7 +25,7 @@ from pdserve.engine.build_follower import run_follower
 from pdserve.engine.build_transfer import ReplicaId
 from pdserve.errors import ConfigError, ModelError
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import GenerateRequest, OutputBatch, SchedulerBeat, Shutdown, ToApi, ToScheduler
+from pdserve.protocol.messages import GenerateRequest, OutputBatch, SchedulerHeartbeat, Shutdown, ToApi, ToScheduler
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt
 
@@ -72,7 +72,7 @@ class Client:
                 sys.stdin.readline()
             self._asked.put(Shutdown())
 
-    def beat(self, message: SchedulerBeat) -> None: ...
+    def beat(self, message: SchedulerHeartbeat) -> None: ...
 
     def close(self) -> None: ...
 

@@ -58,11 +58,11 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
     logs.leader.launched(3, 17)
     logs.clock.advance(1.0)
     result = StepResult(3, ())
-    assert logs.leader.settled(result) is result and logs.leader.now() == 7.0
+    assert logs.leader.step_ended(result) is result and logs.leader.now() == 7.0
     assert logs.leader.answer(lambda: True)
     assert logs.follower.turn(TickInput(num_pending=3)) == look and logs.follower.now() == 6.0
     logs.follower.launched(3, 17)
-    assert logs.follower.settled(StepResult(3, ())) == result and logs.follower.now() == 7.0
+    assert logs.follower.step_ended(StepResult(3, ())) == result and logs.follower.now() == 7.0
     assert logs.follower.answer(lambda: False), "the leader's answer"
     assert not logs.said
 
@@ -75,9 +75,9 @@ def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
         logs.leader.launched(3, 17)
         with pytest.raises(RankError, match=f"rank 1 has planned step {step} differently than rank 0, .* at step 3"):
             logs.follower.launched(step, seen)
-    logs.leader.settled(StepResult(3, ()))
+    logs.leader.step_ended(StepResult(3, ()))
     with pytest.raises(RankError, match="rank 1 has computed step 4, rank 0 has computed step 3"):
-        logs.follower.settled(StepResult(4, ()))
+        logs.follower.step_ended(StepResult(4, ()))
     logs.leader.turn(TickInput((), Reduction.BEGIN, 2))
     with pytest.raises(RankError, match="rank 1 has 1 pending transfer items, rank 0 has 2"):
         logs.follower.turn(TickInput(num_pending=1))

@@ -40,8 +40,8 @@ def leaders(count: int, losses: Sequence[Losses] | None = None) -> Iterator[list
     try:
         yield met
     finally:
-        for lockstep in met:
-            lockstep.close()
+        for dp_sync in met:
+            dp_sync.close()
 
 
 class Collective:
@@ -71,12 +71,12 @@ class Collective:
 class Replica:
     """The scheduler's loop without a scheduler: `work` steps with something to compute, posted one by one."""
 
-    def __init__(self, lockstep: DpSync, barrier: threading.Barrier, *, overlap: bool) -> None:
+    def __init__(self, dp_sync: DpSync, barrier: threading.Barrier, *, overlap: bool) -> None:
         self.mailbox: Mailbox[Woken | int | None] = Mailbox()
-        lockstep.wake = lambda: self.mailbox.post(Woken())
+        dp_sync.wake = lambda: self.mailbox.post(Woken())
         self.inner = Collective(barrier)
-        self._idle = IdleBatches(lockstep)
-        self._executor = PreStepExecutor(self.inner, lockstep.enter, lockstep.root_cause)  # type: ignore[arg-type]
+        self._idle = IdleBatches(dp_sync)
+        self._executor = PreStepExecutor(self.inner, dp_sync.enter, dp_sync.root_cause)  # type: ignore[arg-type]
         self._overlap = overlap
         self.num_turns = 0
         self.todo = 0
@@ -111,7 +111,7 @@ def test_all_replicas_do_the_same_rounds_whoever_has_work(count: int, overlap: b
     chance = random.Random(count)
     with leaders(count) as met, ThreadPoolExecutor(count) as pool:
         barrier = threading.Barrier(count)
-        replicas = [Replica(lockstep, barrier, overlap=overlap) for lockstep in met]
+        replicas = [Replica(dp_sync, barrier, overlap=overlap) for dp_sync in met]
         ends = [pool.submit(replica.run) for replica in replicas]
         work = [0] * count
         for _ in range(60):
@@ -132,7 +132,7 @@ def test_all_replicas_do_the_same_rounds_whoever_has_work(count: int, overlap: b
 def test_replicas_without_work_are_called_once_a_round_and_sleep_between() -> None:
     with leaders(2) as met, ThreadPoolExecutor(2) as pool:
         barrier = threading.Barrier(2)
-        busy, idle = (Replica(lockstep, barrier, overlap=False) for lockstep in met)
+        busy, idle = (Replica(dp_sync, barrier, overlap=False) for dp_sync in met)
         ends = [pool.submit(replica.run) for replica in (busy, idle)]
         busy.mailbox.post(5)
         wait_until(lambda: len(idle.inner.tokens) == 5, "the other one followed")

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
-from pdserve.protocol.messages import PeerLoad, SchedulerBeat
+from pdserve.protocol.messages import PeerLoad, SchedulerHeartbeat
 from pdserve.scheduler.scheduler import Heartbeat
 from pdserve.server.engine_client import engine_queries as pulses
 from pdserve.server.sglang_api import health
@@ -41,7 +41,7 @@ class Heart:
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
-            self._b.channel.deliver(SchedulerBeat(dp_rank=0, turn_s=self.turn_s, num_turns=self.num_turns))
+            self._b.channel.deliver(SchedulerHeartbeat(dp_rank=0, turn_s=self.turn_s, num_turns=self.num_turns))
 
     def __enter__(self) -> Heart:
         self._thread.start()
@@ -150,7 +150,7 @@ def test_of_two_replicas_the_silent_one_is_named() -> None:
     found = pulses.SchedulerWatchdog()
     assert found.heartbeats(2) == [], "nothing runs before the engine has started"
     found.begin()
-    found.heard(SchedulerBeat(dp_rank=0, turn_s=None, num_turns=3))
+    found.heard(SchedulerHeartbeat(dp_rank=0, turn_s=None, num_turns=3))
     later = [dataclasses.replace(each, age_s=each.age_s + 11 * each.dp_rank) for each in found.heartbeats(2)]
     assert [each.silent for each in later] == [False, True]
     assert later[0].trouble(300) is None and "replica 1 is silent" in (later[1].trouble(300) or "")
@@ -158,12 +158,12 @@ def test_of_two_replicas_the_silent_one_is_named() -> None:
 
 def test_a_pulse_says_what_the_loop_is_at() -> None:
     clock = ManualClock()
-    pulse = Heartbeat(clock)
-    assert pulse.beat(3) == SchedulerBeat(dp_rank=3, turn_s=None, num_turns=0)
-    pulse.begin()
+    heartbeat = Heartbeat(clock)
+    assert heartbeat.beat(3) == SchedulerHeartbeat(dp_rank=3, turn_s=None, num_turns=0)
+    heartbeat.begin()
     clock.advance(2.5)
-    assert pulse.beat(3).turn_s == 2.5
-    pulse.end(computed=False)
-    pulse.begin()
-    pulse.end(computed=True)
-    assert pulse.beat(3) == SchedulerBeat(dp_rank=3, turn_s=None, num_turns=1)
+    assert heartbeat.beat(3).turn_s == 2.5
+    heartbeat.end(computed=False)
+    heartbeat.begin()
+    heartbeat.end(computed=True)
+    assert heartbeat.beat(3) == SchedulerHeartbeat(dp_rank=3, turn_s=None, num_turns=1)

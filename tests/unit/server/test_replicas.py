@@ -12,7 +12,6 @@ from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
-    Divert,
     EngineCoreOutput,
     EngineReady,
     EngineState,
@@ -20,6 +19,7 @@ from pdserve.protocol.messages import (
     FlushCache,
     GenerateRequest,
     OutputBatch,
+    RedirectReceiver,
     RoomAddress,
     Shutdown,
     StateQuery,
@@ -27,7 +27,7 @@ from pdserve.protocol.messages import (
     ToApi,
     ToScheduler,
 )
-from pdserve.protocol.replicas import DIVERT_TOKENS, MAX_OPEN_QUERIES, PROBE_HOST, ReplicatedChannel
+from pdserve.protocol.replicas import MAX_OPEN_QUERIES, PROBE_HOST, REDIRECT_TOKENS, ReplicatedChannel
 from pdserve.protocol.sampling import CoreSamplingParams
 
 ENDED = FinishReason(type="length", length=1)
@@ -69,8 +69,8 @@ def test_a_client_may_choose_the_replica_and_decode_is_sent_there() -> None:
 
     pipes = play(story)
     assert asked(pipes) == [["probe"], [], ["r", "again"]], "a room that is in use stays where it is, to be refused"
-    diverts = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, Divert)] for pipe in pipes]
-    assert diverts[1][0] == (7, 2) and not diverts[0] and not diverts[2]
+    redirects = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, RedirectReceiver)] for pipe in pipes]
+    assert redirects[1][0] == (7, 2) and not redirects[0] and not redirects[2]
 
 
 def asked(pipes: list[Pipe]) -> list[list[str]]:
@@ -145,7 +145,7 @@ def test_a_probe_goes_to_the_replica_that_it_is_for() -> None:
 
 def test_a_room_goes_elsewhere_when_its_replica_has_far_more_in_hand_and_that_one_is_told() -> None:
     async def story(channel: ReplicatedChannel, pipes: list[Pipe]) -> None:
-        await channel.send(request("a", 3, DIVERT_TOKENS))
+        await channel.send(request("a", 3, REDIRECT_TOKENS))
         await channel.send(request("b", 6, 5))
         await channel.send(request("c", 9, 7))
         await channel.send(request("again", 9, 7))
@@ -155,8 +155,8 @@ def test_a_room_goes_elsewhere_when_its_replica_has_far_more_in_hand_and_that_on
 
     pipes = play(story)
     assert asked(pipes) == [["a", "b", "d"], ["c", "again"], []], "a room that is live stays where it is"
-    diverts = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, Divert)] for pipe in pipes]
-    assert diverts == [[(9, 1), (9, 1)], [], []]
+    redirects = [[(m.room, m.replica) for m in pipe.sent if isinstance(m, RedirectReceiver)] for pipe in pipes]
+    assert redirects == [[(9, 1), (9, 1)], [], []]
 
 
 def test_decode_s_rooms_go_where_the_fewest_requests_are() -> None:
@@ -167,7 +167,7 @@ def test_decode_s_rooms_go_where_the_fewest_requests_are() -> None:
 
     pipes = play(story, named=False)
     assert asked(pipes) == [["0", "3"], ["1", "4", "again"], ["2", "5"]]
-    assert not any(isinstance(m, Divert) for pipe in pipes for m in pipe.sent)
+    assert not any(isinstance(m, RedirectReceiver) for pipe in pipes for m in pipe.sent)
 
 
 def test_what_concerns_all_goes_to_all() -> None:

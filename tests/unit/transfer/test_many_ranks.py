@@ -265,7 +265,7 @@ def test_pages_are_free_when_every_rank_of_ours_is_fenced() -> None:
     assert decode.side.free == ALL_FREE
 
 
-@pytest.mark.parametrize("first", ["divert", "meta"])
+@pytest.mark.parametrize("first", ["redirect", "info"])
 def test_a_room_that_another_replica_has_finds_it(first: str) -> None:
     net = Net()
     replicas = [Side(net, f"prefill-{index}", dp_size=2) for index in range(2)]
@@ -275,13 +275,13 @@ def test_a_room_that_another_replica_has_finds_it(first: str) -> None:
     net.pump()
     receiver = decode.kv.open_receiver(4, ADDRESS, "d")
     theirs = decode.leases()
-    if first == "divert":
-        replicas[0].kv.divert(4, "d", 1)
+    if first == "redirect":
+        replicas[0].kv.redirect(4, "d", 1)
     receiver.publish(*theirs, 4)
     net.pump()
-    if first == "meta":
+    if first == "info":
         assert replicas[0].kv.send_side.num_early == 1
-        replicas[0].kv.divert(4, "d", 1)
+        replicas[0].kv.redirect(4, "d", 1)
         net.pump()
     sender = replicas[1].kv.open_sender(4, ADDRESS[0], "d", num_tokens=12)
     assert sender.poll() is KVPoll.WAITING_FOR_INPUT and sender.num_cached_tokens == 4
@@ -311,7 +311,7 @@ def test_a_room_that_a_replica_without_a_session_has_waits_for_that_session(ends
     net.pump()
     receiver = decode.kv.open_receiver(4, ADDRESS, "d")
     theirs = decode.leases()
-    replicas[0].kv.divert(4, "d", 1)
+    replicas[0].kv.redirect(4, "d", 1)
     receiver.publish(*theirs)
     net.pump()
     assert receiver.poll() is KVPoll.WAITING_FOR_INPUT and receiver.failure is None
@@ -353,7 +353,7 @@ def test_a_room_that_went_to_a_replica_that_is_not_there_fails() -> None:
     receiver = decode.kv.open_receiver(4, ADDRESS, "d")
     theirs = decode.leases()
     receiver.publish(*theirs)
-    prefill.kv.divert(4, "d", 5)
+    prefill.kv.redirect(4, "d", 5)
     net.pump()
     assert receiver.poll() is KVPoll.FAILED and receiver.failure is not None and receiver.failure.retryable
     receiver.close()
@@ -368,7 +368,7 @@ def test_who_left_before_being_sent_elsewhere_is_not_sent() -> None:
     theirs = decode.leases()
     receiver.publish(*theirs)
     receiver.abort(Failure(code="aborted", message="the client left"))
-    prefill.kv.divert(4, "d", 0)
+    prefill.kv.redirect(4, "d", 0)
     net.pump()
     assert receiver.poll() is KVPoll.FAILED
     receiver.close()
