@@ -234,10 +234,10 @@ class KVManager:
 
         The result equals polling all handles, at the cost of the changed rooms only.
         """
-        moved = [*self.send_side.moved, *self.receive_side.moved]
-        self.send_side.moved.clear()
-        self.receive_side.moved.clear()
-        return moved
+        changed = [*self.send_side.changed_rooms, *self.receive_side.changed_rooms]
+        self.send_side.changed_rooms.clear()
+        self.receive_side.changed_rooms.clear()
+        return changed
 
     @property
     def quiet(self) -> bool:

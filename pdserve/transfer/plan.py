@@ -132,7 +132,7 @@ class CopyPattern:
 
 
 @functools.lru_cache(maxsize=1024)
-def route_of(
+def copy_pattern_of(
     group: KVGroup, source: RankCoord, destination: RankCoord, flow: ShardFlow, layers: range | None
 ) -> CopyPattern | None:
     """Return the copy pattern of `flow`, restricted to `layers` (numbers within the model); None when no bytes are
@@ -175,8 +175,8 @@ def plan_flow(
     `layers` (numbers within the model) restricts the shard; None: all its layers. Whole pages that are adjacent in both
     pools become one copy.
     """
-    route = route_of(group, source, destination, flow, layers)
-    return [] if route is None else route.copies(source_pages, destination_pages)
+    pattern = copy_pattern_of(group, source, destination, flow, layers)
+    return [] if pattern is None else pattern.copies(source_pages, destination_pages)
 
 
 def _whole_pages(sources: Sequence[int], destinations: Sequence[int], page_bytes: int) -> list[PageCopy]:

@@ -53,10 +53,10 @@ class ReceiveSide:
         self._attempts = itertools.count(1)
         self.rooms: dict[int, ReceiveRoom] = {}
         self.published = RemoteWritablePages(engine, clock, num_ranks)
-        self.moved: dict[int, None] = {}
-        self._seeking: dict[Address, dict[int, ReceiveRoom]] = {}
+        self.changed_rooms: dict[int, None] = {}
+        self._awaiting_session: dict[Address, dict[int, ReceiveRoom]] = {}
         """Rooms without a session, in the order of opening."""
-        self._expecting: dict[int, ReceiveRoom] = {}
+        self._awaiting_kv: dict[int, ReceiveRoom] = {}
         """Rooms whose pages are published, in that order."""
 
     # ------------------------------------------------------------------ called by receivers
@@ -80,7 +80,7 @@ class ReceiveSide:
             room=room,
             digest=digest,
             opened_at=self._clock.now(),
-            moved=self.moved,
+            changed_rooms=self.changed_rooms,
             address=address,
             key=key,
             takes_logprobs=takes_logprobs,
@@ -90,7 +90,7 @@ class ReceiveSide:
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
         else:
-            self._seeking.setdefault(address, {})[room] = record
+            self._awaiting_session.setdefault(address, {})[room] = record
             self._dial(address)
         return record
 
@@ -111,8 +111,8 @@ class ReceiveSide:
         if room.state is not KVPoll.WAITING_FOR_INPUT or peer is None:
             return
         room.published_at = self._clock.now()
-        self._expecting.pop(room.room, None)
-        self._expecting[room.room] = room
+        self._awaiting_kv.pop(room.room, None)
+        self._awaiting_kv[room.room] = room
         pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
         num_pages = sum(map(len, pages)) + len(aux.pages)
         self.published.add(
@@ -139,11 +139,11 @@ class ReceiveSide:
         """Release the room of an ended request; its pages may stay published."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
-            self.moved.pop(room.room, None)
-            self._expecting.pop(room.room, None)
-            seeking = self._seeking.get(room.address, {})
-            if seeking.pop(room.room, None) is not None and not seeking:
-                del self._seeking[room.address]
+            self.changed_rooms.pop(room.room, None)
+            self._awaiting_kv.pop(room.room, None)
+            rooms = self._awaiting_session.get(room.address, {})
+            if rooms.pop(room.room, None) is not None and not rooms:
+                del self._awaiting_session[room.address]
 
     # ------------------------------------------------------------------ events
 
@@ -155,7 +155,7 @@ class ReceiveSide:
     def on_dial_failed(self, address: Address, failure: Failure) -> None:
         """Fail the rooms that wait for the prefill server at `address`."""
         self._counters["bootstrap_failed"] += 1
-        for room in self._seeking.pop(address, {}).values():
+        for room in self._awaiting_session.pop(address, {}).values():
             room.fail(failure)
 
     def sends(self, peer: Peer, key: MemoryKey) -> bool:
@@ -209,25 +209,25 @@ class ReceiveSide:
     def tick(self) -> None:
         """Apply timeouts, and free pages whose writes have drained. Looks at the oldest rooms only."""
         now = self._clock.now()
-        for address, seeking in list(self._seeking.items()):
-            for room in list(itertools.takewhile(lambda r: self._seeks_too_long(r, now), seeking.values())):
-                del seeking[room.room]
+        for address, rooms in list(self._awaiting_session.items()):
+            for room in list(itertools.takewhile(lambda r: self._session_is_overdue(r, now), rooms.values())):
+                del rooms[room.room]
                 message = f"no session with the prefill server within {self._bootstrap_timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
-            if seeking:
+            if rooms:
                 self._dial(address)
             else:
-                self._seeking.pop(address, None)
-        for room in list(itertools.takewhile(lambda r: self._waits_too_long(r, now), self._expecting.values())):
-            del self._expecting[room.room]
+                self._awaiting_session.pop(address, None)
+        for room in list(itertools.takewhile(lambda r: self._kv_is_overdue(r, now), self._awaiting_kv.values())):
+            del self._awaiting_kv[room.room]
             message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
             self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
         self.published.tick()
 
     @property
-    def num_seeking(self) -> int:
+    def num_awaiting_session(self) -> int:
         """Number of rooms without a session."""
-        return sum(map(len, self._seeking.values()))
+        return sum(map(len, self._awaiting_session.values()))
 
     @property
     def num_remote_pages(self) -> int:
@@ -266,20 +266,20 @@ class ReceiveSide:
         A room belongs to replica `room % dp_size`, until a replica redirects it.
         """
         replicas = self._sessions.dial(address)
-        seeking = self._seeking.get(address, {})
+        rooms = self._awaiting_session.get(address, {})
         if not any(replicas):
             return
-        for room in list(seeking.values()):
+        for room in list(rooms.values()):
             peer = replicas[(room.room if room.replica is None else room.replica) % len(replicas)]
             if peer is not None:
-                del seeking[room.room]
+                del rooms[room.room]
                 room.peer = peer.instance
                 room.move(KVPoll.WAITING_FOR_INPUT)
-                if room.unheard is not None:
-                    entry, room.unheard = room.unheard, None
+                if room.republish is not None:
+                    entry, room.republish = room.republish, None
                     self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
-        if not seeking:
-            self._seeking.pop(address, None)
+        if not rooms:
+            self._awaiting_session.pop(address, None)
 
     def _follow(self, room: ReceiveRoom, ended: TransferEnded) -> bool:
         """Publish the same pages under a new key to the replica that has the request, once a session with it is READY.
@@ -294,8 +294,8 @@ class ReceiveSide:
             return False
         self.published.release(room.key)  # the request itself keeps them
         room.key = MemoryKey(room.room, next(self._attempts), self._instance)
-        room.peer, room.replica, room.unheard = None, ended.moved_to, entry
-        self._seeking.setdefault(room.address, {})[room.room] = room
+        room.peer, room.replica, room.republish = None, ended.moved_to, entry
+        self._awaiting_session.setdefault(room.address, {})[room.room] = room
         self._dial(room.address)
         return True
 
@@ -308,8 +308,8 @@ class ReceiveSide:
         if stats is not None:
             peer.received.moved(stats.num_bytes, stats.write_s, self._clock.now())
 
-    def _seeks_too_long(self, room: ReceiveRoom, now: float) -> bool:
+    def _session_is_overdue(self, room: ReceiveRoom, now: float) -> bool:
         return now - room.opened_at > self._bootstrap_timeout_s
 
-    def _waits_too_long(self, room: ReceiveRoom, now: float) -> bool:
+    def _kv_is_overdue(self, room: ReceiveRoom, now: float) -> bool:
         return room.published_at is not None and now - room.published_at > self._waiting_timeout_s

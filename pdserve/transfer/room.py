@@ -68,7 +68,7 @@ class RemoteWritable:
     """KV pages and aux slots that were sent to the peer; a lease may have more, which the peer must not write."""
     cached_tokens: int = 0
     """`TransferInfo.cached_tokens`."""
-    fenced_at: float | None = None
+    drained_at: float | None = None
     """Time from which no write without a notification is in flight any more; None: not known."""
     final_message: TransferDone | TransferEnded | None = None
     """The sender's final message, after which it writes no more; None before."""
@@ -98,7 +98,7 @@ class RemoteWritablePages:
         self._num_notified = num_ranks if engine.notifies else 0
         """Ranks for which a final message must give a number of writes."""
         self._entries: dict[MemoryKey, RemoteWritable] = {}
-        self._fenced: dict[MemoryKey, RemoteWritable] = {}
+        self._draining: dict[MemoryKey, RemoteWritable] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -118,7 +118,7 @@ class RemoteWritablePages:
 
     def release(self, key: MemoryKey) -> None:
         """Free the pages of a key to which no write can land any more. Unknown keys are ignored."""
-        self._fenced.pop(key, None)
+        self._draining.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is not None:
             for lease in entry.leases:
@@ -162,7 +162,7 @@ class RemoteWritablePages:
         """
         for entry in [entry for entry in self._entries.values() if entry.receiver == receiver]:
             if self._engine.notifies:
-                self._fence(entry, self._engine.drain_timeout_s)
+                self._start_drain(entry, self._engine.drain_timeout_s)
             else:
                 self.release(entry.key)
 
@@ -178,7 +178,9 @@ class RemoteWritablePages:
     def tick(self) -> None:
         """Free pages whose writes in flight have drained."""
         now = self._clock.now()
-        for entry in [entry for entry in self._fenced.values() if entry.fenced_at is None or now >= entry.fenced_at]:
+        for entry in [
+            entry for entry in self._draining.values() if entry.drained_at is None or now >= entry.drained_at
+        ]:
             self.release(entry.key)
 
     def _at_rank(self, key: MemoryKey, rank: int, num_written: int) -> KVPoll:
@@ -199,14 +201,14 @@ class RemoteWritablePages:
         if landed:
             self.release(entry.key)
         else:
-            self._fence(entry, self._engine.drain_timeout_s)
+            self._start_drain(entry, self._engine.drain_timeout_s)
         return WritableEnd(entry, entry.final_message, landed)
 
-    def _fence(self, entry: RemoteWritable, drain_timeout_s: float) -> None:
+    def _start_drain(self, entry: RemoteWritable, drain_timeout_s: float) -> None:
         """Keep the pages of a key for at least `drain_timeout_s` seconds from now."""
         until = self._clock.now() + drain_timeout_s
-        entry.fenced_at = until if entry.fenced_at is None else max(entry.fenced_at, until)
-        self._fenced[entry.key] = entry
+        entry.drained_at = until if entry.drained_at is None else max(entry.drained_at, until)
+        self._draining[entry.key] = entry
 
 
 @dataclasses.dataclass(slots=True)
@@ -220,14 +222,14 @@ class Room:
     opened_at: float
     state: KVPoll = KVPoll.BOOTSTRAPPING
     failure: Failure | None = None
-    moved: dict[int, None] = dataclasses.field(default_factory=dict)
+    changed_rooms: dict[int, None] = dataclasses.field(default_factory=dict)
     """Rooms of this side whose state changed, in order. All rooms share the dict; `KVManager` empties it."""
 
     def move(self, new: KVPoll) -> None:
-        """Apply a local event to `state`, and record a change in `moved`."""
+        """Apply a local event to `state`, and record a change in `changed_rooms`."""
         before, self.state = self.state, advance(self.state, new)
         if self.state is not before:
-            self.moved[self.room] = None
+            self.changed_rooms[self.room] = None
 
     def fail(self, failure: Failure) -> bool:
         """Fail the room unless its state is terminal; return True when this call failed it."""
@@ -261,7 +263,7 @@ class ReceiveRoom(Room):
     peer: str | None = None
     replica: int | None = None
     """Replica that has the request, once the replica `room % dp_size` has redirected us; None before."""
-    unheard: RemoteWritable | None = None
+    republish: RemoteWritable | None = None
     """Pages to publish again once a session with `replica` is READY; None: nothing to publish again."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()

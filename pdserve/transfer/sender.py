@@ -181,7 +181,7 @@ class SendSide:
         self._counters = counters
         self.rooms: dict[int, SendRoom] = {}
         self.outgoing = OutgoingKeys(sessions, engine, clock, counters)
-        self.moved: dict[int, None] = {}
+        self.changed_rooms: dict[int, None] = {}
         self._early_arrivals = EarlyArrivals(clock, timeout_s)
         self._connecting = Connecting(engine, chunks.rank_pairs)
         self._bound: dict[int, SendRoom] = {}
@@ -202,7 +202,12 @@ class SendSide:
                 f"bootstrap_room {room} is in use", field="bootstrap_room", status=409, code="room_in_use"
             )
         record = SendRoom(
-            room=room, digest=digest, opened_at=self._clock.now(), moved=self.moved, num_tokens=num_tokens, fake=fake
+            room=room,
+            digest=digest,
+            opened_at=self._clock.now(),
+            changed_rooms=self.changed_rooms,
+            num_tokens=num_tokens,
+            fake=fake,
         )
         self.rooms[room] = record
         self._early_arrivals.pop_tombstone(room, digest)
@@ -273,7 +278,7 @@ class SendSide:
         """Release the room of an ended request."""
         if self.rooms.get(room.room) is room:
             del self.rooms[room.room]
-            self.moved.pop(room.room, None)
+            self.changed_rooms.pop(room.room, None)
             self._bound.pop(room.room, None)
 
     def redirect(self, room: int, digest: str, replica: int) -> None:
@@ -307,7 +312,7 @@ class SendSide:
         if room.digest != info.prompt_digest:
             message = "prefill and decode have different prompts for this room"
             self._turn_away(peer, key, _failure("prompt_mismatch", message))
-        elif (wrong := self._shortfall(room, info)) is not None:
+        elif (wrong := self._validation_failure(room, info)) is not None:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):
             room.target = info
@@ -415,7 +420,7 @@ class SendSide:
             message = "too many rooms wait for their prefill request"
             self._turn_away(peer, info.key, _failure("prefill_overloaded", message, status=503))
 
-    def _shortfall(self, room: SendRoom, info: TransferInfo) -> str | None:
+    def _validation_failure(self, room: SendRoom, info: TransferInfo) -> str | None:
         return None if room.num_tokens is None else check_prompt_fits_pages(info, room.num_tokens, self._layout)
 
     def _refuse(self, peer: Peer, key: MemoryKey, wrong: str) -> None:

@@ -100,11 +100,11 @@ class DecodeRole(MixedBatchRole):
 
     def poll(self) -> None:
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
-        self._take_moves()
+        self._take_changed_rooms()
         self._end_the_overdue()
         if len(self._ready) and not len(self._retracted):
             self._publish_ready()
-            self._take_moves()
+            self._take_changed_rooms()
         for req in list(itertools.islice(self._waiting.values(), self._context.memory.table.num_free)):
             del self._waiting[req.rid]
             self._context.assign_row(req)
@@ -127,7 +127,7 @@ class DecodeRole(MixedBatchRole):
             return "memory" if req in self._ready else "peer"
         return "transfer" if req.rid in self._transfer else "compute"
 
-    def _take_moves(self) -> None:
+    def _take_changed_rooms(self) -> None:
         """Process the rooms whose state has changed since the last call."""
         for room in self._kv.drain_state_changes():
             req = self._rooms[room]

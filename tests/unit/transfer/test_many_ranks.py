@@ -345,7 +345,7 @@ def test_a_room_that_a_replica_without_a_session_has_waits_for_that_session(ends
     net.drop = lambda packet: False
     net.pass_time(3.0)
     assert decode.kv.quiet and decode.free == ALL_FREE
-    assert not decode.kv.receive_side.rooms and decode.kv.receive_side.num_seeking == 0
+    assert not decode.kv.receive_side.rooms and decode.kv.receive_side.num_awaiting_session == 0
 
 
 def test_a_room_that_went_to_a_replica_that_is_not_there_fails() -> None:
