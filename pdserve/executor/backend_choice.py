@@ -2,10 +2,10 @@
 
 Called by `factory`.
 
-torch        torch's own operations everywhere: the reference, on any device
-triton       pdserve's Triton kernels for CUDA: attention reads pages in place, products have fused kernels between them
-flashinfer   the same, with attention by flashinfer
-fixed        batch-invariant kernels, for deterministic inference
+torch            torch's own operations everywhere: the reference, on any device
+triton           Triton kernels for CUDA: attention reads pages in place, fused kernels run between products
+flashinfer       the same, with attention by flashinfer
+batch_invariant  batch-invariant kernels, for deterministic inference
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from pdserve.model.native.decoder import NativeDecoder, cannot_run
 from pdserve.model.native.program import Threads
 
 _LOG = logging.getLogger(__name__)
-Choice = Literal["torch", "triton", "flashinfer", "fixed"]
+Choice = Literal["torch", "triton", "flashinfer", "batch_invariant"]
 
 
 def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Choice:
@@ -51,7 +51,7 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
             raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
-        return "fixed"
+        return "batch_invariant"
     if asked == "torch":
         return "torch"
     if asked == "auto":
@@ -74,7 +74,7 @@ def make_attention(
         ConfigError: flashinfer cannot build its kernels here and `was_asked_for`; without it Triton is used
             instead.
     """
-    if choice == "fixed":
+    if choice == "batch_invariant":
         return BatchInvariantAttention(pool, num_heads, device)
     if choice == "torch":
         return TorchAttention(pool, num_heads, device)
@@ -94,7 +94,7 @@ def make_attention(
 
 def make_kernels(choice: Choice) -> Kernels:
     """Make the layer kernels of that choice."""
-    if choice == "fixed":
+    if choice == "batch_invariant":
         return BatchInvariantKernels()
     if choice == "torch":
         return FastKernels()

@@ -53,7 +53,7 @@ class ExpertBalance:
         assert self._plan is None, "one plan at a time"
         with self._behind():
             arrived = _to_host(self._counts())
-        rows = {layer: mixture.row for layer, mixture in self._moe_layers.items()}
+        rows = {layer: moe.row for layer, moe in self._moe_layers.items()}
         self._plan = self._planner.submit(self._make, arrived, rows)
 
     @torch.inference_mode()
@@ -72,7 +72,7 @@ class ExpertBalance:
         placement; 1 is best. Waits for no step.
         """
         counts = self._counts().tolist()
-        rows = [mixture.row for mixture in self._moe_layers.values()]
+        rows = [moe.row for moe in self._moe_layers.values()]
         balance = [balancedness(of_layer, self._num_ranks, row) for of_layer, row in zip(counts, rows, strict=True)]
         return {
             "expert_balancedness": round(sum(balance) / len(balance), 4),
@@ -86,7 +86,7 @@ class ExpertBalance:
 
     def _counts(self) -> Tensor:
         """Return a copy of the counts, int64 `[layers, experts]`."""
-        return torch.stack([mixture.counts for mixture in self._moe_layers.values()])
+        return torch.stack([moe.counts for moe in self._moe_layers.values()])
 
     def _make(self, arrived: Callable[[], Tensor], rows: Mapping[int, Row]) -> dict[int, Row]:
         """Make the plan. Planner thread."""

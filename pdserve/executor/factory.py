@@ -138,10 +138,10 @@ def build_executor(
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
-    fixed = config.kernels.enable_deterministic_inference
+    batch_invariant = config.kernels.enable_deterministic_inference
     level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
     choice = "torch" if level is not None else choose_attention(config.kernels, spec, torch_dtype(dtype), device)
-    if fixed:
+    if batch_invariant:
         _keep_bits(device)
     with startup.part(WEIGHTS):
         placement = _placement(config.parallel, spec, parallel, device)
@@ -180,7 +180,8 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, place), returns_results=returns_results,
         choose=choose_with_torch if native is None else native.chooser(),
-        decode=None if native is None else (native.decode, native.most_at_once), returns_prompt_results=not fixed,
+        decode=None if native is None else (native.decode, native.most_at_once),
+        returns_prompt_results=not batch_invariant,
     )  # fmt: skip
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)

@@ -240,9 +240,9 @@ class GrammarRows:
 
     def pick(self, params: StepParams) -> tuple[RowGrammar | None, ...]:
         """Return the grammars of the rows in `params.constrained`, as they are now."""
-        if params.takes_best:
+        if params.all_greedy:
             return ()
-        return tuple(self._rows.get(int(line)) for line in params.lines[params.constrained])
+        return tuple(self._rows.get(int(row)) for row in params.table_rows[params.constrained])
 
     def begin(self, params: StepParams, rows: tuple[RowGrammar | None, ...]) -> StepMasks:
         """Begin to make the masks of a step. The step before it is computed, or is in the device's stream."""

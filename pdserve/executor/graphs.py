@@ -97,13 +97,13 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in every if size < max_rows), max_rows)
 
 
-def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> HostBatch:
+def padded(host: HostBatch, size: int, *, null_page: int, spare_row: int) -> HostBatch:
     """Pad a decode step to `size` rows; the results of the padding rows are ignored."""
-    missing = size - len(host.lines)
+    missing = size - len(host.table_rows)
     assert missing >= 0, "a step is padded, never cut"
-    filler = np.array([spare_line, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
+    filler = np.array([spare_row, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
     pages = np.full((size, host.rows.pages.shape[1]), null_page, dtype=np.int32)
-    pages[: len(host.lines)] = host.rows.pages
+    pages[: len(host.table_rows)] = host.rows.pages
     rows = HostRows(
         starts=np.concatenate((host.rows.starts, np.zeros(missing, dtype=np.int64))),
         ends=np.concatenate((host.rows.ends, np.ones(missing, dtype=np.int64))),
@@ -112,13 +112,13 @@ def padded(host: HostBatch, size: int, *, null_page: int, spare_line: int) -> Ho
         pages=pages,
     )
     everyone = np.arange(size)
-    lines = np.concatenate((host.lines, filler[0]))
-    return HostBatch(np.concatenate((host.columns, filler), 1), everyone, everyone, lines, rows)
+    table_rows = np.concatenate((host.table_rows, filler[0]))
+    return HostBatch(np.concatenate((host.columns, filler), 1), everyone, everyone, table_rows, rows)
 
 
 def is_decode(host: HostBatch) -> bool:
     """True when every row of the step has one new token and samples."""
-    return host.columns.shape[1] == len(host.lines) and len(host.sampled) == len(host.lines)
+    return host.columns.shape[1] == len(host.table_rows) and len(host.sampled) == len(host.table_rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +131,7 @@ class _Sized:
 
 
 class DecodeGraphs:
-    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `spare_line`."""
+    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `spare_row`."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class DecodeGraphs:
         backend: CapturableBackend,
         tokens: Tensor,
         *,
-        spare_line: int,
+        spare_row: int,
         null_page: int,
         max_pages: int,
         sizes: Sequence[int],
@@ -147,7 +147,7 @@ class DecodeGraphs:
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)), "sizes ascend"
         self._model, self._tokens = model, tokens
-        self._spare_line, self._null_page = spare_line, null_page
+        self._spare_row, self._null_page = spare_row, null_page
         self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
         self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, dtype=model.dtype, device=tokens.device)
         self._argmax = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
@@ -157,8 +157,8 @@ class DecodeGraphs:
         gc.freeze()  # each capture runs a garbage collection over all objects
         self._sized = {size: self._capture(size, max_pages, backend, capture) for size in reversed(sizes)}
         gc.unfreeze()
-        for mixture in model.moe_layers.values():
-            mixture.counts.zero_()
+        for moe in model.moe_layers.values():
+            moe.counts.zero_()
         _LOG.info(
             "captured decode steps at %d batch sizes up to %d: %.1f s, %d MB",
             len(sizes), sizes[-1], time.monotonic() - began, (before - _free_bytes(tokens.device)) >> 20,
@@ -171,17 +171,17 @@ class DecodeGraphs:
 
     def size_for(self, host: HostBatch) -> int | None:
         """Return the size that the step is padded to; None for a step that is no decode step, or too large."""
-        if not is_decode(host) or len(host.lines) > self._sizes[-1]:
+        if not is_decode(host) or len(host.table_rows) > self._sizes[-1]:
             return None
-        return int(self._sizes[np.searchsorted(self._sizes, len(host.lines))])
+        return int(self._sizes[np.searchsorted(self._sizes, len(host.table_rows))])
 
     def run(self, host: HostBatch, size: int) -> DecodeOutput:
         """Compute a step whose `size_for` is `size`; does not wait for the device."""
         sized = self._sized[size]
-        filled = padded(host, size, null_page=self._null_page, spare_line=self._spare_line)
+        filled = padded(host, size, null_page=self._null_page, spare_row=self._spare_row)
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
-        num_rows = len(host.lines)
+        num_rows = len(host.table_rows)
         return DecodeOutput(self._logits[:num_rows], self._argmax[:num_rows])
 
     def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
@@ -190,7 +190,7 @@ class DecodeGraphs:
         nothing = np.empty(0, dtype=np.int64)
         no_rows = HostRows(nothing, nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
         none = HostBatch(np.empty((4, 0), dtype=np.int64), nothing, nothing, nothing, no_rows)
-        filled = padded(none, size, null_page=self._null_page, spare_line=self._spare_line)
+        filled = padded(none, size, null_page=self._null_page, spare_row=self._spare_row)
         attention = backend.capturable(size, max_pages, columns[2], columns[3])
         fill([(columns, filled.columns), *attention.filling(filled.rows)])
         sample_index = torch.arange(size, device=columns.device)
@@ -204,16 +204,18 @@ class DecodeGraphs:
         return _Sized(columns, attention, capture(work))
 
 
-def _keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
+def _keep_best(
+    logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
+) -> None:
     """Copy the logits and store the argmax tokens; see `keep_best` in `model/gpu/sampling.py`."""
     if tokens.device.type == "cuda" and runtime.is_installed():
         from pdserve.model.gpu import sampling as likeliest
 
-        likeliest.keep_best(logits, kept, best, tokens, lines, positions)
+        likeliest.keep_best(logits, kept, best, tokens, table_rows, positions)
         return
     kept.copy_(logits)
     torch.argmax(kept, -1, out=best)
-    tokens[lines, positions + 1] = best.int()
+    tokens[table_rows, positions + 1] = best.int()
 
 
 def _free_bytes(device: torch.device) -> int:

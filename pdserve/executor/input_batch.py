@@ -55,12 +55,12 @@ class StepParams:
     """
 
     columns: np.ndarray[tuple[int], np.dtype[np.void]]
-    lines: IntArray
+    table_rows: IntArray
     positions: IntArray
     bans: dict[int, tuple[int, ...]]
     biases: dict[int, dict[int, float]]
     picks: dict[int, tuple[int, ...]]
-    takes_best: bool
+    all_greedy: bool
     """True when every row takes the argmax of its raw logits and no row requests log probabilities."""
 
     @property
@@ -166,23 +166,24 @@ class SamplingMetadata:
         self._picks.pop(row, None)
         self.prompt_logprob_params.pop(row, None)
 
-    def pick(self, lines: IntArray, positions: IntArray) -> StepParams:
-        """Return the parameters of table rows `lines`, which sample the tokens at `positions`."""
-        key = lines.tobytes()
+    def pick(self, table_rows: IntArray, positions: IntArray) -> StepParams:
+        """Return the parameters of table rows `table_rows`, which sample the tokens at `positions`."""
+        key = table_rows.tobytes()
         if key != self._picked[0]:
-            columns = self._columns[lines]
+            columns = self._columns[table_rows]
             self._picked = key, columns, bool(columns["plain"].all())
         _, columns, plain = self._picked
         bans, biases = {}, {}
         if self._bans:
             early = positions - columns["num_prompt"] < columns["min_new"]
-            bans = {int(i): self._bans[int(lines[i])] for i in np.flatnonzero(early) if int(lines[i]) in self._bans}
+            banned = ((int(i), int(table_rows[i])) for i in np.flatnonzero(early))
+            bans = {i: self._bans[row] for i, row in banned if row in self._bans}
         if self._biases:
-            biases = {i: self._biases[int(line)] for i, line in enumerate(lines) if int(line) in self._biases}
+            biases = {i: self._biases[int(row)] for i, row in enumerate(table_rows) if int(row) in self._biases}
         picks = {}
         if self._picks:
-            picks = {i: self._picks[int(line)] for i, line in enumerate(lines) if int(line) in self._picks}
-        return StepParams(columns, lines, positions, bans, biases, picks, plain and not bans and not biases)
+            picks = {i: self._picks[int(row)] for i, row in enumerate(table_rows) if int(row) in self._picks}
+        return StepParams(columns, table_rows, positions, bans, biases, picks, plain and not bans and not biases)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +217,9 @@ class TokenPool:
     def put(self, params: StepParams, token_ids: Tensor) -> None:
         """Write the sampled `token_ids`, int64 `[S]` on the device, into the rows of `params`."""
         if self._host is not None:  # see `build_batch`
-            self._host[params.lines, params.positions] = token_ids.numpy()
+            self._host[params.table_rows, params.positions] = token_ids.numpy()
             return
-        where = to_device(np.stack((params.lines, params.positions)), self.tensor.device)
+        where = to_device(np.stack((params.table_rows, params.positions)), self.tensor.device)
         self.tensor.index_put_((where[0], where[1]), token_ids.int())
 
     def put_later(self, params: StepParams, token_ids: Tensor, arrival: Arrival) -> None:
@@ -227,7 +228,7 @@ class TokenPool:
 
     def _take(self, rows: set[int]) -> None:
         """Put the late tokens of `rows` and all earlier ones, and the oldest beyond `num_late`."""
-        wanted = [i for i, late in enumerate(self._late) if not rows.isdisjoint(late.params.lines.tolist())]
+        wanted = [i for i, late in enumerate(self._late) if not rows.isdisjoint(late.params.table_rows.tolist())]
         num_left = min(len(self._late) - 1 - max(wanted, default=-1), self._num_late)
         while len(self._late) > num_left:
             late = self._late.popleft()
@@ -240,13 +241,13 @@ class HostBatch:
     """A plan and its page-table entries at the launch, on the host; all arrays int64.
 
     `columns` `[4, N]`: table row, position, page, and slot in the page of each token. `sampled` `[S]`: plan rows that
-    sample; `sample_index` `[S]`: flat index of the last token of each. `lines` `[R]`: table rows of the plan's rows.
+    sample; `sample_index` `[S]`: flat index of the last token of each. `table_rows` `[R]`: table row of each plan row.
     """
 
     columns: IntArray
     sampled: IntArray
     sample_index: IntArray
-    lines: IntArray
+    table_rows: IntArray
     rows: HostRows
 
 
@@ -256,13 +257,13 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
     The result is a copy: the page table and the rows may change as soon as this returns.
     """
     facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
-    lines, starts, ends = facts
+    table_rows, starts, ends = facts
     longest = layout.pages_for(max(row.end for row in plan.rows))
     if all(row.sample and row.end - row.start == 1 for row in plan.rows):
         # fast path for decode steps, which are most steps: one token a row
-        columns = np.empty((4, len(lines)), dtype=np.int64)
+        columns = np.empty((4, len(table_rows)), dtype=np.int64)
         columns[:2] = facts[:2]
-        every = np.arange(len(lines))
+        every = np.arange(len(table_rows))
         offsets = sampled = sample_index = every
     else:
         lengths = ends - starts
@@ -270,20 +271,20 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
         total = int(lengths.sum())
         columns = np.empty((4, total), dtype=np.int64)
         offsets = lengths.cumsum() - lengths
-        columns[0], columns[1] = lines.repeat(lengths), np.arange(total) - (offsets - starts).repeat(lengths)
+        columns[0], columns[1] = table_rows.repeat(lengths), np.arange(total) - (offsets - starts).repeat(lengths)
         sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
         sample_index = (offsets + lengths - 1)[sampled]
     index, columns[3] = layout.page_and_slot(columns[1])
     columns[2] = table.pages[columns[0], index]
-    rows = HostRows(starts, ends, offsets, prompts[lines], table.pages[lines, :longest])
-    return HostBatch(columns, sampled, sample_index, lines, rows)
+    rows = HostRows(starts, ends, offsets, prompts[table_rows], table.pages[table_rows, :longest])
+    return HostBatch(columns, sampled, sample_index, table_rows, rows)
 
 
 def sampled_rows(batches: Sequence[HostBatch]) -> tuple[IntArray, IntArray]:
     """Return, for all rows that sample, the table row and the position of the sampled token; int64 `[S]` each."""
-    lines = [batch.lines[batch.sampled] for batch in batches]
+    table_rows = [batch.table_rows[batch.sampled] for batch in batches]
     ends = [batch.rows.ends[batch.sampled] for batch in batches]
-    return (lines[0], ends[0]) if len(batches) == 1 else (np.concatenate(lines), np.concatenate(ends))
+    return (table_rows[0], ends[0]) if len(batches) == 1 else (np.concatenate(table_rows), np.concatenate(ends))
 
 
 def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:

@@ -36,7 +36,7 @@ from pdserve.executor.prompt_logprobs import (
     pack_scores,
     read_prompt_logprob_params,
 )
-from pdserve.executor.sampler import Choose, choose_with_torch, fetch, fetch_late, to_host
+from pdserve.executor.sampler import TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.step_runners import (
     Collect,
     Compute,
@@ -56,7 +56,7 @@ from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Mixture, Model
+from pdserve.model.interface import Model, MoELayer
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.protocol.logprobs import Logprobs
@@ -111,7 +111,7 @@ class LocalExecutor:
         overlap: bool = False,
         grammars: GrammarRows | None = None,
         returns_results: bool = True,
-        choose: Choose = choose_with_torch,
+        choose: TokenSampler = choose_with_torch,
         decode: tuple[Decode, int] | None = None,
         returns_prompt_results: bool = True,
     ) -> None:
@@ -139,7 +139,7 @@ class LocalExecutor:
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.place.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        whole = {i: mixture for i, mixture in model.moe_layers.items() if isinstance(mixture, ExpertParallelMoe)}
+        whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
         self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole experts."""
 
@@ -172,7 +172,7 @@ class LocalExecutor:
         assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
             self._model_runner.graphs = DecodeGraphs(
-                self._model, backend, self._tokens.tensor, spare_line=self._table.num_rows,
+                self._model, backend, self._tokens.tensor, spare_row=self._table.num_rows,
                 null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
                 capture=capture or GraphCapture(),
             )  # fmt: skip
@@ -218,7 +218,7 @@ class LocalExecutor:
         return self._model.params.num_bytes
 
     @property
-    def moe_layers(self) -> Mapping[int, Mixture]:
+    def moe_layers(self) -> Mapping[int, MoELayer]:
         """This rank's feed-forward layers with experts, by index in the model."""
         return self._model.moe_layers
 
@@ -228,7 +228,7 @@ class LocalExecutor:
         Equal on all tensor ranks of a stage. Empty for a model without experts.
         """
         with self._runner.behind():
-            counts = {layer: mixture.counts.clone() for layer, mixture in self._model.moe_layers.items()}
+            counts = {layer: moe.counts.clone() for layer, moe in self._model.moe_layers.items()}
         return {layer: of_layer.tolist() for layer, of_layer in counts.items()}
 
     def open_row(
@@ -318,8 +318,8 @@ class LocalExecutor:
         params: StepParams | None = None
         grammars: tuple[RowGrammar | None, ...] = ()
         if len(sampled):
-            lines, ends = sampled_rows(batches)
-            params = self._sampling_metadata.pick(lines, ends)
+            table_rows, ends = sampled_rows(batches)
+            params = self._sampling_metadata.pick(table_rows, ends)
             grammars = self._grammars.pick(params)
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
@@ -327,7 +327,7 @@ class LocalExecutor:
         prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
         prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
-        found = tuple(stretch for stretch in prompt_ranges if stretch is not None)
+        found = tuple(each for each in prompt_ranges if each is not None)
         return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found)
 
     @torch.inference_mode()
@@ -355,16 +355,16 @@ class LocalExecutor:
         if step.params is not None and chosen is not None:
             if is_late:
                 self._tokens.put_later(step.params, chosen.token_ids, arrival)
-            elif not (self._model_runner.has_put and step.params.takes_best):
+            elif not (self._model_runner.has_put and step.params.all_greedy):
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
         if not self._returns_results:
-            fetched = fetch(None, None, self.device)
+            fetched = d2h_copy(None, None, self.device)
         elif is_late:
-            fetched = fetch_late(chosen, scores, arrival, self._copy_stream)
+            fetched = d2h_copy_after(chosen, scores, arrival, self._copy_stream)
         else:
-            fetched = fetch(chosen, scores, self.device)
+            fetched = d2h_copy(chosen, scores, self.device)
 
         def collect() -> StepResult:
             tokens: list[SampledToken | None] = [None] * len(step.plan.rows)

@@ -21,7 +21,7 @@ from pdserve.executor.graphs import DecodeGraphs
 from pdserve.executor.input_batch import HostBatch, StepParams, build_batch
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
-from pdserve.executor.sampler import Choose, Sampled, choose_with_torch, sample
+from pdserve.executor.sampler import Sampled, TokenSampler, choose_with_torch, sample
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.interface import Model
 from pdserve.model.parallel import Arrival, is_sampler
@@ -33,7 +33,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 class ModelRunner:
     """Computes one rank's part of the model."""
 
-    def __init__(self, model: Model, attention: AttentionBackend, choose: Choose = choose_with_torch) -> None:
+    def __init__(self, model: Model, attention: AttentionBackend, choose: TokenSampler = choose_with_torch) -> None:
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -97,7 +97,7 @@ class ModelRunner:
         if not self.is_sampler:
             return Sampled.blank(params, self._model.spec.vocab_size, tokens.device)
         assert logits is not None, "the sampling rank has the logits"
-        if self._argmax is not None and params.takes_best:
+        if self._argmax is not None and params.all_greedy:
             return Sampled(self._argmax, None, None, None)
         logits = logits.float()
         if masks is None:

@@ -29,13 +29,13 @@ LOGIT_BYTES = 64 << 20
 class PromptLogprobParams:
     """The prompt tokens of a micro-batch whose log probabilities are requested; arrays int64.
 
-    `flat` `[M]`: tokens of the batch whose successors are scored. `lines`, `positions` `[M]`: table row and position of
-    each successor. `ids` `[R, K]`: token ids that each request asks for, padded with 0; `owners` `[M]`: index in `ids`
-    of each successor's request. `num_top`: the most top entries that a request asks for.
+    `flat` `[M]`: tokens of the batch whose successors are scored. `table_rows`, `positions` `[M]`: table row and
+    position of each successor. `ids` `[R, K]`: token ids that each request asks for, padded with 0. `owners` `[M]`:
+    index in `ids` of each successor's request. `num_top`: the most top entries that a request asks for.
     """
 
     flat: IntArray
-    lines: IntArray
+    table_rows: IntArray
     positions: IntArray
     owners: IntArray
     ids: IntArray
@@ -90,8 +90,8 @@ class PromptLogprobTensors:
         at = 0
         for part in parts:
             for target, source in zip(whole.tensors(), part.tensors(), strict=True):
-                lines = target[at : at + len(source)]
-                (lines if source.dim() == 1 else lines[:, : source.shape[1]]).copy_(source)
+                rows = target[at : at + len(source)]
+                (rows if source.dim() == 1 else rows[:, : source.shape[1]]).copy_(source)
             at += len(part.own)
         return whole
 
@@ -103,7 +103,7 @@ def read_prompt_logprob_params(
 
     `wanted`: prompt tokens and log-probability parameters by table row.
     """
-    prompt_ranges = _stretches(batch, wanted)
+    prompt_ranges = _prompt_ranges(batch, wanted)
     if not prompt_ranges:
         return None
     rows = batch.rows
@@ -118,7 +118,7 @@ def read_prompt_logprob_params(
     counts = [s.num_tokens for s in prompt_ranges]
     return PromptLogprobParams(
         flat=np.concatenate(flat),
-        lines=np.repeat([batch.lines[s.row] for s in prompt_ranges], counts),
+        table_rows=np.repeat([batch.table_rows[s.row] for s in prompt_ranges], counts),
         positions=np.concatenate([np.arange(s.start, s.start + s.num_tokens) for s in prompt_ranges]),
         owners=np.repeat(np.arange(len(prompt_ranges)), counts),
         ids=ids,
@@ -126,13 +126,15 @@ def read_prompt_logprob_params(
     )
 
 
-def _stretches(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> list[PromptLogprobRange]:
+def _prompt_ranges(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> list[PromptLogprobRange]:
     found = []
-    for row, line in enumerate(batch.lines.tolist()):
-        if line in wanted:
-            stretch = logprob_range_of(row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[line])
-            if stretch is not None:
-                found.append(stretch)
+    for row, table_row in enumerate(batch.table_rows.tolist()):
+        if table_row in wanted:
+            prompt_range = logprob_range_of(
+                row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[table_row]
+            )
+            if prompt_range is not None:
+                found.append(prompt_range)
     return found
 
 
@@ -149,16 +151,16 @@ def pack_scores(prompt_ranges: Sequence[PromptLogprobRange], scores: PromptLogpr
     """Return the results by row of the plan. `scores` are host tensors, in the order of `prompt_ranges`."""
     own, ranks, top_ids, top, picked = (tensor.numpy() for tensor in scores.tensors())
     packed, at = {}, 0
-    for stretch in prompt_ranges:
-        lines, logprob_params = slice(at, at + stretch.num_tokens), stretch.logprob_params
-        at += stretch.num_tokens
-        packed[stretch.row] = PromptLogprobs.pack(
-            stretch.start,
-            own[lines],
-            ranks[lines].astype(np.int32),
-            top_ids[lines, : logprob_params.top].astype(np.int32),
-            top[lines, : logprob_params.top],
-            picked[lines, : len(logprob_params.token_ids)],
+    for prompt_range in prompt_ranges:
+        rows, logprob_params = slice(at, at + prompt_range.num_tokens), prompt_range.logprob_params
+        at += prompt_range.num_tokens
+        packed[prompt_range.row] = PromptLogprobs.pack(
+            prompt_range.start,
+            own[rows],
+            ranks[rows].astype(np.int32),
+            top_ids[rows, : logprob_params.top].astype(np.int32),
+            top[rows, : logprob_params.top],
+            picked[rows, : len(logprob_params.token_ids)],
         )
     assert at == len(own), (at, len(own))
     return packed
@@ -174,7 +176,7 @@ class PromptLogprobComputer:
         device = tokens.device
         self._flat = to_device(prompt_logprob_params.flat, device)
         self._targets = tokens[
-            to_device(prompt_logprob_params.lines, device), to_device(prompt_logprob_params.positions, device)
+            to_device(prompt_logprob_params.table_rows, device), to_device(prompt_logprob_params.positions, device)
         ].long()
         self._owners = to_device(prompt_logprob_params.owners, device)
         self._ids = to_device(prompt_logprob_params.ids, device)
@@ -197,7 +199,7 @@ class PromptLogprobComputer:
         return self._blank
 
     def _look(self, logits: Tensor, some: slice) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Reduce this rank's logits `[c, share]` of a few positions to lines of `PromptLogprobTensors`."""
+        """Reduce this rank's logits `[c, share]` of a few positions to rows of `PromptLogprobTensors`."""
         total = self._over_ranks(logsumexp_of_rows(logits)).logsumexp(0)
         own_logit = self._of_ids(logits, self._targets[some, None])
         ranks = self._over_ranks((logits > own_logit).sum(-1)).sum(0) + 1
@@ -230,7 +232,7 @@ class PromptLogprobComputer:
 
 
 def _widths(prompt_logprob_params: Sequence[PromptLogprobParams]) -> tuple[int, int, int]:
-    """Return the lines, and the most columns of top entries and of ids."""
+    """Return the number of rows, and the most columns of top entries and of ids."""
     return (
         sum(len(logprob_params.flat) for logprob_params in prompt_logprob_params),
         max(logprob_params.num_top for logprob_params in prompt_logprob_params),

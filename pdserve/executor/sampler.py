@@ -62,7 +62,7 @@ class Sampled:
 
     @staticmethod
     def _blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:
-        num_rows = len(params.lines)
+        num_rows = len(params.table_rows)
         token_ids = torch.empty(num_rows, dtype=torch.int64, device=device)
         if not params.wants_logprobs:
             return Sampled(token_ids, None, None, None)
@@ -93,11 +93,11 @@ def choose_with_torch(logits: Tensor, columns: Columns, points: npt.NDArray[np.f
     return chosen.index_copy(0, index, drawn)
 
 
-Choose = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
+TokenSampler = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
 """Signature of `choose_with_torch`; `NativeChooser` is another implementation."""
 
 
-def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: Choose = choose_with_torch) -> Sampled:
+def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: TokenSampler = choose_with_torch) -> Sampled:
     """Sample one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`: known tokens."""
     draws = not params.columns["greedy"].all()
     points = uniforms(params.columns["seed"], params.positions) if draws else np.zeros(len(params.positions))
@@ -176,7 +176,7 @@ def _penalise(shaped: Tensor, params: StepParams, rows: IntArray, tokens: Tensor
     device, vocab = shaped.device, shaped.shape[1]
     columns, lengths = params.columns[rows], params.positions[rows]
     index = to_device(rows, device)
-    known = tokens.index_select(0, to_device(params.lines[rows], device))[:, : int(lengths.max())].long()
+    known = tokens.index_select(0, to_device(params.table_rows[rows], device))[:, : int(lengths.max())].long()
     place = torch.arange(known.shape[1], device=device)
     present = place < to_device(lengths, device)[:, None]
     is_output = present & (place >= to_device(columns["num_prompt"].copy(), device)[:, None])
@@ -285,10 +285,10 @@ def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sample
 Found = tuple[Sampled | None, PromptLogprobTensors | None]
 
 
-def fetch_late(
+def d2h_copy_after(
     sampled: Sampled | None, scores: PromptLogprobTensors | None, arrival: Arrival, aside: torch.cuda.Stream | None
 ) -> Callable[[], Found]:
-    """As `fetch`, for tensors that are under way from another rank. Later steps do not wait for them.
+    """As `d2h_copy`, for tensors that are under way from another rank. Later steps do not wait for them.
 
     `aside`: the CUDA stream of the copies; None on CPU.
     """
@@ -304,10 +304,10 @@ def fetch_late(
         tensors = ([] if sampled is None else sampled.tensors()) + ([] if scores is None else list(scores.tensors()))
         for tensor in tensors:
             tensor.record_stream(aside)
-        return fetch(sampled, scores, aside.device)
+        return d2h_copy(sampled, scores, aside.device)
 
 
-def fetch(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: torch.device) -> Callable[[], Found]:
+def d2h_copy(sampled: Sampled | None, scores: PromptLogprobTensors | None, device: torch.device) -> Callable[[], Found]:
     """Begin the copy; returns a function that waits for all work enqueued so far and returns the host tensors.
 
     It waits also where nothing was sampled (None): the step's KV is written then.

@@ -225,7 +225,7 @@ class NativeDecodePath:
             assert row.end < self._tokens.shape[1], "the next token has its place"
         facts = np.array([[row.row for row in rows], [row.start for row in rows]])
         params = self._params.pick(facts[0], facts[1] + 1)
-        if not params.takes_best or (facts[1] < params.columns["num_prompt"]).any():
+        if not params.all_greedy or (facts[1] < params.columns["num_prompt"]).any():
             return None
         return partial(self._compute, plan.step, facts)
 

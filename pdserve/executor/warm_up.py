@@ -52,20 +52,20 @@ def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
     return steps
 
 
-def idle_batch(spans: Sequence[Span], *, layout: KVLayout, null_page: int, spare_line: int) -> HostBatch:
-    """Return a step over `spans` that reads the null page and writes no KV, with the tokens of row `spare_line`."""
+def idle_batch(spans: Sequence[Span], *, layout: KVLayout, null_page: int, spare_row: int) -> HostBatch:
+    """Return a step over `spans` that reads the null page and writes no KV, with the tokens of row `spare_row`."""
     starts, ends = (np.array(bounds, dtype=np.int64) for bounds in zip(*spans, strict=True))
     lengths = ends - starts
     offsets = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
-    lines = np.full(len(spans), spare_line, dtype=np.int64)
-    token_lines, nowhere = np.repeat(lines, lengths), np.full(len(positions), NOWHERE, dtype=np.int64)
+    table_rows = np.full(len(spans), spare_row, dtype=np.int64)
+    token_rows, nowhere = np.repeat(table_rows, lengths), np.full(len(positions), NOWHERE, dtype=np.int64)
     pages = np.full((len(spans), layout.pages_for(int(ends.max()))), null_page, dtype=np.int32)
     return HostBatch(
-        columns=np.stack((token_lines, positions, nowhere, layout.page_and_slot(positions)[1])),
+        columns=np.stack((token_rows, positions, nowhere, layout.page_and_slot(positions)[1])),
         sampled=np.arange(len(spans)),
         sample_index=offsets + lengths - 1,
-        lines=lines,
+        table_rows=table_rows,
         rows=HostRows(starts=starts, ends=ends, offsets=offsets, prompts=np.zeros_like(starts), pages=pages),
     )
 
@@ -84,7 +84,7 @@ def warm_up(
     began, context = time.monotonic(), tokens.shape[1] - 1
     steps = spans_of(context, max_rows, chunk)
     for spans in steps:
-        host = idle_batch(spans, layout=layout, null_page=null_page, spare_line=len(tokens) - 1)
+        host = idle_batch(spans, layout=layout, null_page=null_page, spare_row=len(tokens) - 1)
         batch = build_batch(host, tokens)
         model.forward(batch, attention.begin(batch)).argmax(-1)
     if tokens.device.type == "cuda":
@@ -93,6 +93,6 @@ def warm_up(
         vocab = model.spec.vocab_size
         least_of_nucleus(torch.full((1, vocab), 1.0 / vocab, device=tokens.device), tokens.new_ones(1).float())
         torch.cuda.current_stream(tokens.device).synchronize()
-    for mixture in model.moe_layers.values():
-        mixture.counts.zero_()
+    for moe in model.moe_layers.values():
+        moe.counts.zero_()
     _LOG.info("ran %d steps to build kernels: %.1f s", len(steps), time.monotonic() - began)

@@ -16,7 +16,7 @@ from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.interface import Mixture
+from pdserve.model.interface import MoELayer
 from pdserve.model.layer_spec import AttentionSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
@@ -68,7 +68,7 @@ class Decoder:
             index: op
             for index, layer in zip(mine, self.layers, strict=True)
             for op in layer.operations
-            if isinstance(op, Mixture)
+            if isinstance(op, MoELayer)
         }
         """This rank's feed-forward layers with experts, by index in the model."""
         elsewhere = (index for index in range(spec.num_layers) if index not in mine)

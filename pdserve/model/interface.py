@@ -16,7 +16,7 @@ from pdserve.model.layers.moe import TPMoE
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
 
-Mixture = TPMoE | ExpertParallelMoe
+MoELayer = TPMoE | ExpertParallelMoe
 """A feed-forward layer with experts."""
 
 
@@ -44,7 +44,7 @@ class Model(Protocol):
         ...
 
     @property
-    def moe_layers(self) -> Mapping[int, Mixture]:
+    def moe_layers(self) -> Mapping[int, MoELayer]:
         """This rank's feed-forward layers with experts, by index in the model."""
         ...
 

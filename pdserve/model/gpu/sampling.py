@@ -16,11 +16,13 @@ from pdserve.model.gpu.runtime import chaining, power_of_2
 _BLOCK = 4096
 
 
-def keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines: Tensor, positions: Tensor) -> None:
+def keep_best(
+    logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
+) -> None:
     """Copy `logits` `[N, vocab]` to `kept` and write each row's argmax to `best`; ties go to the lower index.
 
-    Also writes the argmax to `tokens` int32 `[rows, width]`, in row `lines[n]` after position `positions[n]`. `best`,
-    `lines` and `positions` are int64 `[N]`.
+    Also writes the argmax to `tokens` int32 `[rows, width]`, in row `table_rows[n]` after position `positions[n]`.
+    `best`, `table_rows` and `positions` are int64 `[N]`.
     """
     num_rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
@@ -31,7 +33,7 @@ def keep_best(logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, lines:
         logits, kept, peaks, places, logits.stride(0), kept.stride(0), vocab, BLOCK=_BLOCK, num_warps=4, **chained
     )
     _best[(num_rows,)](
-        peaks, places, best, tokens, lines, positions, tokens.stride(0), blocks, vocab, BLOCK=power_of_2(blocks),
+        peaks, places, best, tokens, table_rows, positions, tokens.stride(0), blocks, vocab, BLOCK=power_of_2(blocks),
         num_warps=1, **chained,
     )  # fmt: skip
 
@@ -56,9 +58,9 @@ def _peaks(
     tl.store(places + row * tl.num_programs(1) + block, place)
 
 
-@triton.jit(do_not_specialize_on_alignment=["lines", "positions"])  # see `fused_qk_norm_rope_cache._place`
+@triton.jit(do_not_specialize_on_alignment=["table_rows", "positions"])  # see `fused_qk_norm_rope_cache._place`
 def _best(
-    peaks, places, best, tokens, lines, positions, token_stride, blocks, vocab, BLOCK: tl.constexpr,
+    peaks, places, best, tokens, table_rows, positions, token_stride, blocks, vocab, BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row."""
@@ -72,7 +74,7 @@ def _best(
     where = tl.load(places + row * blocks + at, mask=mask, other=vocab - 1)
     place = tl.min(tl.where((values == tl.max(values, 0)) & mask, where, vocab - 1), 0)
     tl.store(best + row, place.to(tl.int64))
-    tl.store(tokens + tl.load(lines + row) * token_stride + tl.load(positions + row) + 1, place)
+    tl.store(tokens + tl.load(table_rows + row) * token_stride + tl.load(positions + row) + 1, place)
 
 
 def least_of_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
-from pdserve.model.interface import Mixture
+from pdserve.model.interface import MoELayer
 from pdserve.model.layers.dense import FeedForward, RMSNorm
 from pdserve.model.native.packer import (
     PackedAttention,
@@ -124,7 +124,7 @@ class NativeDecoder:
         return self._model.parallel
 
     @property
-    def moe_layers(self) -> Mapping[int, Mixture]:
+    def moe_layers(self) -> Mapping[int, MoELayer]:
         """See `Model.moe_layers`."""
         return self._model.moe_layers
 

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdserve.executor.input_batch import SamplingMetadata, Seeds
-from pdserve.executor.sampler import Choose, choose_with_torch, sample, to_host, uniforms
+from pdserve.executor.sampler import TokenSampler, choose_with_torch, sample, to_host, uniforms
 from pdserve.model.native.program import Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.protocol.logprobs import Logprobs
@@ -25,7 +25,7 @@ from tests.unit.model.native_kit import LEVELS_HERE
 
 VOCAB = 50
 NUM_DRAWS = 4000
-CHOOSERS: dict[str, Callable[[], Choose]] = {"torch": lambda: choose_with_torch} | {
+CHOOSERS: dict[str, Callable[[], TokenSampler]] = {"torch": lambda: choose_with_torch} | {
     level: partial(NativeChooser, Threads(2), level) for level in LEVELS_HERE
 }
 _current = ["torch"]
@@ -39,7 +39,7 @@ def _chooser(request: pytest.FixtureRequest) -> Iterator[None]:
     _current[0] = "torch"
 
 
-def choosing() -> Choose:
+def choosing() -> TokenSampler:
     """The one this test is about."""
     return CHOOSERS[_current[0]]()
 

@@ -96,7 +96,7 @@ class Serving:
         )  # fmt: skip
 
     def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, layout=self._layout, null_page=self._pool.null_page, spare_line=0)
+        host = idle_batch(spans, layout=self._layout, null_page=self._pool.null_page, spare_row=0)
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))
