@@ -170,8 +170,8 @@ class Loop:
 @contextlib.contextmanager
 def joined(store: Store, rank: int, ranks: int) -> Iterator[Parallel]:
     """This rank among the others, over gloo."""
-    place = ParallelShape(tp_size=ranks).place(rank)
-    parallel = open_parallel(place, PrefixStore("gloo", store), torch.device("cpu"), timeout_s=TIMEOUT_S)
+    coord = ParallelShape(tp_size=ranks).coord(rank)
+    parallel = open_parallel(coord, PrefixStore("gloo", store), torch.device("cpu"), timeout_s=TIMEOUT_S)
     yield parallel
     parallel.close()
 
@@ -180,7 +180,7 @@ def follow(way: Way, path: str, rank: int, ranks: int, transfers: int, step_s: f
     """The process of a rank but the first."""
     torch.set_num_threads(1)
     store = open_store(f"file://{path}", rank, ranks)
-    leader = Rank0Link(ParallelShape(tp_size=ranks).place(rank), store, TOKEN, host=HOST)
+    leader = Rank0Link(ParallelShape(tp_size=ranks).coord(rank), store, TOKEN, host=HOST)
     with joined(store, rank, ranks) as parallel, contextlib.suppress(Stopped):
         began = float(store.get("began"))
         if way == "every step":

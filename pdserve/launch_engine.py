@@ -263,8 +263,8 @@ def _follow(start: RankStartInfo) -> None:
     from pdserve.engine.build_follower import run_follower
 
     assert start.rendezvous is not None
-    place = start.config.parallel.shape.place(start.rank)
-    run_follower(start.config, place, start.rendezvous, control_token(), dp_rank=start.dp_rank)
+    coord = start.config.parallel.shape.coord(start.rank)
+    run_follower(start.config, coord, start.rendezvous, control_token(), dp_rank=start.dp_rank)
 
 
 def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:

@@ -26,7 +26,7 @@ class ParallelShape:
         """Number of processes of the replica."""
         return self.tp_size * self.pp_size
 
-    def place(self, rank: int) -> RankCoord:
+    def coord(self, rank: int) -> RankCoord:
         """Return the coordinates of `rank`."""
         assert 0 <= rank < self.num_ranks, (rank, self)
         return RankCoord(self, rank % self.tp_size, rank // self.tp_size)
@@ -56,35 +56,35 @@ class RankCoord:
         return self.pp_rank == self.shape.pp_size - 1
 
 
-SINGLE = ParallelShape().place(0)
+SINGLE = ParallelShape().coord(0)
 """The only rank of an unsplit replica."""
 
 
 @dataclasses.dataclass(frozen=True)
-class WidePlace:
+class DpRankCoord:
     """One rank among all ranks of `dp_size` replicas that share their feed-forward layers (DP attention).
 
     Without DP attention `dp_size` is 1.
     """
 
-    place: RankCoord
+    in_replica: RankCoord
     dp_size: int = 1
     dp_rank: int = 0
 
     @property
     def num_ranks(self) -> int:
         """Number of processes of all these replicas."""
-        return self.dp_size * self.place.shape.num_ranks
+        return self.dp_size * self.in_replica.shape.num_ranks
 
     @property
     def rank(self) -> int:
         """Index among all these processes."""
-        return self.first_rank + self.place.rank
+        return self.first_rank + self.in_replica.rank
 
     @property
     def first_rank(self) -> int:
         """Index of the replica's leader."""
-        return self.dp_rank * self.place.shape.num_ranks
+        return self.dp_rank * self.in_replica.shape.num_ranks
 
 
 def dealt(num_items: int, num_parts: int) -> list[int]:

@@ -41,7 +41,7 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
     num_rows = built.table.num_rows
     commit: Prefault | None = None
     if built.device.type == "cpu":
-        page_bytes = built.layout.of_rank(built.place).page_bytes
+        page_bytes = built.layout.of_rank(built.coord).page_bytes
         num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // page_bytes)
         commit = Prefault(built.executor.buffers, built.num_pages, num_ahead, built.executor)
         stack.callback(commit.close)

@@ -82,14 +82,14 @@ class _Copying:
 
 def run_follower(
     config: ServerConfig,
-    place: RankCoord,
+    coord: RankCoord,
     rendezvous: str,
     token: str,
     *,
     dp_rank: int = 0,
     parent_pid: int | None = None,
 ) -> None:
-    """Run rank `place` of replica `dp_rank` until rank 0 stops it. Main thread of its own process.
+    """Run rank `coord` of replica `dp_rank` until rank 0 stops it. Main thread of its own process.
 
     The process ends with status 1 when rank 0 or another rank is lost, with 2 when one of them refuses to start. With
     `parent_pid` it is also killed when that process dies.
@@ -100,20 +100,20 @@ def run_follower(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
-    store, own_store = open_stores(rendezvous, config.parallel, place, dp_rank)
-    leader = Rank0Link(place, own_store, token, host=own_host(config), facts=facts_of(config))
+    store, own_store = open_stores(rendezvous, config.parallel, coord, dp_rank)
+    leader = Rank0Link(coord, own_store, token, host=own_host(config), facts=facts_of(config))
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close)
         try:
-            parallel = join_replica(config, place, store, host=own_host(config), dp_rank=dp_rank)
+            parallel = join_replica(config, coord, store, host=own_host(config), dp_rank=dp_rank)
             stack.callback(parallel.close)
             _serve(config, parallel, leader, token, dp_rank, stack)
         except Stopped:
-            log.info("rank %d was stopped by rank 0", place.rank)
+            log.info("rank %d was stopped by rank 0", coord.rank)
         except Exception as error:
             leader.report_failure(error)
             raise
-        leader.set_close_timeout(RankError(f"rank {place.rank} has not ended within its time limit"))
+        leader.set_close_timeout(RankError(f"rank {coord.rank} has not ended within its time limit"))
 
 
 def _serve(
@@ -124,7 +124,7 @@ def _serve(
     Raises:
         Stopped: rank 0 has stopped the replica.
     """
-    place = parallel.place
+    coord = parallel.coord
     max_rows = config.schedule.max_running_requests or 1
     built = build_executor(
         config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, returns_results=False
@@ -132,7 +132,7 @@ def _serve(
     stack.callback(built.executor.close)
     copying = memory = None
     if config.disagg.disaggregation_mode != "null":
-        copies = RankCopies(place.rank)
+        copies = RankCopies(coord.rank)
         transport, workers = open_workers(config, built, copies.post, stack)
         copying = _Copying(transport, workers, copies, parallel)
         memory = RankMemory.of("", built.executor.buffers, outward_addresses(transfer_host(config)))
@@ -164,8 +164,8 @@ def _make_scheduler(
     stack: contextlib.ExitStack,
 ) -> Scheduler:
     """Make a scheduler equal to rank 0's, except for its executor, input and peers."""
-    place = built.place
-    inputs = FollowerLog(rank_names(place.shape)[place.rank], begin.now, leader.next_entry)
+    coord = built.coord
+    inputs = FollowerLog(rank_names(coord.shape)[coord.rank], begin.now, leader.next_entry)
     memory = make_memory(config, built, stack)
     kv, kv_checksum, consensus = None, None, None
     if copying is not None:
@@ -177,7 +177,7 @@ def _make_scheduler(
         aux = SharedMetadata(memory.aux.num_total, inputs)
         socket = SilentSocket(start.endpoint)
         kv = make_manager(config, built, start, aux, socket, copies, NoDirectory(), inputs, token, copying.transport)
-        hasher = GroupHasher(PoolHasher(built.executor.pools, built.layout, place), leader, inputs)
+        hasher = GroupHasher(PoolHasher(built.executor.pools, built.layout, coord), leader, inputs)
         facts: dict[str, Fact] = {
             "instance": start.instance,
             "dp_rank": dp_rank,
@@ -195,7 +195,7 @@ def _make_scheduler(
         FollowerInputSource(inputs, consensus),
         inputs,
         _say_nothing,
-        profile_name=f"DP-{dp_rank}-RANK-{place.rank}",
+        profile_name=f"DP-{dp_rank}-RANK-{coord.rank}",
         idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
     )
 
@@ -205,7 +205,7 @@ def _executor(
 ) -> Executor:
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
-    executor: Executor = RankExecutor(own, built.table, built.layout, built.place, leader, inputs, at_once=not overlap)
+    executor: Executor = RankExecutor(own, built.table, built.layout, built.coord, leader, inputs, at_once=not overlap)
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)

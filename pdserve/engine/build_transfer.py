@@ -132,7 +132,7 @@ def make_consensus(
     copies: RankCopies, parallel: Parallel, log: InputLog, rank_group: RankGroup, wake: Callable[[], None]
 ) -> Consensus:
     """Make this rank's side of the agreement on the outcome of `copies`."""
-    in_step = parallel.place.shape.pp_size == 1
+    in_step = parallel.coord.shape.pp_size == 1
     return Consensus(copies, parallel.begin_least, log, rank_group.root_cause, wake, in_step=in_step)
 
 

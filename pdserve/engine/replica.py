@@ -93,7 +93,7 @@ class ReplicaEngine:
 
     def hasher(self) -> KVHasher:
         """Return the hasher of the KV pages of all ranks."""
-        own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.place)
+        own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.coord)
         return own if self.group is None else GroupHasher(own, self.group.followers, self.group.log)
 
     @property
@@ -149,7 +149,7 @@ def open_engine(
         return ReplicaEngine(built, built.executor, None, startup=startup)
     parallel_config, host = config.parallel, own_host(config)
     shape = parallel_config.shape
-    store, own_store = open_stores(rendezvous, parallel_config, shape.place(0), dp_rank)
+    store, own_store = open_stores(rendezvous, parallel_config, shape.coord(0), dp_rank)
     met = _Met()
     try:
         if parallel_config.num_sharing > 1:
@@ -159,7 +159,7 @@ def open_engine(
             met.followers = meet_followers(shape, own_store, token, host=host, facts=facts_of(config))
             stack.callback(met.followers.close)
         with startup.part(RANKS):
-            parallel = join_replica(config, shape.place(0), store, host=host, dp_rank=dp_rank)
+            parallel = join_replica(config, shape.coord(0), store, host=host, dp_rank=dp_rank)
         stack.callback(parallel.close)
         agree = None if met.followers is None else met.followers.agree
         built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree, startup=startup)
@@ -197,7 +197,7 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
         group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
-        executor = RankExecutor(own, built.table, built.layout, built.place, followers, group.log)
+        executor = RankExecutor(own, built.table, built.layout, built.coord, followers, group.log)
         root_cause = followers.root_cause
     if moves and root_cause is not None:
         log = None if group is None else group.log

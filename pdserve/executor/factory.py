@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Store
 from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.host_memory import give_back_freed
 from pdserve.base.native import arithmetic_of
-from pdserve.base.parallel import RankCoord, WidePlace, layers_of
+from pdserve.base.parallel import DpRankCoord, RankCoord, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
@@ -74,12 +74,12 @@ class LoadedEngine:
     context_length: int
     dtype: str
     device: torch.device
-    place: RankCoord
+    coord: RankCoord
     arithmetic: str
 
     @property
     def layout(self) -> KVLayout:
-        """Geometry of the whole model's pages; this rank's pages are `layout.of_rank(place)`."""
+        """Geometry of the whole model's pages; this rank's pages are `layout.of_rank(coord)`."""
         return self.executor.layout
 
     @property
@@ -89,7 +89,7 @@ class LoadedEngine:
 
 
 def join_replica(
-    config: ServerConfig, place: RankCoord, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
+    config: ServerConfig, coord: RankCoord, store: Store, *, host: str = "127.0.0.1", dp_rank: int = 0
 ) -> Parallel:
     """Connect to the other ranks over `store`, on the device that `build_executor` will use; see `open_parallel`.
 
@@ -99,10 +99,10 @@ def join_replica(
         ConfigError: the device does not exist, or no network interface has the address `host`.
         RankError: a rank did not arrive.
     """
-    device = prepare_device(config.kernels, LocalRanks.of(config.parallel, place))
+    device = prepare_device(config.kernels, LocalRanks.of(config.parallel, coord))
     fixed_order = config.kernels.enable_deterministic_inference
-    wide = WidePlace(place, config.parallel.num_sharing, dp_rank if config.parallel.num_sharing > 1 else 0)
-    return open_parallel(wide, store, device, host=host, fixed_order=fixed_order)
+    dp_coord = DpRankCoord(coord, config.parallel.num_sharing, dp_rank if config.parallel.num_sharing > 1 else 0)
+    return open_parallel(dp_coord, store, device, host=host, fixed_order=fixed_order)
 
 
 def build_executor(
@@ -126,15 +126,15 @@ def build_executor(
     """
     parallel = parallel or SingleRank()
     startup = startup or StartupTimes()
-    place = parallel.place
+    coord = parallel.coord
     page_tokens = config.memory.page_size
     if not 1 <= page_tokens <= MAX_PAGE_TOKENS:
         raise ConfigError(f"page_size must be in [1, {MAX_PAGE_TOKENS}], got {page_tokens}", field="page_size")
-    local = LocalRanks.of(config.parallel, place)
+    local = LocalRanks.of(config.parallel, coord)
     device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
-    check_spec(spec, place.shape, config.parallel.ep_size, parallel.wide.size // place.shape.tp_size)
+    check_spec(spec, coord.shape, config.parallel.ep_size, parallel.dp_attention_group.size // coord.shape.tp_size)
     context_length = _context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
@@ -152,14 +152,14 @@ def build_executor(
         fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
         give_back_freed()
     layout = kv_layout(spec, page_tokens, dtype)
-    held, max_pages = layout.of_rank(place), layout.pages_for(context_length)
+    held, max_pages = layout.of_rank(coord), layout.pages_for(context_length)
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=context_length, max_rows=max_rows,
         num_sharing=local.count * config.parallel.dp_size,
         reserved_bytes=bytes_behind_pool(
             spec, torch_dtype(dtype).itemsize, chunk=longest_chunk(config, context_length), max_rows=max_rows,
             sizes=captured_sizes(config.kernels, max_rows), max_pages=max_pages,
-            tp_size=place.shape.tp_size,
+            tp_size=coord.shape.tp_size,
         ) if device.type == "cuda" else 0,
     )  # fmt: skip
     num_pages = most_pages = layout.whole_pages(num_tokens)
@@ -173,12 +173,12 @@ def build_executor(
     asked = config.kernels.attention_backend != "auto"
     if level is None:
         _LOG.info("attention backend: %s", choice)
-    attention = _attention(model, choice, pools[0], place, device, was_asked_for=asked)
+    attention = _attention(model, choice, pools[0], coord, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     native = model if isinstance(model, NativeDecoder) else None
     executor = LocalExecutor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
-        grammars=_grammars(config, path, spec, place), returns_results=returns_results,
+        grammars=_grammars(config, path, spec, coord), returns_results=returns_results,
         choose=choose_with_torch if native is None else native.chooser(),
         decode=None if native is None else (native.decode, native.most_at_once),
         returns_prompt_results=not batch_invariant,
@@ -191,7 +191,7 @@ def build_executor(
         layout.tokens_in(num_pages), num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     arithmetic = TORCH if level is None else f"{arithmetic_of(level)} {config.model.quantization or dtype}"
-    return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, place, arithmetic)
+    return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, coord, arithmetic)
 
 
 def longest_chunk(config: ServerConfig, context_length: int) -> int:
@@ -226,7 +226,7 @@ def _attention(
     model: Decoder | NativeDecoder,
     choice: Choice,
     pool: KVPool,
-    place: RankCoord,
+    coord: RankCoord,
     device: torch.device,
     *,
     was_asked_for: bool,
@@ -235,13 +235,13 @@ def _attention(
     if isinstance(model, NativeDecoder):
         model.bind(pool)
         return AttentionInProgram()
-    num_heads = model.spec.attention.num_heads // place.shape.tp_size
+    num_heads = model.spec.attention.num_heads // coord.shape.tp_size
     return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for)
 
 
-def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, place: RankCoord) -> GrammarRows:
+def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, coord: RankCoord) -> GrammarRows:
     """Make the `GrammarRows` of this rank; without a vocabulary on ranks that do not sample."""
-    wanted = config.grammar.grammar_backend != "none" and is_sampler(place)
+    wanted = config.grammar.grammar_backend != "none" and is_sampler(coord)
 
     def open_vocabulary() -> Vocabulary:
         directory = config.model.tokenizer_path or resolve_tokenizer_path(path)
@@ -259,7 +259,7 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
     """
     if config.ep_size == 1 or spec.moe is None:
         return None
-    leads = layers_of(spec.num_layers, parallel.place.shape.pp_size, 0)
+    leads = layers_of(spec.num_layers, parallel.coord.shape.pp_size, 0)
     if config.enable_eplb and not any(layer in leads for layer in spec.moe_layers):
         raise ConfigError(
             f"--enable-eplb needs experts in the first stage; its layers {leads.start} to {leads.stop - 1} have none",
@@ -269,7 +269,7 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
         spec.moe, spec.moe_layers, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location
     )
     own = torch.tensor([placement.digest()], device=device)
-    if bool((parallel.wide.all_gather_rows(own, [1] * parallel.wide.size) != own).any()):
+    if bool((parallel.dp_attention_group.all_gather_rows(own, [1] * parallel.dp_attention_group.size) != own).any()):
         raise ConfigError(
             f"--init-expert-location {config.init_expert_location} differs between the hosts of this server",
             field="init_expert_location",
@@ -285,10 +285,10 @@ class LocalRanks:
     count: int = 1
 
     @staticmethod
-    def of(config: ParallelConfig, place: RankCoord) -> LocalRanks:
+    def of(config: ParallelConfig, coord: RankCoord) -> LocalRanks:
         """Every host has the same number of ranks, in rank order."""
-        count = max(1, place.shape.num_ranks // config.nnodes)
-        return LocalRanks(place.rank % count, count)
+        count = max(1, coord.shape.num_ranks // config.nnodes)
+        return LocalRanks(coord.rank % count, count)
 
 
 def prepare_device(kernels: KernelConfig, local: LocalRanks | None = None) -> torch.device:

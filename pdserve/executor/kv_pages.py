@@ -99,10 +99,10 @@ class KVHasher(Protocol):
 class PoolHasher:
     """Implements `KVHasher` over one rank's pools. `layout` is the whole model's."""
 
-    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, place: RankCoord) -> None:
+    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, coord: RankCoord) -> None:
         self._pools = pools
-        self._windows = [RankShard.of(group, place) for group in layout.groups]
-        self._rank = place.rank
+        self._windows = [RankShard.of(group, coord) for group in layout.groups]
+        self._rank = coord.rank
 
     def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`; returns this rank's digest only."""

@@ -122,13 +122,13 @@ class LocalExecutor:
         self.pools = pools
         self._table = table
         self.device = device
-        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.place.shape.pp_size, device)
+        self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = _runner(device, overlap, layout.groups[0].layers_of(self.place))
+        self._runner = _runner(device, overlap, layout.groups[0].layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)
@@ -137,16 +137,18 @@ class LocalExecutor:
         )
         self._returns_results = returns_results
         self._copy_stream: torch.cuda.Stream | None = None
-        if device.type == "cuda" and not self.place.is_last_stage:
+        if device.type == "cuda" and not self.coord.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
-        self.experts = ExpertBalance(whole, model.parallel.wide.size, self._runner.behind) if whole else None
+        self.experts = (
+            ExpertBalance(whole, model.parallel.dp_attention_group.size, self._runner.behind) if whole else None
+        )
         """Moves experts between ranks; None where this rank has no whole experts."""
 
     @property
     def can_capture(self) -> bool:
         """True when `capture_decode` may be called: the model is not split, and its attention can be captured."""
-        is_whole = self.place.shape.num_ranks == 1 and self._model.parallel.wide.size == 1
+        is_whole = self.coord.shape.num_ranks == 1 and self._model.parallel.dp_attention_group.size == 1
         return is_whole and self._attention.capturing() is not None
 
     @torch.inference_mode()
@@ -188,9 +190,9 @@ class LocalExecutor:
         return self._layout
 
     @property
-    def place(self) -> RankCoord:
+    def coord(self) -> RankCoord:
         """Coordinates of this rank in its replica."""
-        return self._model.parallel.place
+        return self._model.parallel.coord
 
     @property
     def buffers(self) -> tuple[tuple[int, int], ...]:
@@ -312,7 +314,7 @@ class LocalExecutor:
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
             return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
-        parts = cut_plan(plan, self.place.shape.pp_size, MIN_TOKENS[self.device.type])
+        parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
         sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
         params: StepParams | None = None
@@ -349,7 +351,7 @@ class LocalExecutor:
             chosen = self._model_runner.choose(logits, step.params, self._tokens.tensor, masks)
         scores = self._model_runner.prompt_scores(step.prompt_logprob_params, self.device)
         arrival = self._model_runner.share(chosen, scores)
-        is_late = not self.place.is_last_stage and not (chosen is None and scores is None)
+        is_late = not self.coord.is_last_stage and not (chosen is None and scores is None)
         if not is_late:
             arrival.wait()
         if step.params is not None and chosen is not None:

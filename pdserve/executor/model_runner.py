@@ -43,7 +43,7 @@ class ModelRunner:
         self._attention = attention
         self._choose = choose
         self._parallel = model.parallel
-        self.is_sampler = is_sampler(self._parallel.place)
+        self.is_sampler = is_sampler(self._parallel.coord)
         self._scores: list[PromptLogprobTensors] = []
 
     def logits(
@@ -68,25 +68,25 @@ class ModelRunner:
             self._argmax = decoded.argmax
             self.has_put = True
             return decoded.logits
-        is_last = self._parallel.place.is_last_stage
+        is_last = self._parallel.coord.is_last_stage
         outputs = []
         for i, (host, logprob_params) in enumerate(zip(batches, prompt_logprob_params, strict=True)):
             output = self._run(host, tokens, on_layer if i == last else None, logprob_params)
             outputs.append(output.clone() if is_last and i < last else output)
         if last == 0:
             self._argmax = self._model.argmax
-        if not self._parallel.place.is_last_stage or not any(len(host.sampled) for host in batches):
+        if not self._parallel.coord.is_last_stage or not any(len(host.sampled) for host in batches):
             return None
         part = outputs[0] if last == 0 else torch.cat(outputs)
         return self._parallel.gather_logits(part.float(), self._model.spec.vocab_size)
 
     def begin(self, step: int, num_tokens: int) -> None:
         """Begin `step` on all ranks; this replica computes `num_tokens` tokens."""
-        self._parallel.wide.begin(step, num_tokens)
+        self._parallel.dp_attention_group.begin(step, num_tokens)
 
     def idle(self) -> None:
         """Take part in a step in which this replica has nothing to compute."""
-        if self._parallel.wide.spans_replicas:
+        if self._parallel.dp_attention_group.spans_replicas:
             self._model.idle()
 
     def choose(self, logits: Tensor | None, params: StepParams, tokens: Tensor, masks: StepMasks | None) -> Sampled:
@@ -115,7 +115,7 @@ class ModelRunner:
         wanted = [logprob_params for logprob_params in prompt_logprob_params if logprob_params is not None]
         if not wanted:
             return None
-        if not self._parallel.place.is_last_stage:
+        if not self._parallel.coord.is_last_stage:
             return PromptLogprobTensors.blank(wanted, device)
         scores, self._scores = PromptLogprobTensors.joined(self._scores, wanted), []
         return scores
@@ -123,7 +123,7 @@ class ModelRunner:
     def share(self, chosen: Sampled | None, scores: PromptLogprobTensors | None) -> Arrival:
         """Begin to send the sampling rank's results of a step to every rank."""
         tensors = [] if chosen is None else chosen.tensors()
-        if scores is not None and self._parallel.place.shape.pp_size > 1:
+        if scores is not None and self._parallel.coord.shape.pp_size > 1:
             tensors += [tensor for tensor in scores.tensors() if tensor.numel()]
         return self._parallel.share_tokens(tensors)
 
@@ -138,18 +138,18 @@ class ModelRunner:
         model, parallel = self._model, self._parallel
         batch = build_batch(host, tokens)
         hidden = None
-        if not parallel.place.is_first_stage:
+        if not parallel.coord.is_first_stage:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
         on_hidden = None
-        if prompt_logprob_params is not None and parallel.place.is_last_stage:
+        if prompt_logprob_params is not None and parallel.coord.is_last_stage:
             scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
 
             def on_hidden(x: Tensor) -> None:
                 self._scores.append(scorer(x))
 
         output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
-        if not parallel.place.is_last_stage:
+        if not parallel.coord.is_last_stage:
             parallel.send(output)
         return output
 

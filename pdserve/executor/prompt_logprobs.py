@@ -181,9 +181,9 @@ class PromptLogprobComputer:
         self._owners = to_device(prompt_logprob_params.owners, device)
         self._ids = to_device(prompt_logprob_params.ids, device)
         vocab_size = model.spec.vocab_size
-        place = model.parallel.place
-        self._held = vocab_of(vocab_size, place.shape.tp_size, place.tp_rank)
-        self._share = len(vocab_of(vocab_size, place.shape.tp_size, 0))
+        coord = model.parallel.coord
+        self._held = vocab_of(vocab_size, coord.shape.tp_size, coord.tp_rank)
+        self._share = len(vocab_of(vocab_size, coord.shape.tp_size, 0))
         self._num_top = min(prompt_logprob_params.num_top, vocab_size)
         self._blank = PromptLogprobTensors.blank([prompt_logprob_params], device)
 
@@ -219,7 +219,7 @@ class PromptLogprobComputer:
 
     def _best_of_all(self, best: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the top entries over all ranks, from each rank's top entries `[c, n]`."""
-        if self._parallel.place.shape.tp_size == 1 or self._num_top == 0:
+        if self._parallel.coord.shape.tp_size == 1 or self._num_top == 0:
             return best, ids
         values = torch.cat(list(self._over_ranks(best)), -1)
         all_ids = torch.cat(list(self._over_ranks(ids)), -1)

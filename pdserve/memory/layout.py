@@ -97,18 +97,18 @@ class KVGroup:
         """Return the index of each position's page among the pages of its row, and its slot in the page."""
         return page_and_slot(positions, self.page_tokens)
 
-    def layers_of(self, place: RankCoord) -> range:
+    def layers_of(self, coord: RankCoord) -> range:
         """Return the model's layers that a rank has. Call it, `heads_of` and `of_rank` on the whole model's group."""
-        return layers_of(self.num_layers, place.shape.pp_size, place.pp_rank)
+        return layers_of(self.num_layers, coord.shape.pp_size, coord.pp_rank)
 
-    def heads_of(self, place: RankCoord) -> range:
+    def heads_of(self, coord: RankCoord) -> range:
         """Return the model's KV heads that a rank has."""
-        return kv_heads_of(self.num_kv_heads_total, place.shape.tp_size, place.tp_rank)
+        return kv_heads_of(self.num_kv_heads_total, coord.shape.tp_size, coord.tp_rank)
 
-    def of_rank(self, place: RankCoord) -> KVGroup:
+    def of_rank(self, coord: RankCoord) -> KVGroup:
         """Return the part of this group that lies in one rank's pages."""
         assert self.num_kv_heads == self.num_kv_heads_total, "this group is a rank's part already"
-        layers, heads = self.layers_of(place), self.heads_of(place)
+        layers, heads = self.layers_of(coord), self.heads_of(coord)
         return dataclasses.replace(self, num_layers=len(layers), num_kv_heads=len(heads))
 
 
@@ -149,9 +149,9 @@ class KVLayout:
         """Return the index of each position's page among the pages of its row, and its slot in the page."""
         return page_and_slot(positions, self.page_tokens)
 
-    def of_rank(self, place: RankCoord) -> KVLayout:
+    def of_rank(self, coord: RankCoord) -> KVLayout:
         """Return the part of this layout that lies in one rank's pages."""
-        return KVLayout(tuple(group.of_rank(place) for group in self.groups))
+        return KVLayout(tuple(group.of_rank(coord) for group in self.groups))
 
     def fields(self) -> dict[str, str | int]:
         """Return the facts that two peers must agree on, by user-readable names. For the whole model, not a rank."""

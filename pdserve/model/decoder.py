@@ -58,10 +58,10 @@ class Decoder:
         self.dtype = dtype
         self.params = ParamSlots(dtype, device)
         self.parallel = parallel or SingleRank()
-        self._place = place = self.parallel.place
+        self._coord = coord = self.parallel.coord
         self.rotary = Rotary(spec.attention.rope, spec.attention.head_dim, dtype, device)
         embedding = self._embedding_rows()
-        mine = layers_of(spec.num_layers, place.shape.pp_size, place.pp_rank)
+        mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
         build = _LayerBuilder(spec, self.params, kernels, self.parallel, placement)
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {
@@ -76,10 +76,10 @@ class Decoder:
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
-        if embedding is not None and place.is_first_stage:
+        if embedding is not None and coord.is_first_stage:
             self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
         norm = f"{spec.names.norm}.weight"
-        if place.is_last_stage:
+        if coord.is_last_stage:
             self.norm = RMSNorm(self.params.new(norm, spec.hidden_size), spec.rms_norm_eps, kernels)
         else:
             self.params.ignore(norm)
@@ -141,19 +141,19 @@ class Decoder:
 
     def _embedding_rows(self) -> Tensor | None:
         """Allocate embedding rows on the first stage, and on the last when the head is tied; None elsewhere."""
-        name, place = f"{self.spec.names.embedding}.weight", self._place
-        if place.is_first_stage or (place.is_last_stage and self.spec.tied_embeddings):
-            return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
+        name, coord = f"{self.spec.names.embedding}.weight", self._coord
+        if coord.is_first_stage or (coord.is_last_stage and self.spec.tied_embeddings):
+            return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, coord)
         self.params.ignore(name)
         return None
 
     def _head_rows(self, embedding: Tensor | None) -> Tensor | None:
         """Return rows of the head on the last stage; None elsewhere."""
-        name, place = f"{self.spec.names.head}.weight", self._place
-        if self.spec.tied_embeddings or not place.is_last_stage:
+        name, coord = f"{self.spec.names.head}.weight", self._coord
+        if self.spec.tied_embeddings or not coord.is_last_stage:
             self.params.ignore(name)
-            return embedding if place.is_last_stage else None
-        return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, place)
+            return embedding if coord.is_last_stage else None
+        return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, coord)
 
 
 class Attention:
@@ -174,12 +174,12 @@ class Attention:
         parallel: Parallel,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
-        q, kv = head_shares(spec, parallel.place)
+        q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
         queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
         qkv = (queries, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
         self.qkv = column_linear(kernels, params, qkv, hidden_size, spec.qkv_bias)
-        first = parallel.place.tp_rank == 0
+        first = parallel.coord.tp_rank == 0
         self.out = row_linear(kernels, params, names.o, hidden_size, queries, bias=spec.o_bias, adds_bias=first)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
@@ -227,9 +227,9 @@ class DecoderLayer:
         return rest
 
 
-def head_shares(spec: AttentionSpec, place: RankCoord) -> tuple[range, range]:
+def head_shares(spec: AttentionSpec, coord: RankCoord) -> tuple[range, range]:
     """Return query heads and KV heads of a tensor rank; its query heads belong to its KV heads."""
-    tp_size, rank = place.shape.tp_size, place.tp_rank
+    tp_size, rank = coord.shape.tp_size, coord.tp_rank
     return part_of(spec.num_heads, tp_size, rank), kv_heads_of(spec.num_kv_heads, tp_size, rank)
 
 
@@ -256,15 +256,20 @@ class _LayerBuilder:
 
     def _operation(self, op: Operation, index: int, local: int, names: LayerNames) -> Attention | FeedForward:
         """Build one operation. `names` are complete."""
-        params, kernels, hidden_size, wide = self.params, self.kernels, self.spec.hidden_size, self.parallel.wide
+        params, kernels, hidden_size, group = (
+            self.params,
+            self.kernels,
+            self.spec.hidden_size,
+            self.parallel.dp_attention_group,
+        )
         if isinstance(op, AttentionSpec):
             eps = self.spec.rms_norm_eps
             return Attention(op, local, hidden_size, eps, names, params, kernels, self.parallel)
         if isinstance(op, MLPSpec):
-            return DenseMLP(kernels, params, names, hidden_size, op, wide)
+            return DenseMLP(kernels, params, names, hidden_size, op, group)
         if self.placement is None:
-            return TPMoE(kernels, params, names, hidden_size, op, wide)
-        return ExpertParallelMoe(kernels, params, names, hidden_size, op, wide, self.placement.rows[index])
+            return TPMoE(kernels, params, names, hidden_size, op, group)
+        return ExpertParallelMoe(kernels, params, names, hidden_size, op, group, self.placement.rows[index])
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

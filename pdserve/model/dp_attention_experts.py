@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pdserve.base.parallel import WidePlace, dealt
+from pdserve.base.parallel import DpRankCoord, dealt
 from pdserve.errors import RankError
 from pdserve.model.dp_attention import TokenShare, own_slice, padded, stripped
 
@@ -37,14 +37,14 @@ class AllReplicas:
 
     def __init__(
         self,
-        place: WidePlace,
+        coord: DpRankCoord,
         gather_own: Callable[[Tensor], Tensor],
         with_others: WithOthers,
         numbers: dist.ProcessGroup | None,
     ) -> None:
-        assert place.place.shape.pp_size == 1, "DP attention supports one pipeline stage"
-        self.size, self.rank = place.num_ranks, place.rank
-        self._place = place
+        assert coord.in_replica.shape.pp_size == 1, "DP attention supports one pipeline stage"
+        self.size, self.rank = coord.num_ranks, coord.rank
+        self._coord = coord
         self._gather_own = gather_own
         self._with_others = with_others
         self._numbers = numbers
@@ -55,13 +55,13 @@ class AllReplicas:
         every = torch.empty(self.size, 2, dtype=torch.int64)
         with self._with_others("begin of a round"):
             dist.all_gather(list(every.unbind()), torch.tensor([step, num_tokens]), group=self._numbers)
-        tp_size = self._place.place.shape.tp_size
+        tp_size = self._coord.in_replica.shape.tp_size
         facts: list[list[int]] = every.tolist()
         firsts = facts[::tp_size]
         if any(there != step for there, _ in facts) or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
             raise RankError(f"the ranks are not in the same round: rank {self.rank} is in {step}, all are in {facts}")
         sizes = [size for _, count in firsts for size in dealt(count, tp_size)]
-        self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._place.place.tp_rank))
+        self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._coord.in_replica.tp_rank))
 
     def hand(self, num_tokens: int) -> TokenShare:
         """See `DPAttentionGroup.hand`. Returns the shares that `begin` computed."""
@@ -80,8 +80,8 @@ class AllReplicas:
         total = parts[0].float()
         for part in parts[1:]:
             total += part
-        tp_size = self._place.place.shape.tp_size
-        first = self._place.first_rank
+        tp_size = self._coord.in_replica.shape.tp_size
+        first = self._coord.first_rank
         return self.rejoin(total.to(x.dtype), sum(sizes[first : first + tp_size]))
 
     def all_gather_rows(self, part: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -96,7 +96,7 @@ class AllReplicas:
 
     def rejoin(self, part: Tensor, num_tokens: int) -> Tensor:
         """See `DPAttentionGroup.rejoin`."""
-        sizes = dealt(num_tokens, self._place.place.shape.tp_size)
+        sizes = dealt(num_tokens, self._coord.in_replica.shape.tp_size)
         return part if len(sizes) == 1 else stripped(self._gather_own(padded(part, sizes[0])), sizes)
 
     def all_to_all(self, x: Tensor, send: Sequence[int], receive: Sequence[int]) -> Tensor:

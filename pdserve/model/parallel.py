@@ -34,12 +34,12 @@ class Parallel(Protocol):
     """One rank of a replica. Methods raise RankError when another rank is gone or times out."""
 
     @property
-    def place(self) -> RankCoord:
+    def coord(self) -> RankCoord:
         """Coordinates of this rank in its replica."""
         ...
 
     @property
-    def wide(self) -> DPAttentionGroup:
+    def dp_attention_group(self) -> DPAttentionGroup:
         """The ranks that the feed-forward layers are split over."""
         ...
 
@@ -94,7 +94,7 @@ class StageRanks:
 
     def __init__(self, parallel: Parallel) -> None:
         self._parallel = parallel
-        self.size, self.rank = parallel.place.shape.tp_size, parallel.place.tp_rank
+        self.size, self.rank = parallel.coord.shape.tp_size, parallel.coord.tp_rank
 
     def begin(self, step: int, num_tokens: int) -> None:
         """See `DPAttentionGroup.begin`. Does nothing."""
@@ -135,19 +135,19 @@ class _There:
 _THERE = _There()
 
 
-def is_sampler(place: RankCoord) -> bool:
-    """Whether `place` is the rank that has all logits: tensor rank 0 of the last stage."""
-    return place.is_last_stage and place.tp_rank == 0
+def is_sampler(coord: RankCoord) -> bool:
+    """Whether `coord` is the rank that has all logits: tensor rank 0 of the last stage."""
+    return coord.is_last_stage and coord.tp_rank == 0
 
 
 class SingleRank:
     """Implements `Parallel` for a replica of one rank."""
 
-    place: RankCoord = SINGLE
+    coord: RankCoord = SINGLE
 
     @property
-    def wide(self) -> DPAttentionGroup:
-        """See `Parallel.wide`."""
+    def dp_attention_group(self) -> DPAttentionGroup:
+        """See `Parallel.dp_attention_group`."""
         return StageRanks(self)
 
     def all_reduce(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from pdserve.base.listeners import ports_closed_afterwards
-from pdserve.base.parallel import ParallelShape, RankCoord, WidePlace
+from pdserve.base.parallel import DpRankCoord, ParallelShape, RankCoord
 from pdserve.errors import ConfigError, RankError
 from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.dp_attention_experts import AllReplicas
@@ -43,36 +43,36 @@ _SHARING = "broadcast of tokens"
 class TorchParallel:
     """Implements `Parallel` over `torch.distributed`. Made by `open_parallel`, which documents `fixed_order`."""
 
-    def __init__(self, place: WidePlace, timeout: datetime.timedelta, fixed_order: bool) -> None:
-        self.place = own = place.place
+    def __init__(self, coord: DpRankCoord, timeout: datetime.timedelta, fixed_order: bool) -> None:
+        self.coord = own = coord.in_replica
         self._gathers_to_add = fixed_order and own.shape.tp_size > 2
-        self._first = place.first_rank
-        replicas = [_ranks_of_replica(place, dp_rank) for dp_rank in range(place.dp_size)]
+        self._first = coord.first_rank
+        replicas = [_ranks_of_replica(coord, dp_rank) for dp_rank in range(coord.dp_size)]
         stages = [stage for replica in replicas for stage in _stages(replica, own.shape)]
-        self._tensor_ranks = _group(stages, place, timeout)
+        self._tensor_ranks = _group(stages, coord, timeout)
         edges = [list(edge) for replica in replicas for edge in _edges(replica, own.shape)]
         groups = [dist.new_group(edge, timeout=timeout) for edge in edges]
         self._next = self._previous = None
         for edge, group in zip(edges, groups, strict=True):
-            if edge[0] == place.rank:
+            if edge[0] == coord.rank:
                 self._next = group
-            elif edge[1] == place.rank:
+            elif edge[1] == coord.rank:
                 self._previous = group
-        self._replica = None if place.dp_size == 1 else _group(replicas, place, timeout)
-        self._schedulers = None if own.shape.num_ranks == 1 else _group(replicas, place, timeout, "gloo")
-        self._sampler = _stages(replicas[place.dp_rank], own.shape)[-1][0]
+        self._replica = None if coord.dp_size == 1 else _group(replicas, coord, timeout)
+        self._schedulers = None if own.shape.num_ranks == 1 else _group(replicas, coord, timeout, "gloo")
+        self._sampler = _stages(replicas[coord.dp_rank], own.shape)[-1][0]
         self._sending: deque[tuple[dist.Work, Tensor]] = deque()
         self._max_sending = own.shape.pp_size**2  # upper bound of the micro-batches in flight
-        self._wide: DPAttentionGroup = StageRanks(self)
-        if place.dp_size > 1:
+        self._dp_attention_group: DPAttentionGroup = StageRanks(self)
+        if coord.dp_size > 1:
             on_host = dist.get_backend() == "gloo"
             numbers = None if on_host else dist.new_group(backend="gloo", timeout=timeout)
-            self._wide = AllReplicas(place, self.all_gather, _with_others, numbers)
+            self._dp_attention_group = AllReplicas(coord, self.all_gather, _with_others, numbers)
 
     @property
-    def wide(self) -> DPAttentionGroup:
-        """See `Parallel.wide`."""
-        return self._wide
+    def dp_attention_group(self) -> DPAttentionGroup:
+        """See `Parallel.dp_attention_group`."""
+        return self._dp_attention_group
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Parallel.all_reduce`."""
@@ -82,14 +82,14 @@ class TorchParallel:
             for part in parts[1:]:
                 total += part
             return x.copy_(total)
-        if self.place.shape.tp_size > 1:
+        if self.coord.shape.tp_size > 1:
             with _with_others("all_reduce"):
                 dist.all_reduce(x, group=self._tensor_ranks)
         return x
 
     def all_gather(self, part: Tensor) -> Tensor:
         """See `Parallel.all_gather`."""
-        tp_size = self.place.shape.tp_size
+        tp_size = self.coord.shape.tp_size
         if tp_size == 1:
             return part
         whole = part.new_empty(tp_size * part.shape[0], *part.shape[1:])
@@ -106,21 +106,21 @@ class TorchParallel:
 
     def gather_logits(self, part: Tensor, vocab_size: int) -> Tensor | None:
         """See `Parallel.gather_logits`."""
-        tp_size = self.place.shape.tp_size
+        tp_size = self.coord.shape.tp_size
         if tp_size == 1:
             return part[:, :vocab_size]
-        part, root = part.contiguous(), self._first + self.place.rank - self.place.tp_rank
-        parts = None if self.place.tp_rank else [torch.empty_like(part) for _ in range(tp_size)]
+        part, root = part.contiguous(), self._first + self.coord.rank - self.coord.tp_rank
+        parts = None if self.coord.tp_rank else [torch.empty_like(part) for _ in range(tp_size)]
         with _with_others("gather of logits"):
             dist.gather(part, parts, dst=root, group=self._tensor_ranks)
         return None if parts is None else torch.cat(parts, 1)[:, :vocab_size].contiguous()
 
     def send(self, x: Tensor) -> None:
         """See `Parallel.send`."""
-        assert not self.place.is_last_stage, "the last stage has no next stage"
+        assert not self.coord.is_last_stage, "the last stage has no next stage"
         x = x.contiguous()
         with _with_others("send of hidden states"):
-            work = dist.isend(x, self._first + self.place.rank + self.place.shape.tp_size, group=self._next)
+            work = dist.isend(x, self._first + self.coord.rank + self.coord.shape.tp_size, group=self._next)
             while len(self._sending) >= self._max_sending:
                 self._sending.popleft()[0].wait()
         assert work is not None, "this rank belongs to its edge's group"
@@ -128,15 +128,15 @@ class TorchParallel:
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """See `Parallel.receive`."""
-        assert not self.place.is_first_stage, "the first stage has no previous stage"
+        assert not self.coord.is_first_stage, "the first stage has no previous stage"
         x = torch.empty(shape, dtype=dtype, device=device)
         with _with_others("receive of hidden states"):
-            dist.recv(x, self._first + self.place.rank - self.place.shape.tp_size, group=self._previous)
+            dist.recv(x, self._first + self.coord.rank - self.coord.shape.tp_size, group=self._previous)
         return x
 
     def share_tokens(self, tensors: Sequence[Tensor]) -> Arrival:
         """See `Parallel.share_tokens`."""
-        if self.place.shape.num_ranks == 1:
+        if self.coord.shape.num_ranks == 1:
             return _Works((), _SHARING)
         with _with_others(_SHARING):
             works = [dist.broadcast(x, self._sampler, group=self._replica, async_op=True) for x in tensors]
@@ -171,7 +171,7 @@ class _Works:
 
 
 def open_parallel(
-    place: RankCoord | WidePlace,
+    coord: RankCoord | DpRankCoord,
     store: Store,
     device: torch.device,
     *,
@@ -193,8 +193,8 @@ def open_parallel(
         ConfigError: no network interface has the address `host`.
         RankError: a rank timed out or left.
     """
-    place = WidePlace(place) if isinstance(place, RankCoord) else place
-    if place.num_ranks == 1:
+    coord = DpRankCoord(coord) if isinstance(coord, RankCoord) else coord
+    if coord.num_ranks == 1:
         return SingleRank()
     backend: Backend = "nccl" if device.type == "cuda" else "gloo"
     interface = _interface_of(host)
@@ -206,13 +206,13 @@ def open_parallel(
         dist.init_process_group(
             backend,
             store=PrefixStore("parallel", store),
-            rank=place.rank,
-            world_size=place.num_ranks,
+            rank=coord.rank,
+            world_size=coord.num_ranks,
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,
         )
-        joined = TorchParallel(place, timeout, fixed_order)
-    _LOG.info("rank %d of %d joined the %s process group", place.rank, place.num_ranks, backend)
+        joined = TorchParallel(coord, timeout, fixed_order)
+    _LOG.info("rank %d of %d joined the %s process group", coord.rank, coord.num_ranks, backend)
     return joined
 
 
@@ -226,9 +226,9 @@ def _with_others(what: str) -> Iterator[None]:
         raise RankError(f"{what}: another rank of this server is gone or timed out: {reason}") from error
 
 
-def _ranks_of_replica(place: WidePlace, dp_rank: int) -> list[int]:
+def _ranks_of_replica(coord: DpRankCoord, dp_rank: int) -> list[int]:
     """Return all ranks of replica `dp_rank`."""
-    num_ranks = place.place.shape.num_ranks
+    num_ranks = coord.in_replica.shape.num_ranks
     return list(range(dp_rank * num_ranks, (dp_rank + 1) * num_ranks))
 
 
@@ -244,14 +244,14 @@ def _edges(replica: list[int], shape: ParallelShape) -> list[tuple[int, int]]:
 
 
 def _group(
-    members: list[list[int]], place: WidePlace, timeout: datetime.timedelta, backend: Backend | None = None
+    members: list[list[int]], coord: DpRankCoord, timeout: datetime.timedelta, backend: Backend | None = None
 ) -> dist.ProcessGroup:
     """Create all groups of `members`, in the same order on every rank, and return this rank's group.
 
     `backend` None selects the device's default backend.
     """
     groups: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout=timeout, backend=backend) for ranks in members]
-    return next(group for ranks, group in zip(members, groups, strict=True) if place.rank in ranks)
+    return next(group for ranks, group in zip(members, groups, strict=True) if coord.rank in ranks)
 
 
 def _interface_of(host: str) -> str:

@@ -60,7 +60,7 @@ class Rank0Link:
 
     def __init__(
         self,
-        place: RankCoord,
+        coord: RankCoord,
         store: Store,
         token: str,
         *,
@@ -70,16 +70,16 @@ class Rank0Link:
         times: LinkTimes | None = None,
         timeout_s: float = MEET_TIMEOUT_S,
     ) -> None:
-        self._place = place
+        self._coord = coord
         self._received: queue.SimpleQueue[Entry | Begin | Stop] = queue.SimpleQueue()
         self._agreed: queue.SimpleQueue[int | PdserveError] = queue.SimpleQueue()
         self._changed = LinkCondition(on_lost)
         self._links: RankLink[ToLeader, ToFollower] = RankLink(
-            place.rank, host, leader_codec(), follower_codec(), times
+            coord.rank, host, leader_codec(), follower_codec(), times
         )
         with contextlib.ExitStack() as stack:
             stack.callback(self._links.close)
-            introduction = Introduction(rank_names(place.shape), place.rank, store, token, facts or {}, timeout_s)
+            introduction = Introduction(rank_names(coord.shape), coord.rank, store, token, facts or {}, timeout_s)
             introduction.publish(self._links.endpoint, self._links.nonce)
             self._links.connect(
                 [introduction.lookup(_LEADER)],
@@ -135,7 +135,7 @@ class Rank0Link:
 
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: ranks of the last pipeline stage report, since rank 0 waits for them."""
-        if self._place.shape.pp_size > 1 and self._place.is_last_stage:
+        if self._coord.shape.pp_size > 1 and self._coord.is_last_stage:
             self.report(StepDone(step))
 
     def offloaded(self, number: int) -> None:
@@ -159,7 +159,7 @@ class Rank0Link:
         self.report(RankFailed(Trouble.of(error)))
         self._changed.root_cause()
         if not isinstance(error, PdserveError):
-            log.error("rank %d failed", self._place.rank, exc_info=error)
+            log.error("rank %d failed", self._coord.rank, exc_info=error)
         self.set_close_timeout(Trouble.of(error).error())
 
     def set_close_timeout(self, error: PdserveError) -> None:

@@ -41,7 +41,7 @@ class _Step:
 
 
 class RankExecutor:
-    """Implements `Executor` over `local`, the executor of this rank, which is at `place`. `layout` is the whole
+    """Implements `Executor` over `local`, the executor of this rank, which is at `coord`. `layout` is the whole
     model's.
 
     `at_once`: compute a step at its launch, so that other ranks need not wait for `resolve`: for followers that compute
@@ -56,7 +56,7 @@ class RankExecutor:
         local: Executor,
         table: PageTable,
         layout: KVLayout,
-        place: RankCoord,
+        coord: RankCoord,
         rank_group: RankGroup,
         log: InputLog,
         *,
@@ -70,8 +70,8 @@ class RankExecutor:
         self._calls_at_once = at_once
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
-        places = [place.shape.place(rank) for rank in range(place.shape.num_ranks)]
-        self._page_bytes = sum(layout.of_rank(each).page_bytes for each in places)
+        coords = [coord.shape.coord(rank) for rank in range(coord.shape.num_ranks)]
+        self._page_bytes = sum(layout.of_rank(each).page_bytes for each in coords)
         self._num_seen = [0] * table.num_rows
         """Number of pages of each row that a fingerprint has covered."""
         self.close_row = local.close_row

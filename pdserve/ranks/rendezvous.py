@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 
 from pdserve import __version__
 from pdserve.base.listeners import close_port
-from pdserve.base.parallel import ParallelShape, RankCoord, WidePlace
+from pdserve.base.parallel import DpRankCoord, ParallelShape, RankCoord
 from pdserve.config.groups import ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, ProtocolError, RankError
 from pdserve.protocol.codec import Codec
@@ -30,14 +30,14 @@ MEET_TIMEOUT_S = 600.0
 FILE, TCP = "file://", "tcp://"
 
 
-def open_stores(rendezvous: str, parallel: ParallelConfig, place: RankCoord, dp_rank: int) -> tuple[Store, Store]:
+def open_stores(rendezvous: str, parallel: ParallelConfig, coord: RankCoord, dp_rank: int) -> tuple[Store, Store]:
     """Open the store of all ranks that compute together, and that of the rank's own replica, which may be the same.
 
     Raises like `open_store`.
     """
-    wide = WidePlace(place, parallel.num_sharing, dp_rank if parallel.num_sharing > 1 else 0)
-    store = open_store(rendezvous, wide.rank, wide.num_ranks)
-    return store, store if wide.dp_size == 1 else PrefixStore(f"replica/{dp_rank}", store)
+    dp_coord = DpRankCoord(coord, parallel.num_sharing, dp_rank if parallel.num_sharing > 1 else 0)
+    store = open_store(rendezvous, dp_coord.rank, dp_coord.num_ranks)
+    return store, store if dp_coord.dp_size == 1 else PrefixStore(f"replica/{dp_rank}", store)
 
 
 def open_store(rendezvous: str, rank: int, num_ranks: int, timeout_s: float = MEET_TIMEOUT_S) -> Store:
@@ -232,8 +232,8 @@ class Introduction:
 
 def rank_names(shape: ParallelShape) -> list[str]:
     """Return the display names of the ranks of a replica."""
-    places = [shape.place(rank) for rank in range(shape.num_ranks)]
-    return [f"rank {place.rank} (tp {place.tp_rank}, pp {place.pp_rank})" for place in places]
+    coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
+    return [f"rank {coord.rank} (tp {coord.tp_rank}, pp {coord.pp_rank})" for coord in coords]
 
 
 def _key(rank: int) -> str:

@@ -70,16 +70,16 @@ class HashExecutor:
     ) -> None:
         self._layout = layout
         self._group = layout.groups[0]
-        places = [shape.place(rank) for rank in range(shape.num_ranks)]
-        self.windows = [RankShard.of(self._group, place) for place in places]
+        coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
+        self.windows = [RankShard.of(self._group, coord) for coord in coords]
         self.pools: list[U64] = [
-            np.full((num_pages, *self._group.of_rank(place).page_shape), POISON, dtype=np.uint64) for place in places
+            np.full((num_pages, *self._group.of_rank(coord).page_shape), POISON, dtype=np.uint64) for coord in coords
         ]
         self.pool = self.pools[0]
         self._held: dict[tuple[int, int], list[tuple[U64, int, int]]] = {}
         """By model layer and head: every pool that holds it, with the layer and head index in that pool."""
-        for place, pool in zip(places, self.pools, strict=True):
-            layers, heads = self._group.layers_of(place), self._group.heads_of(place)
+        for coord, pool in zip(coords, self.pools, strict=True):
+            layers, heads = self._group.layers_of(coord), self._group.heads_of(coord)
             for layer, head in itertools.product(layers, heads):
                 entry = (pool, layer - layers.start, head - heads.start)
                 self._held.setdefault((layer, head), []).append(entry)

@@ -115,7 +115,7 @@ class RankedNode(SimNode):
         return self._rank.log
 
     def _steps(self, table: PageTable) -> Executor:
-        return RankExecutor(self.executor, table, self.layout, self._parallel.place(0), _Alone(), self._rank.log)
+        return RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
 
     def _input_source(self) -> InputSource:
         return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
@@ -205,7 +205,7 @@ class _Follower(SimNode):
     def _steps(self, table: PageTable) -> Executor:
         local = _ComputedElsewhere(self._leader.executor, self._rank.number)
         return RankExecutor(
-            local, table, self.layout, self._parallel.place(self._rank.number), _Alone(), self._rank.log
+            local, table, self.layout, self._parallel.coord(self._rank.number), _Alone(), self._rank.log
         )
 
     def _input_source(self) -> InputSource:

@@ -47,13 +47,13 @@ def shard_flows(group: KVGroup, source: ParallelShape, destination: ParallelShap
     """Return all flows of `group` (the whole model's), ordered by destination rank, layers and heads."""
     found = []
     for rank in range(destination.num_ranks):
-        place = destination.place(rank)
+        coord = destination.coord(rank)
         for stage in range(source.pp_size):
-            layers = _overlap(group.layers_of(place), group.layers_of(source.place(stage * source.tp_size)))
+            layers = _overlap(group.layers_of(coord), group.layers_of(source.coord(stage * source.tp_size)))
             if layers:
                 found += [
                     ShardFlow(stage * source.tp_size + tp_rank, rank, layers, heads)
-                    for tp_rank, heads in _head_sources(group, source, place.tp_rank, group.heads_of(place))
+                    for tp_rank, heads in _head_sources(group, source, coord.tp_rank, group.heads_of(coord))
                 ]
     return tuple(found)
 
@@ -64,7 +64,7 @@ def _head_sources(group: KVGroup, source: ParallelShape, asker: int, wanted: ran
     """
     holders: dict[range, list[int]] = {}
     for tp_rank in range(source.tp_size):
-        holders.setdefault(group.heads_of(source.place(tp_rank)), []).append(tp_rank)
+        holders.setdefault(group.heads_of(source.coord(tp_rank)), []).append(tp_rank)
     return [(ranks[asker % len(ranks)], heads) for held, ranks in holders.items() if (heads := _overlap(held, wanted))]
 
 
@@ -96,9 +96,9 @@ class RankShard:
     heads: range
 
     @classmethod
-    def of(cls, group: KVGroup, place: RankCoord) -> RankShard:
-        """Return the shard of the rank at `place`; `group` is the whole model's."""
-        return cls(group.of_rank(place), group.layers_of(place), group.heads_of(place))
+    def of(cls, group: KVGroup, coord: RankCoord) -> RankShard:
+        """Return the shard of the rank at `coord`; `group` is the whole model's."""
+        return cls(group.of_rank(coord), group.layers_of(coord), group.heads_of(coord))
 
     def offset(self, layer: int, plane: int, head: int) -> int:
         """Return the byte offset of a head of a layer within a page. The arguments are numbers within the model."""
@@ -262,7 +262,7 @@ class ChunkPlanner:
                 continue
             wanted = layers if group is first else None
             for flow in shard_flows(group, self.shape, peer.shape):
-                ours, theirs = self.shape.place(flow.source_rank), peer.shape.place(flow.destination_rank)
+                ours, theirs = self.shape.coord(flow.source_rank), peer.shape.coord(flow.destination_rank)
                 copies = plan_flow(group, ours, theirs, flow, source, pages, wanted)
                 if copies:
                     base = self.kv_bases[flow.source_rank][index]

@@ -301,7 +301,7 @@ def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux
 @functools.lru_cache(maxsize=256)
 def _page_bytes(layout: KVLayout, shape: ParallelShape) -> tuple[tuple[int, ...], ...]:
     """Return the bytes of one page, by rank of a replica of that shape and by layout group."""
-    ranks = map(layout.of_rank, map(shape.place, range(shape.num_ranks)))
+    ranks = map(layout.of_rank, map(shape.coord, range(shape.num_ranks)))
     return tuple(tuple(group.page_bytes for group in own.groups) for own in ranks)
 
 

@@ -88,10 +88,10 @@ class RMSNorm:
         return self._kernels.add_norm(x, more, self.weight, self.eps)
 
 
-def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, place: RankCoord) -> Tensor:
+def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, coord: RankCoord) -> Tensor:
     """Allocate this rank's rows of the checkpoint's `[vocab, hidden]` matrix `name`: `[share, hidden]`."""
-    tp_size = place.shape.tp_size
-    held = vocab_of(vocab_size, tp_size, place.tp_rank)
+    tp_size = coord.shape.tp_size
+    held = vocab_of(vocab_size, tp_size, coord.tp_rank)
     share = len(vocab_of(vocab_size, tp_size, 0))
     return params.stacked(Param(name, (vocab_size, hidden_size), 0, held), num_rows=share)
 
@@ -102,11 +102,11 @@ class VocabEmbedding:
     def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel) -> None:
         self.weight = weight
         self._parallel = parallel
-        self._held = vocab_of(vocab_size, parallel.place.shape.tp_size, parallel.place.tp_rank)
+        self._held = vocab_of(vocab_size, parallel.coord.shape.tp_size, parallel.coord.tp_rank)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
-        if self._parallel.place.shape.tp_size == 1:
+        if self._parallel.coord.shape.tp_size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self._held.start
         elsewhere = (local < 0) | (local >= len(self._held))
@@ -120,13 +120,13 @@ class FeedForward(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`; both are equal on all tensor ranks.
 
-        All ranks of `Parallel.wide` call it together. N may be 0.
+        All ranks of `Parallel.dp_attention_group` call it together. N may be 0.
         """
         ...
 
 
 class DenseMLP:
-    """SiLU-gated MLP; the ranks of `wide` split its columns. `names` are complete."""
+    """SiLU-gated MLP; the ranks of `group` split its columns. `names` are complete."""
 
     def __init__(
         self,
@@ -135,21 +135,21 @@ class DenseMLP:
         names: LayerNames,
         hidden_size: int,
         mlp: MLPSpec,
-        wide: DPAttentionGroup,
+        group: DPAttentionGroup,
     ) -> None:
-        self._kernels, self.wide = kernels, wide
+        self._kernels, self.group = kernels, group
         self.product: Callable[[Tensor], Tensor] | None = None
         """Replacement for this rank's columns, `[N, hidden]` to a partial sum of `[N, hidden]`; None: use `kernels`."""
-        inner = part_of(mlp.intermediate_size, wide.size, wide.rank)
+        inner = part_of(mlp.intermediate_size, group.size, group.rank)
         gate, up = (Outputs(name, mlp.intermediate_size, inner) for name in (names.gate, names.up))
         self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, mlp.bias)
-        first = wide.rank == 0
+        first = group.rank == 0
         self.down = row_linear(kernels, params, names.down, hidden_size, gate, bias=mlp.bias, adds_bias=first)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        x = self.wide.gather(x)
+        x = self.group.gather(x)
         if self.product is not None:
-            return self.wide.reduce_sum(self.product(x))
+            return self.group.reduce_sum(self.product(x))
         gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias)
-        return self.wide.reduce_sum(self.down(gated))
+        return self.group.reduce_sum(self.down(gated))

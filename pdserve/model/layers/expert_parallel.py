@@ -78,7 +78,7 @@ def plan_dispatch(places: Tensor, sizes: Sequence[int], rank: int, table: Expert
 class ExpertParallelMoe:
     """Implements `FeedForward` with whole experts on each rank. `row` is the layer's placement.
 
-    `counts` int64 `[num_experts]` are the tokens routed to each expert since the start, equal on all ranks of `wide`.
+    `counts` int64 `[num_experts]` are the tokens routed to each expert since the start, equal on all ranks of `group`.
     """
 
     def __init__(
@@ -88,50 +88,50 @@ class ExpertParallelMoe:
         names: LayerNames,
         hidden_size: int,
         moe: MoeSpec,
-        wide: DPAttentionGroup,
+        group: DPAttentionGroup,
         row: Row,
     ) -> None:
-        self._kernels, self._wide = kernels, wide
+        self._kernels, self._group = kernels, group
         self.router = Router(kernels, params, names.router, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
-        held = slots_of(row, wide.size, wide.rank)
+        held = slots_of(row, group.size, group.rank)
         inner = range(moe.intermediate_size)
         self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, held, inner)
         self.row = row
         self.counts = new_counts(moe, params.device)
-        self._table = ExpertTable(row, wide.size, moe.num_experts, params.device)
+        self._table = ExpertTable(row, group.size, moe.num_experts, params.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        hand = self._wide.hand(len(x))
+        hand = self._group.hand(len(x))
         mine = x[hand.mine]
         routes = self.route(mine)
-        experts = self._wide.all_gather_rows(routes.experts, hand.sizes)
+        experts = self._group.all_gather_rows(routes.experts, hand.sizes)
         count(self.counts, experts)
-        dispatch = plan_dispatch(self._table.places(experts), hand.sizes, self._wide.rank, self._table)
+        dispatch = plan_dispatch(self._table.places(experts), hand.sizes, self._group.rank, self._table)
         top_k = experts.shape[1]
-        arrived = self._wide.all_to_all(mine[dispatch.rows // top_k], dispatch.send, dispatch.receive)
+        arrived = self._group.all_to_all(mine[dispatch.rows // top_k], dispatch.send, dispatch.receive)
         computed = self.experts(arrived, dispatch.slots)
-        returned = self._wide.all_to_all(computed, dispatch.receive, dispatch.send)
+        returned = self._group.all_to_all(computed, dispatch.receive, dispatch.send)
         outputs = torch.empty_like(returned).index_copy_(0, dispatch.rows, returned)
         mixed = self._kernels.weighted_sum(outputs.view(len(mine), top_k, x.shape[1]), routes.weights)
-        return self._wide.rejoin(mixed, len(x))
+        return self._group.rejoin(mixed, len(x))
 
     def move(self, row: Row) -> int:
         """Replace the held experts by those of `row`, on all ranks, between steps. Returns the number received.
 
         A rank receives a missing expert from the first slot that has it.
         """
-        moves = moves_between(self.row, row, self._wide.size)
-        device, ranks = self.counts.device, range(self._wide.size)
-        leaving = [move for move in moves if move.source == self._wide.rank]
-        arriving = [move for move in moves if move.target == self._wide.rank]
+        moves = moves_between(self.row, row, self._group.size)
+        device, ranks = self.counts.device, range(self._group.size)
+        leaving = [move for move in moves if move.source == self._group.rank]
+        arriving = [move for move in moves if move.target == self._group.rank]
         send = [sum(move.target == rank for move in leaving) for rank in ranks]
         receive = [sum(move.source == rank for move in arriving) for rank in ranks]
         old = torch.tensor([move.source_slot for move in leaving], dtype=torch.int64, device=device)
         new = torch.tensor([move.target_slot for move in arriving], dtype=torch.int64, device=device)
         for weight in self.experts.tensors:
-            weight.index_copy_(0, new, self._wide.all_to_all(weight[old], send, receive))
+            weight.index_copy_(0, new, self._group.all_to_all(weight[old], send, receive))
         self.row = row
-        self._table = ExpertTable(row, self._wide.size, len(self.counts), self.counts.device)
+        self._table = ExpertTable(row, self._group.size, len(self.counts), self.counts.device)
         return len(arriving)

@@ -129,7 +129,7 @@ def count(counts: Tensor, experts: Tensor) -> None:
 
 
 class TPMoE:
-    """Implements `FeedForward`: every rank of `wide` computes its columns of all experts for all tokens.
+    """Implements `FeedForward`: every rank of `group` computes its columns of all experts for all tokens.
 
     `counts` int64 `[num_experts]` are the tokens routed to each expert since the start, equal on all these ranks.
     """
@@ -141,10 +141,10 @@ class TPMoE:
         names: LayerNames,
         hidden_size: int,
         moe: MoeSpec,
-        wide: DPAttentionGroup,
+        group: DPAttentionGroup,
     ) -> None:
-        inner = part_of(moe.intermediate_size, wide.size, wide.rank)
-        self.wide = wide
+        inner = part_of(moe.intermediate_size, group.size, group.rank)
+        self.group = group
         self.counts = new_counts(moe, params.device)
         self.router = Router(kernels, params, names.router, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
@@ -153,7 +153,7 @@ class TPMoE:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        x = self.wide.gather(x)
+        x = self.group.gather(x)
         routes = self.route(x)
         count(self.counts, routes.experts)
-        return self.wide.reduce_sum(self.experts.mixed(x, routes))
+        return self.group.reduce_sum(self.experts.mixed(x, routes))

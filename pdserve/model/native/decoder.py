@@ -141,7 +141,7 @@ class NativeDecoder:
         """Build the program over this rank's KV pool. Called once."""
         model, spec = self._model, self._model.spec
         group = pool.group
-        num_heads = spec.attention.num_heads // self.parallel.place.shape.tp_size
+        num_heads = spec.attention.num_heads // self.parallel.coord.shape.tp_size
         shape = HeadShape(group.num_layers, num_heads, group.num_kv_heads, group.page_tokens, group.head_dim)
         self._program = program = Program(self._threads, self._level, shape, pool.pages)
         self._x = program.buffer(spec.hidden_size)
@@ -203,7 +203,7 @@ class NativeDecoder:
             on_hidden(program.view(self._x, num_tokens))
             program.begin(batch)
         num_samples = batch.sample_index.shape[0]
-        has_argmax = num_samples <= FEW_SAMPLES and self.parallel.place.shape.tp_size == 1
+        has_argmax = num_samples <= FEW_SAMPLES and self.parallel.coord.shape.tp_size == 1
         program.run(done, self._head_to + has_argmax)
         self.argmax = program.copied(self._chosen, num_samples) if has_argmax else None
         return program.view(self._logits, num_samples)
@@ -211,7 +211,7 @@ class NativeDecoder:
     @property
     def most_at_once(self) -> int:
         """Maximum rows of `decode`; 0 when a step needs Python or other ranks."""
-        is_whole = self._embeds_itself and self._head is not None and self.parallel.place.shape.num_ranks == 1
+        is_whole = self._embeds_itself and self._head is not None and self.parallel.coord.shape.num_ranks == 1
         return FEW_SAMPLES if is_whole and not self._stops else 0
 
     def decode(self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> list[int]:
@@ -236,7 +236,7 @@ class NativeDecoder:
     @property
     def _embeds_itself(self) -> bool:
         """Whether the program looks tokens up; otherwise other ranks hold rows, or an earlier stage did it."""
-        return self._model.embedding is not None and self.parallel.place.shape.tp_size == 1
+        return self._model.embedding is not None and self.parallel.coord.shape.tp_size == 1
 
     def _begins_with(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
         """Return the hidden states that this stage starts from."""
@@ -259,7 +259,7 @@ class NativeDecoder:
             self._program.norm(self._x, norm.weight, norm.eps, self._normed)
             self._stop(partial(self._add_outside, weights.op))
             return
-        alone = self.parallel.wide.size == 1
+        alone = self.parallel.dp_attention_group.size == 1
         out = self._x if alone else self._part
         if isinstance(weights, PackedMLP):
             self._program.gated(self._x, weights.gate_up, norm=norm.weight, eps=norm.eps)
@@ -278,7 +278,7 @@ class NativeDecoder:
         program.place(self._qkv, local, q_norm, k_norm, norm.eps)
         self._marks.append(program.num_ops)
         program.attend(local, self._mixed)
-        if self.parallel.place.shape.tp_size == 1:
+        if self.parallel.coord.shape.tp_size == 1:
             program.linear(self._mixed, weights.out, self._x, add=True)
         else:
             program.linear(self._mixed, weights.out, self._part)
@@ -304,9 +304,9 @@ class NativeDecoder:
         self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
 
     def _add_feed_forward(self, num_tokens: int) -> None:
-        """Add the feed-forward output, summed over the ranks of `Parallel.wide`, to the hidden states."""
+        """Add the feed-forward output, summed over the ranks of `Parallel.dp_attention_group`, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
-        self._program.view(self._x, num_tokens).add_(self.parallel.wide.reduce_sum(part))
+        self._program.view(self._x, num_tokens).add_(self.parallel.dp_attention_group.reduce_sum(part))
 
     def _add_outside(self, op: FeedForward, num_tokens: int) -> None:
         """Add a feed-forward output for which tokens travel between ranks."""

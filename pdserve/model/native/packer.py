@@ -67,14 +67,14 @@ class Packer:
             return PackedAttention(op, self.linear(op.qkv), self.linear(op.out))
         if isinstance(op, DenseMLP):
             gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
-            if not op.wide.spans_replicas:
+            if not op.group.spans_replicas:
                 return PackedMLP(gate_up, down)
             op.product = NativeFeedForward(gate_up, down)
             return PackedOutside(op)
         assert isinstance(op, TPMoE | ExpertParallelMoe) and isinstance(op.experts, Experts), op
         gate_up, down = self.experts(op.experts)
         router = self.linear(op.router.linear, format="bf16")
-        if isinstance(op, TPMoE) and not op.wide.spans_replicas:
+        if isinstance(op, TPMoE) and not op.group.spans_replicas:
             return PackedMoe(op, router, gate_up, down)
         op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
         return PackedOutside(op)

@@ -158,9 +158,9 @@ def whole_experts(built: LoadedEngine) -> dict[int, ExpertParallelMoe]:
 def has_its_weights(built: LoadedEngine, path: Path, precision: Precision) -> bool:
     """Whether every slot has the checkpoint's weights of the expert that the row says."""
     tensors = load_file(path / "model.safetensors")
-    place = built.place
+    coord = built.coord
     for layer, mixture in whole_experts(built).items():
-        for slot, expert in enumerate(slots_of(mixture.row, place.shape.tp_size, place.tp_rank)):
+        for slot, expert in enumerate(slots_of(mixture.row, coord.shape.tp_size, coord.tp_rank)):
             gate, up, down = (
                 tensors[f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"]
                 for name in ("gate", "up", "down")

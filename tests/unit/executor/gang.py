@@ -17,7 +17,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore
 
-from pdserve.base.parallel import ParallelShape, WidePlace
+from pdserve.base.parallel import DpRankCoord, ParallelShape
 from pdserve.base.process import die_with_parent
 from pdserve.model.parallel import Parallel
 from pdserve.model.torch_parallel import open_parallel
@@ -30,10 +30,10 @@ COLLECTIVE_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class _Task:
-    """Call `function(parallel, *args)` as the rank at `place`; `key` keeps this replica's meeting apart."""
+    """Call `function(parallel, *args)` as the rank at `coord`; `key` keeps this replica's meeting apart."""
 
     function: Callable[..., Any]
-    place: WidePlace
+    coord: DpRankCoord
     port: int
     key: str
     args: tuple[Any, ...]
@@ -64,14 +64,14 @@ class Gang:
         `fixed_order` and `timeout_s` are those of `open_parallel`.
         """
         key = str(next(self._keys))
-        places = [
-            WidePlace(shape.place(rank), num_sharing, replica)
+        coords = [
+            DpRankCoord(shape.coord(rank), num_sharing, replica)
             for replica in range(num_sharing)
             for rank in range(shape.num_ranks)
         ]
-        for place in places:
-            self._links[place.rank].send(_Task(function, place, self._store.port, key, args, fixed_order, timeout_s))
-        answers = [self._answer(place.rank) for place in places]
+        for coord in coords:
+            self._links[coord.rank].send(_Task(function, coord, self._store.port, key, args, fixed_order, timeout_s))
+        answers = [self._answer(coord.rank) for coord in coords]
         failed = [answer for answer in answers if isinstance(answer, _Failed)]
         assert not failed, "\n".join(answer.text for answer in failed)
         return answers
@@ -114,13 +114,13 @@ def _serve(link: Connection, parent_pid: int) -> None:
         try:
             link.send(_run(task))
         except Exception:
-            link.send(_Failed(f"rank {task.place.rank}: {traceback.format_exc()}"))
+            link.send(_Failed(f"rank {task.coord.rank}: {traceback.format_exc()}"))
 
 
 def _run(task: _Task) -> Any:
     store = TCPStore("127.0.0.1", task.port, is_master=False, timeout=timedelta(seconds=COLLECTIVE_S))
     parallel: Parallel = open_parallel(
-        task.place,
+        task.coord,
         PrefixStore(task.key, store),
         torch.device("cpu"),
         timeout_s=task.timeout_s,

@@ -71,7 +71,7 @@ def build(
 
 def replica_of(parallel: Parallel) -> int:
     """Number of this rank's replica."""
-    return parallel.wide.rank // parallel.place.shape.num_ranks
+    return parallel.dp_attention_group.rank // parallel.coord.shape.num_ranks
 
 
 class Rounds:
@@ -136,24 +136,24 @@ def in_bfloat16(parallel: Parallel, path: Path, vocab_size: int, flags: Parallel
 
 def gathered(parallel: Parallel, sizes: Sequence[int]) -> bool:
     """Replica i has `sizes[i]` rows: what is gathered and added up is right on this rank, whatever the sizes."""
-    wide, replica, tp_size = parallel.wide, replica_of(parallel), parallel.place.shape.tp_size
+    group, replica, tp_size = parallel.dp_attention_group, replica_of(parallel), parallel.coord.shape.tp_size
     rows = [torch.full((size, 3), 10.0 * i) + torch.arange(size)[:, None] for i, size in enumerate(sizes)]
     everyone = torch.cat(rows)
     for step in range(2):
-        wide.begin(step, sizes[replica])
-        hand = wide.hand(sizes[replica])
+        group.begin(step, sizes[replica])
+        hand = group.hand(sizes[replica])
         assert len(hand.sizes) == len(sizes) * tp_size and sum(hand.sizes) == sum(sizes)
-        assert torch.equal(wide.gather(rows[replica]), everyone)
-        assert torch.equal(wide.rejoin(rows[replica][hand.mine], sizes[replica]), rows[replica])
-        factors = sum(range(1, wide.size + 1))
-        assert torch.equal(wide.reduce_sum(everyone * (1.0 + wide.rank)), rows[replica] * factors)
+        assert torch.equal(group.gather(rows[replica]), everyone)
+        assert torch.equal(group.rejoin(rows[replica][hand.mine], sizes[replica]), rows[replica])
+        factors = sum(range(1, group.size + 1))
+        assert torch.equal(group.reduce_sum(everyone * (1.0 + group.rank)), rows[replica] * factors)
     return True
 
 
 def out_of_step(parallel: Parallel) -> str:
     """The second replica is a round ahead."""
     try:
-        parallel.wide.begin(5 + replica_of(parallel), 1)
+        parallel.dp_attention_group.begin(5 + replica_of(parallel), 1)
     except RankError as error:
         return str(error)
     return ""

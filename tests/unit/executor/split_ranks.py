@@ -57,7 +57,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
     """Prompts of many lengths at once (so there are micro-batches), chunked, drawn by chance, and one distribution."""
     config = ServerConfig(
         model=ModelConfig(model_path=str(path), load_format=load_format),
-        memory=MemoryConfig(page_size=16, max_total_tokens=16 * NUM_PAGES * (1 + parallel.place.rank)),
+        memory=MemoryConfig(page_size=16, max_total_tokens=16 * NUM_PAGES * (1 + parallel.coord.rank)),
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
@@ -187,11 +187,11 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     spec, cpu = read_spec(path), torch.device("cpu")
     model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
     layout = kv_layout(spec, 16, "float32")
-    pool = KVPool(layout.groups[0].of_rank(parallel.place), 12, cpu)
+    pool = KVPool(layout.groups[0].of_rank(parallel.coord), 12, cpu)
     attention, table = Recorded(TorchAttention(pool, spec.attention.num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
-    parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.place.shape.pp_size, MIN_TOKENS["cpu"])
+    parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.coord.shape.pp_size, MIN_TOKENS["cpu"])
     batches = [read_plan(part, table, np.array([150]), layout) for part in parts]
     marks: list[tuple[int, int]] = []
     tokens = torch.arange(150, dtype=torch.int32).view(1, -1)
@@ -231,7 +231,7 @@ def _logprobs(tokens: list[SampledToken | None]) -> list[float]:
 
 def leave(parallel: Parallel) -> bool:
     """Rank 1 goes; the others want to compute."""
-    if parallel.place.rank == 1:
+    if parallel.coord.rank == 1:
         return True
     try:
         parallel.all_reduce(torch.ones(3))
@@ -255,7 +255,7 @@ def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) ->
     rows = [driver.open(prompt, len(prompt) + NUM_TOKENS) for prompt in prompts]
     starts, found = [0] * len(prompts), [list[int]() for _ in prompts]
     under_way: deque[StepHandle] = deque()
-    place, executor = parallel.place, driver.built.executor
+    coord, executor = parallel.coord, driver.built.executor
 
     def settle() -> None:
         handle = under_way.popleft()
@@ -263,11 +263,11 @@ def in_turns(parallel: Parallel, path: Path, vocab_size: int, launched: Path) ->
             found[int(row.rid)].append(_token(token).token_id)
 
     for step in range(2 * NUM_TOKENS):
-        if step == place.shape.pp_size and place.rank == 0:
+        if step == coord.shape.pp_size and coord.rank == 0:
             launched.touch()
-        elif step == 0 and place.is_last_stage and place.rank:
+        elif step == 0 and coord.is_last_stage and coord.rank:
             wait_until(launched.exists, "the first stage goes on before it has tokens", 60.0)
-        if len(under_way) == min(2, place.shape.pp_size):
+        if len(under_way) == min(2, coord.shape.pp_size):
             settle()
         plan = []
         for index in (0, 1) if step % 2 == 0 else (2, 3):

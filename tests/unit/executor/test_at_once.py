@@ -201,7 +201,7 @@ class SharedExperts(SingleRank):
     """A rank whose feed-forward layers are split over two replicas."""
 
     @property
-    def wide(self) -> DPAttentionGroup:
+    def dp_attention_group(self) -> DPAttentionGroup:
         ranks = StageRanks(self)
         ranks.size, ranks.spans_replicas = 2, True
         return ranks

@@ -85,7 +85,7 @@ def test_experts_that_move_in_the_middle_of_generation_change_no_token(
     whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
     ranks = gang.run(shape, moved, path, VOCAB_SIZE, experts, overlap)
     for index, rank in enumerate(ranks):
-        stage = shape.tp_size * shape.place(index).pp_rank
+        stage = shape.tp_size * shape.coord(index).pp_rank
         assert rank.tokens == whole.greedy
         assert rank.after == ranks[stage].after != rank.before, "all ranks of a stage agree on something new"
         assert rank.sound, "a slot has other weights than it should"
@@ -107,7 +107,7 @@ def test_experts_that_cannot_lie_so_are_refused_by_name(
     experts: ParallelConfig, overrides: dict[str, Any], field: str, tmp_path: Path
 ) -> None:
     class Elsewhere(SingleRank):
-        place = ParallelShape(tp_size=experts.tp_size, pp_size=experts.pp_size).place(0)
+        coord = ParallelShape(tp_size=experts.tp_size, pp_size=experts.pp_size).coord(0)
 
     with pytest.raises(ConfigError) as error:
         build(Elsewhere(), make_tiny("qwen3_moe", tmp_path, **overrides), experts)
@@ -123,7 +123,7 @@ def _check(gang: Gang, shape: ParallelShape, experts: ParallelConfig, path: Path
     num_tokens = sum(LENGTHS) + LENGTHS[1] + (NUM_TOKENS - 1) * (len(LENGTHS) + 1)
     for index, rank in enumerate(ranks):
         assert rank.greedy == whole.greedy and rank.single == whole.single
-        layers, heads = group.layers_of(shape.place(index)), group.heads_of(shape.place(index))
+        layers, heads = group.layers_of(shape.coord(index)), group.heads_of(shape.coord(index))
         held = whole.pages[:, layers.start : layers.stop, :, heads.start : heads.stop]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.counts == {layer: counts for layer, counts in whole.counts.items() if layer in layers}

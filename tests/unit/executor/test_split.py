@@ -92,7 +92,7 @@ def _check(
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
         for mine, others in zip(rank.prompt, whole.prompt, strict=True):
             torch.testing.assert_close(mine, others, atol=2e-4, rtol=0.0)
-        layers, heads = layout.layers_of(shape.place(index)), layout.heads_of(shape.place(index))
+        layers, heads = layout.layers_of(shape.coord(index)), layout.heads_of(shape.coord(index))
         held = whole.pages[:, layers.start : layers.stop, :, heads.start : heads.stop]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.num_bytes < whole.num_bytes
@@ -150,7 +150,7 @@ def test_a_split_that_does_not_fit_is_refused_by_name(
     shape: ParallelShape, field: str, message: str, tmp_path: Path
 ) -> None:
     class Elsewhere(SingleRank):
-        place = shape.place(0)
+        coord = shape.coord(0)
 
     with pytest.raises(ConfigError, match=message) as error:
         in_bfloat16(Elsewhere(), make_tiny("llama", tmp_path), VOCAB_SIZE)

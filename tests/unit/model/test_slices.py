@@ -37,8 +37,8 @@ SHAPES = [ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((1, 1), (2, 1), (
 class Standing(SingleRank):
     """A rank somewhere in a replica whose other ranks are not there: enough for loading."""
 
-    def __init__(self, place: RankCoord) -> None:
-        self.place = place
+    def __init__(self, coord: RankCoord) -> None:
+        self.coord = coord
 
 
 @dataclasses.dataclass
@@ -98,13 +98,13 @@ def test_a_rank_reads_what_it_holds_and_all_ranks_hold_everything(
 ) -> None:
     path = make_tiny("llama", tmp_path, tie_word_embeddings=tied, attention_bias=True, vocab_size=333)
     sizes = {name: value.numel() for name, value in load_file(path / "model.safetensors").items()}
-    whole = _load(path, ParallelShape().place(0)).params.samples()
+    whole = _load(path, ParallelShape().coord(0)).params.samples()
     total: collections.Counter[str] = collections.Counter()
     ranks = []
     for rank in range(shape.num_ranks):
         recorder = Recorder()
         monkeypatch.setattr(loader, "safe_open", recorder)
-        model = _load(path, shape.place(rank))
+        model = _load(path, shape.coord(rank))
         assert recorder.read.total() * 4 == model.params.num_bytes
         total += recorder.read
         ranks.append(model.params.samples())
@@ -128,11 +128,11 @@ def test_tensor_ranks_read_their_columns_of_every_expert(
 ) -> None:
     path = make_tiny("qwen3_moe", tmp_path, mlp_only_layers=[1])
     sizes = {name: value.numel() for name, value in load_file(path / "model.safetensors").items()}
-    whole = _load(path, ParallelShape().place(0)).params.samples()
+    whole = _load(path, ParallelShape().coord(0)).params.samples()
     recorder, ranks = Recorder(), []
     monkeypatch.setattr(loader, "safe_open", recorder)
     for rank in range(shape.num_ranks):
-        ranks.append(_load(path, shape.place(rank)).params.samples())
+        ranks.append(_load(path, shape.coord(rank)).params.samples())
     for name in sizes:
         copies = shape.tp_size if ".mlp.gate." in name else _copies(name, shape, False)
         assert recorder.read[name] == sizes[name] * copies, name
@@ -143,12 +143,12 @@ def test_a_rank_with_whole_experts_reads_no_others(tmp_path: Path, monkeypatch: 
     path, shape = make_tiny("qwen3_moe", tmp_path), ParallelShape(tp_size=4)
     spec = read_spec(path)
     assert spec.moe is not None
-    whole = _load(path, ParallelShape().place(0)).params.samples()
+    whole = _load(path, ParallelShape().coord(0)).params.samples()
     placement, ranks = first_placement(spec.moe, spec.moe_layers, 4, 0, "trivial"), []
     for rank in range(4):
         recorder = Recorder()
         monkeypatch.setattr(loader, "safe_open", recorder)
-        standing = Standing(shape.place(rank))
+        standing = Standing(shape.coord(rank))
         model = load_model(
             path, spec, "float32", CPU, load_format="auto", seed=3, parallel=standing, placement=placement
         )
@@ -187,7 +187,7 @@ def _most_resident(path: Path, shape: ParallelShape, monkeypatch: pytest.MonkeyP
         return Watched(safe_open(file, framework=framework), collections.Counter())
 
     monkeypatch.setattr(loader, "safe_open", open_watched)
-    _load(path, shape.place(shape.num_ranks - 1))
+    _load(path, shape.coord(shape.num_ranks - 1))
     return max(resident)
 
 
@@ -216,7 +216,7 @@ def test_a_wrong_tensor_is_found_by_some_rank(name: str, change: str, tmp_path: 
     refusals = []
     for rank in range(shape.num_ranks):
         try:
-            _load(path, shape.place(rank))
+            _load(path, shape.coord(rank))
         except ModelError as error:
             refusals.append(str(error))
     assert len(refusals) >= 2
@@ -227,39 +227,39 @@ def test_a_wrong_tensor_is_found_by_some_rank(name: str, change: str, tmp_path: 
 def test_a_gguf_file_is_cut_like_its_checkpoint(family: Family, tmp_path: Path) -> None:
     checkpoint = make_tiny(family, tmp_path / "hf", vocab_size=321)
     path = write_gguf(checkpoint, tmp_path / "tiny.gguf", family)
-    whole = _load(checkpoint, ParallelShape().place(0)).params.samples()
+    whole = _load(checkpoint, ParallelShape().coord(0)).params.samples()
     for shape in SHAPES:
-        ranks = [_load(path, shape.place(r)).params.samples() for r in range(shape.num_ranks)]
+        ranks = [_load(path, shape.coord(r)).params.samples() for r in range(shape.num_ranks)]
         assert fingerprint_of(ranks) == fingerprint_of([whole])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_slices_of_dummies_are_slices_of_the_whole(family: Family, tmp_path: Path) -> None:
     path = make_tiny(family, tmp_path, vocab_size=321)
-    whole = _load(path, ParallelShape().place(0), load_format="dummy").params.samples()
+    whole = _load(path, ParallelShape().coord(0), load_format="dummy").params.samples()
     for shape in SHAPES:
-        ranks = [_load(path, shape.place(r), load_format="dummy").params.samples() for r in range(shape.num_ranks)]
+        ranks = [_load(path, shape.coord(r), load_format="dummy").params.samples() for r in range(shape.num_ranks)]
         assert fingerprint_of(ranks) == fingerprint_of([whole])
 
 
-def _load(path: Path, place: RankCoord, load_format: Any = "auto") -> Decoder:
+def _load(path: Path, coord: RankCoord, load_format: Any = "auto") -> Decoder:
     spec: ModelSpec = read_spec(path)
-    return load_model(path, spec, "float32", CPU, load_format=load_format, seed=3, parallel=Standing(place))
+    return load_model(path, spec, "float32", CPU, load_format=load_format, seed=3, parallel=Standing(coord))
 
 
 def test_ranks_of_a_host_are_numbered_on_it() -> None:
     shape = ParallelShape(tp_size=2, pp_size=2)
-    ranks = [LocalRanks.of(ParallelConfig(tp_size=2, pp_size=2, nnodes=2), shape.place(r)) for r in range(4)]
+    ranks = [LocalRanks.of(ParallelConfig(tp_size=2, pp_size=2, nnodes=2), shape.coord(r)) for r in range(4)]
     assert [(rank.index, rank.count) for rank in ranks] == [(0, 2), (1, 2), (0, 2), (1, 2)]
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no such name"])
 def test_an_address_that_is_not_of_this_host_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=host) as error:
-        open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, host=host)
+        open_parallel(ParallelShape(tp_size=2).coord(0), HashStore(), CPU, host=host)
     assert error.value.field == "disaggregation_host"
 
 
 def test_a_rank_that_never_comes_is_an_error_in_time() -> None:
     with pytest.raises(RankError, match="rendezvous"):
-        open_parallel(ParallelShape(tp_size=2).place(0), HashStore(), CPU, timeout_s=1.0)
+        open_parallel(ParallelShape(tp_size=2).coord(0), HashStore(), CPU, timeout_s=1.0)

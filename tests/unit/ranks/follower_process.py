@@ -19,9 +19,9 @@ from pdserve.ranks.rank0_link import Rank0Link, Stopped
 
 def main(path: str, num_ranks: int, rank: int, token: str) -> None:
     logging.basicConfig(format="%(message)s")
-    place = ParallelShape(tp_size=num_ranks).place(rank)
+    coord = ParallelShape(tp_size=num_ranks).coord(rank)
     times = LinkTimes(beat_s=0.1, silent_s=30.0)
-    leader = Rank0Link(place, FileStore(path, num_ranks), token, host="127.0.0.1", times=times, timeout_s=30.0)
+    leader = Rank0Link(coord, FileStore(path, num_ranks), token, host="127.0.0.1", times=times, timeout_s=30.0)
     print("linked", flush=True)
     leader.agree(50)
     leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))

@@ -58,7 +58,7 @@ class MakeRank(Protocol):
 class Rank:
     """What a rank works with: `executor` is in step with the others', `own` is its part."""
 
-    place: RankCoord
+    coord: RankCoord
     executor: RankExecutor
     own: Executor
     table: PageTable
@@ -73,7 +73,7 @@ class FollowerThread:
     """One follower, which does `work`. `error` is what that ended with."""
 
     def __init__(self, shape: ParallelShape, rank: int, store: HashStore, make: MakeRank, work: Work) -> None:
-        self.place, self._store, self._work = shape.place(rank), store, work
+        self.coord, self._store, self._work = shape.coord(rank), store, work
         self.own, self.table = make(rank)
         self.losses = Losses()
         self.error: BaseException | None = None
@@ -84,13 +84,13 @@ class FollowerThread:
     def _run(self) -> None:
         try:
             leader = self.leader = Rank0Link(
-                self.place, self._store, TOKEN, host=HOST, on_lost=self.losses, times=TIMES, timeout_s=MEET_S
+                self.coord, self._store, TOKEN, host=HOST, on_lost=self.losses, times=TIMES, timeout_s=MEET_S
             )
-            leader.agree(100 + self.place.rank)
+            leader.agree(100 + self.coord.rank)
             leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))
-            log = FollowerLog(f"rank {self.place.rank}", leader.wait_begin().now, leader.next_entry)
-            executor = RankExecutor(self.own, self.table, self.own.layout, self.place, leader, log, at_once=True)
-            self._work(Rank(self.place, executor, self.own, self.table, leader, log))
+            log = FollowerLog(f"rank {self.coord.rank}", leader.wait_begin().now, leader.next_entry)
+            executor = RankExecutor(self.own, self.table, self.own.layout, self.coord, leader, log, at_once=True)
+            self._work(Rank(self.coord, executor, self.own, self.table, leader, log))
             leader.wait_stop()
         except Stopped:
             pass
@@ -127,9 +127,9 @@ def replica(
         own, table = make(0)
         log = LeaderLog(MonotonicClock(), followers.broadcast)
         followers.broadcast(Begin(now=log.now(), rebalances=False, transfer=None))
-        place = shape.place(0)
-        executor = RankExecutor(own, table, own.layout, place, followers, log)
-        yield Rank(place, executor, own, table, followers, log), followers, threads
+        coord = shape.coord(0)
+        executor = RankExecutor(own, table, own.layout, coord, followers, log)
+        yield Rank(coord, executor, own, table, followers, log), followers, threads
     finally:
         followers.close()
         for thread in threads:

@@ -103,7 +103,7 @@ def main() -> int:
         if int(rank) == 0:
             print(json.dumps(generate(config, rendezvous, waits="wait" in sys.argv)), flush=True)
         else:
-            run_follower(config, shape.place(int(rank)), rendezvous, TOKEN)
+            run_follower(config, shape.coord(int(rank)), rendezvous, TOKEN)
     except (ConfigError, ModelError) as error:
         print(error, file=sys.stderr)
         return 2

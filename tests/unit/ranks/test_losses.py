@@ -138,7 +138,7 @@ def refusals(token: str, facts: Facts, their_token: str, their_facts: Facts) -> 
     def follow() -> None:
         try:
             Rank0Link(
-                shape.place(1),
+                shape.coord(1),
                 store,
                 their_token,
                 host=HOST,
@@ -167,7 +167,7 @@ def test_who_refuses_to_meet_is_heard_by_those_who_wait_for_others() -> None:
     def follow() -> None:
         with pytest.raises(ConfigError) as caught:
             Rank0Link(
-                wider.place(2), store, TOKEN, host=HOST, facts=facts[1], on_lost=Losses(), times=TIMES, timeout_s=30.0
+                wider.coord(2), store, TOKEN, host=HOST, facts=facts[1], on_lost=Losses(), times=TIMES, timeout_s=30.0
             )
         said.append(caught.value)
 
@@ -187,7 +187,7 @@ def test_a_follower_that_still_loads_ends_with_its_leader() -> None:
     outcome: list[PdserveError] = []
 
     def follow() -> None:
-        leader = Rank0Link(shape.place(1), store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES)
+        leader = Rank0Link(shape.coord(1), store, TOKEN, host=HOST, facts={}, on_lost=Losses(), times=TIMES)
         with pytest.raises(RankError) as caught:
             leader.agree(5)
         outcome.append(caught.value)

@@ -114,7 +114,7 @@ def test_every_rank_comes_to_what_one_rank_alone_comes_to(shape: ParallelShape) 
     plays: dict[int, Play] = {}
 
     def work(rank: Rank) -> None:
-        play = plays[rank.place.rank] = Play(rank.executor, rank.table, seed=shape.num_ranks)
+        play = plays[rank.coord.rank] = Play(rank.executor, rank.table, seed=shape.num_ranks)
         play.run(120)
 
     with replica(shape, make_rank, work) as (leader, _, threads):
@@ -133,9 +133,9 @@ def test_saved_pages_count_as_much_on_every_rank_and_are_everybodys_when_the_lea
     may_copy = threading.Event()
 
     def work(rank: Rank) -> None:
-        if rank.place.rank:
+        if rank.coord.rank:
             assert may_copy.wait(10.0)
-        saved[rank.place.rank] = rank.executor.offload([1, 2, 3]).num_bytes
+        saved[rank.coord.rank] = rank.executor.offload([1, 2, 3]).num_bytes
 
     with replica(ParallelShape(tp_size=2), make_rank, work) as (leader, *_):
         going_on = threading.Thread(target=work, args=(leader,))
@@ -189,7 +189,7 @@ def test_pages_that_a_row_was_given_in_another_order_are_seen() -> None:
     for pages in ([1, 2, 5], [2, 1, 5], [1, 2, 5]):
         own, table = make_rank()
         entries: list[Entry] = []
-        executor = RankExecutor(own, table, own.layout, ParallelShape(tp_size=2).place(0), Unaided(),
+        executor = RankExecutor(own, table, own.layout, ParallelShape(tp_size=2).coord(0), Unaided(),
                                 LeaderLog(ManualClock(), entries.append))  # fmt: skip
         row = table.open(pages)
         assert row is not None
@@ -206,7 +206,7 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
     """Whatever makes a scheduler come to another plan than its leader's is found before the rank computes it."""
 
     def work(rank: Rank) -> None:
-        other = rank.place.rank > 0
+        other = rank.coord.rank > 0
         row = rank.table.open([8 if other and what == "page" else 7])
         assert row is not None
         rank.executor.open_row(row, [1, 2, 3], 3, CoreSamplingParams(), None)

@@ -202,7 +202,7 @@ class Side:
             num_kv_heads_total=num_heads,
         )
         layout = KVLayout((group,))
-        first = buffer or (1 << 20, 16 * group.of_rank(shape.place(0)).page_bytes)
+        first = buffer or (1 << 20, 16 * group.of_rank(shape.coord(0)).page_bytes)
         ranks = (RankMemory.of(transport_address or instance, [first], host_addresses), *others)
         self.engine = KitEngine(notifies, [rank.transport_address for rank in ranks])
         args = KVArgs(

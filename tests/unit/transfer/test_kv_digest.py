@@ -37,18 +37,18 @@ def pages_of(group: KVGroup, seed: int = 1) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
-def part(whole: np.ndarray, group: KVGroup, place: RankCoord) -> np.ndarray:
+def part(whole: np.ndarray, group: KVGroup, coord: RankCoord) -> np.ndarray:
     """What of it one rank has, as it has it."""
-    layers, heads = group.layers_of(place), group.heads_of(place)
+    layers, heads = group.layers_of(coord), group.heads_of(coord)
     cut = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
     return np.ascontiguousarray(cut).reshape(len(whole), -1)
 
 
 def digests(whole: np.ndarray, group: KVGroup, shape: ParallelShape, first: int = 0) -> list[RankDigest]:
-    places = [shape.place(rank) for rank in range(shape.num_ranks)]
+    coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
     return [
         RankDigest(p.rank, (digest_group(RankShard.of(group, p), [part(whole, group, p)], first, NUM_TOKENS),))
-        for p in places
+        for p in coords
     ]
 
 

@@ -38,8 +38,8 @@ class Replica:
         self.transports = [MemoryTransport(hub) for _ in range(shape.num_ranks)]
         group = model_group()
         for rank in range(shape.num_ranks):
-            place = shape.place(rank)
-            layers, heads = group.layers_of(place), group.heads_of(place)
+            coord = shape.coord(rank)
+            layers, heads = group.layers_of(coord), group.heads_of(coord)
             share = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
             self.pools.append(np.ascontiguousarray(share).reshape(-1))
         regions = [(pool.ctypes.data, pool.nbytes) for pool in self.pools]
@@ -129,8 +129,8 @@ def test_every_rank_of_decode_gets_its_bytes(
     expected[theirs[0].pages[cached:num_pages]] = source[mine[0].pages[cached:num_pages]]
     group = model_group()
     for rank, pool in enumerate(decode.pools):
-        place = decode_shape.place(rank)
-        layers, heads = group.layers_of(place), group.heads_of(place)
+        coord = decode_shape.coord(rank)
+        layers, heads = group.layers_of(coord), group.heads_of(coord)
         share = expected[:, layers.start : layers.stop, :, heads.start : heads.stop]
         assert (pool == share.reshape(-1)).all(), f"rank {rank} of {decode_shape} fed by {prefill_shape}"
 

@@ -57,9 +57,9 @@ def model_bytes(group: KVGroup, num_pages: int) -> npt.NDArray[np.int64]:
     return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
 
 
-def held_by(everything: npt.NDArray[np.int64], group: KVGroup, place: RankCoord) -> npt.NDArray[np.int64]:
+def held_by(everything: npt.NDArray[np.int64], group: KVGroup, coord: RankCoord) -> npt.NDArray[np.int64]:
     """What of it a rank holds, cut out by indexing alone."""
-    layers, heads = group.layers_of(place), group.heads_of(place)
+    layers, heads = group.layers_of(coord), group.heads_of(coord)
     return everything[:, layers.start : layers.stop, :, heads.start : heads.stop]
 
 
@@ -74,14 +74,14 @@ def check_bytes(
 ) -> None:
     """Carry out all plans, a range of layers after the other, and look at every byte of every decode rank."""
     everything = model_bytes(group, num_pages)
-    sources = [held_by(everything, group, source.place(rank)).ravel() for rank in range(source.num_ranks)]
+    sources = [held_by(everything, group, source.coord(rank)).ravel() for rank in range(source.num_ranks)]
     found = [
-        np.full(num_pages * group.of_rank(destination.place(rank)).page_bytes, -1, dtype=np.int64)
+        np.full(num_pages * group.of_rank(destination.coord(rank)).page_bytes, -1, dtype=np.int64)
         for rank in range(destination.num_ranks)
     ]
     num_written = 0
     for flow in shard_flows(group, source, destination):
-        ours, theirs = source.place(flow.source_rank), destination.place(flow.destination_rank)
+        ours, theirs = source.coord(flow.source_rank), destination.coord(flow.destination_rank)
         for layers in [None] if len(ranges) == 1 else ranges:
             for copy in plan_flow(group, ours, theirs, flow, source_pages, target_pages, layers):
                 num_written += copy.num_bytes
@@ -89,8 +89,8 @@ def check_bytes(
                 assert len(taken) == copy.num_bytes, "read outside the pool"
                 found[flow.destination_rank][copy.destination : copy.destination + copy.num_bytes] = taken
     for rank, pool in enumerate(found):
-        expected = np.full_like(held_by(everything, group, destination.place(rank)), -1)
-        expected[target_pages] = held_by(everything, group, destination.place(rank))[source_pages]
+        expected = np.full_like(held_by(everything, group, destination.coord(rank)), -1)
+        expected[target_pages] = held_by(everything, group, destination.coord(rank))[source_pages]
         assert (pool == expected.ravel()).all(), rank
     assert num_written == sum(int((pool >= 0).sum()) for pool in found), "a byte was written twice"
 
@@ -131,8 +131,8 @@ def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
             found = shard_flows(group, ParallelShape(tp_size=source_size), ParallelShape(tp_size=destination_size))
             for rank in range(destination_size):
                 own = [head for flow in found if flow.destination_rank == rank for head in flow.heads]
-                place = ParallelShape(tp_size=destination_size).place(rank)
-                assert sorted(own) == list(group.heads_of(place))
+                coord = ParallelShape(tp_size=destination_size).coord(rank)
+                assert sorted(own) == list(group.heads_of(coord))
             per_source = [sum(flow.source_rank == rank for flow in found) for rank in range(source_size)]
             assert max(per_source) <= -(-len(found) // source_size) + 1, "replicas share the work"
 
@@ -161,8 +161,8 @@ def test_equal_heads_on_both_sides_are_one_copy_a_page_however_many_layers() -> 
     group = group_of(6, 4, 2)
     source, destination = ParallelShape(tp_size=2, pp_size=3), ParallelShape(tp_size=2)
     for flow in shard_flows(group, source, destination):
-        places = source.place(flow.source_rank), destination.place(flow.destination_rank)
-        assert len(plan_flow(group, *places, flow, [0, 1], [4, 2])) == 2
+        coords = source.coord(flow.source_rank), destination.coord(flow.destination_rank)
+        assert len(plan_flow(group, *coords, flow, [0, 1], [4, 2])) == 2
 
 
 def test_pages_must_come_in_pairs() -> None:
@@ -209,6 +209,6 @@ def test_no_stage_has_more_layers_than_the_next_to_last_and_all_are_there() -> N
         group = dataclasses.replace(group_of(num_layers, 1, 1))
         for pp_size in range(1, min(num_layers, 5) + 1):
             shape = ParallelShape(pp_size=pp_size)
-            stages = [group.layers_of(shape.place(rank)) for rank in range(pp_size)]
+            stages = [group.layers_of(shape.coord(rank)) for rank in range(pp_size)]
             assert [layer for stage in stages for layer in stage] == list(range(num_layers))
             assert len(stages[-1]) == min(map(len, stages)) and max(map(len, stages)) - len(stages[-1]) <= 1
