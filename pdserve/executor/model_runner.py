@@ -1,7 +1,7 @@
 """Runs one rank's part of a step: micro-batches through its pipeline stage, and one sampling for all ranks.
 
-`LocalExecutor` calls it while it computes a step; all ranks of a replica do so for the same plans in the same order. A
-stage does not wait for a step's tokens before it goes on: the next step has other requests.
+`LocalExecutor` calls it for each step. All ranks of a replica compute the same plans in the same order. A stage begins
+its next step before the tokens of the last one are known, because the next step has other requests.
 
     stage 0   | step 1 | step 2 |           | step 3 | step 4 |      step 3 uses the tokens of step 1
     stage 1            | step 1, sampling | step 2, sampling | step 3 ...

@@ -1,5 +1,6 @@
-"""Computes steps: on the calling thread, on a thread of their own, or in the stream of a CUDA device; and the fast path
-for small greedy decode steps, which one call of the native kernels computes.
+"""Computes steps: on the calling thread, on a thread of their own, or in the stream of a CUDA device.
+
+`NativeDecodePath` computes a small greedy decode step with one call of the native kernels.
 
 Made by `LocalExecutor`, called by the scheduler thread. Every runner computes steps in the order of their launch, and
 raises the exception of a step where the step is resolved. `own_layers` are this rank's layers, for layer events.

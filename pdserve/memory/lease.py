@@ -1,4 +1,6 @@
-"""Pages of a fixed pool: the free list, and leases, the right to use pages, kept alive by named holds.
+"""Pages of a fixed pool. `PageAllocator` has the free list, and `LeasePool` grants leases, the right to use pages.
+
+A lease lives while it has a named hold.
 
 Owned by `KVMemory`; written by the scheduler thread only. Aux slots are pages of a pool of their own.
 

@@ -5,8 +5,9 @@ waiting   holds no memory; in the order of the schedule policy
 active    has a row and a lease over its known tokens; keeps both until its prompt is complete, or a pause retracts it
 
 A step has a budget of prompt tokens. The oldest active prompt comes first. A prompt longer than the budget leaves up to
-half of the budget to shorter prompts: first to those that finish in this step, then to one prompt of at most half the
-remaining length. So other prompts at most double the TTFT of a long prompt, and never wait for all of it.
+half of the budget to shorter prompts. Prompts that finish in this step take that half first. One prompt of at most half
+the remaining length takes the rest. So other prompts at most double the TTFT of a long prompt, and never wait for all
+of it.
 
 On decode only retracted requests, and requests whose KV transfer failed, are prefilled.
 """
@@ -67,7 +68,7 @@ TIMES_BESIDE_STREAMS = 2
 
 
 class BatchSplitter:
-    """Splits a planned step into parts of limited size. False when no row of the step is left."""
+    """Splits a planned step into parts of limited size. It is falsy when it has no rows."""
 
     def __init__(self, saturation_tokens: int | None) -> None:
         """`saturation_tokens`: see `StepLimits.saturation_tokens`.
@@ -120,8 +121,7 @@ class BatchSplitter:
 
 
 LOOK_AHEAD = 32
-"""Waiting requests that a step inspects without starting them: this many new ones, and as many that waited for a page.
-"""
+"""A step passes over at most this many new requests, and as many that waited for a page in an earlier step."""
 SCAN = 1024
 """Most queue positions that a step passes."""
 

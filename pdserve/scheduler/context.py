@@ -37,9 +37,9 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
 
 
 class DecodeReservation:
-    """Token slots that a new request must leave free for the growth of the requests `held`, which have memory.
+    """Counts the token slots that a new request must leave free, so that the requests `held` can grow.
 
-    Each held request is granted `each_tokens` ahead. The largest one must be able to finish once all other requests are
+    Held requests have memory, and each can grow by `each_tokens`. The largest one can finish once all others are
     retracted.
     """
 

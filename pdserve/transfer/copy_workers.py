@@ -291,9 +291,9 @@ class CopyWorkers:
             while len(workers) < self._num_writers:
                 workers.append(self._start(peer))
         except RuntimeError as error:  # the system has no more threads
-            log.error("no thread to copy to %s with: %s", peer, error)
+            log.error("cannot start a copy thread for %s: %s", peer, error)
             if not workers:
-                return Failure(code="no_threads", message=f"no copy thread could be started: {error}", status=503)
+                return Failure(code="no_threads", message=f"cannot start a copy thread: {error}", status=503)
         return workers
 
     def _start(self, peer: str) -> _Worker:

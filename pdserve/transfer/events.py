@@ -82,7 +82,7 @@ class CopyJob:
     peer: str
     transport_address: str
     pieces: tuple[Piece, ...]
-    """One per layout group, or one for the aux slot."""
+    """One per layout group. `ChunkPlanner.with_aux` adds one for the aux slot, which may be the only one."""
     num_bytes: int
     layer_events: LayerEvents = ALL_WRITTEN
     num_layers: int = 0

@@ -1,8 +1,8 @@
 """Writes to receivers, by key, kept until no write runs any more, independent of the request.
 
-Source pages have the hold `send` for as long. It drops when the last job of the key has ended and failed writes have
-drained. Then the receiver gets the final message of the key. `OutgoingKeys` sends `TransferEnded(quiesced=True)` only
-when no write of the key can still run.
+Source pages have the hold `send` meanwhile. It drops when the last job of the key has ended and failed writes have
+drained. Then `OutgoingKeys` sends the final message of the key to the receiver. It sends
+`TransferEnded(quiesced=True)` only when no write of the key can still run.
 
 Called by `SendSide`.
 """
@@ -83,7 +83,11 @@ class ClosedKeys:
 
 
 class OutgoingKeys:
-    """All keys that are being written to or were; the only sender of the messages that end a key."""
+    """Tracks the copy jobs of each transfer key. It sends `TransferDone` or `TransferEnded` after the last job.
+
+    It also reports a failed copy at once, with `quiesced` False. `SendSide` sends `TransferEnded` for a key that it
+    refuses, or that the receiver aborts before the first job.
+    """
 
     def __init__(self, sessions: Sessions, engine: CopyEngine, clock: Clock, counters: Counter[str]) -> None:
         self._sessions = sessions
@@ -91,7 +95,7 @@ class OutgoingKeys:
         self._clock = clock
         self._counters = counters
         self._entries: dict[MemoryKey, InFlightWrites] = {}
-        self._settling: dict[MemoryKey, InFlightWrites] = {}
+        self._draining: dict[MemoryKey, InFlightWrites] = {}
         """Keys with a failed write that may still land."""
         self.closed = ClosedKeys()
 
@@ -167,7 +171,7 @@ class OutgoingKeys:
         self._counters["copies_failed"] += not job.cancelled
         if not event.settled:
             out.drained_at = max(out.drained_at, self._clock.now() + self._engine.drain_timeout_s)
-            self._settling[out.key] = out
+            self._draining[out.key] = out
         if out.failure is not None:
             return self._finish(out)
         self.notify_receiver(out.key, TransferEnded(key=out.key, failure=event.failure, quiesced=False))
@@ -175,8 +179,8 @@ class OutgoingKeys:
         return WriteOutcome(out.key, event.failure)
 
     def tick(self) -> None:
-        """Finish keys whose failed writes have settled."""
-        for out in list(self._settling.values()):
+        """Finish keys whose failed writes have drained."""
+        for out in list(self._draining.values()):
             self._finish(out)
 
     def writes_in(self, session: int) -> bool:
@@ -204,7 +208,7 @@ class OutgoingKeys:
         if out.failure is None and out.sealed_at is None:
             return None
         del self._entries[out.key]
-        self._settling.pop(out.key, None)
+        self._draining.pop(out.key, None)
         for lease in out.leases:
             lease.drop("send")
         peer = self._receiver_of(out)

@@ -109,7 +109,7 @@ class Notifications:
             try:
                 note = _notes.decode(payload)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                self._complain("a notification is none of ours: %s", error)
+                self._complain("cannot decode a transfer notification: %s", error)
                 continue
             self._seen.setdefault(note.key, set()).add(note.index)
             if len(self._seen) > MAX_KEYS:

@@ -134,7 +134,7 @@ class Peer:
     """Sequence numbers of received packets that are not acknowledged yet."""
     owes_since: float = 0.0
     num_missed: int = 0
-    """Pings sent since the last received packet. A count, not a time: a long local step is no silence of the peer."""
+    """Pings sent since the last received packet. It counts pings, so a long local step does not make a peer silent."""
     listened_at: int = 0
     """`num_missed` when a probe last found a listening process at the endpoint."""
     heard_at: float = 0.0

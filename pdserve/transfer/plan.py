@@ -251,8 +251,8 @@ class ChunkPlanner:
     ) -> list[ChunkPart]:
         """Plan the copies of `layers` of the first group, from the local pages `source` to the peer's pages `target`.
 
-        `target` has one page list per group. The layers of the other groups do not match the first group's: these
-        groups are sent whole, together with the last layers of the first group, when all layers are written.
+        `target` has one page list per group. `layers` are numbers within the first group, and do not fit the other
+        groups. The other groups are sent whole with the last layers of the first group, when all layers are written.
         """
         first = self.layout.groups[0]
         last = layers.stop == first.num_layers

@@ -220,7 +220,8 @@ class ReceiveSide:
                 self._awaiting_session.pop(address, None)
         for room in list(itertools.takewhile(lambda r: self._kv_is_overdue(r, now), self._awaiting_kv.values())):
             del self._awaiting_kv[room.room]
-            message = f"the KV cache did not come within {self._waiting_timeout_s:g} s"
+            limit = f"within {self._waiting_timeout_s:g} s after decode published its pages"
+            message = f"prefill did not finish the KV transfer {limit}"
             self.fail(room, Failure(code="transfer_timeout", message=message, status=504))
         self.published.tick()
 

@@ -1,11 +1,16 @@
 """Bootstrap rooms: the states of a transfer, each side's room, and pages that a peer may still write. Scheduler thread.
 
-Every state change goes through two pure functions, `advance` and `merge_ranks`.
+A room changes its state through the pure function `advance`. `merge_ranks` gives the state over several ranks.
 
 Pages whose addresses a peer knows are kept by key until no write can land there, independent of the request. They have
-the hold `remote`. It drops in one of three cases. The sender has sent its final message for the key (`TransferDone`,
-or a quiesced `TransferEnded`) and all its writes have landed. The session with the sender has ended and is fenced
-(`receiving_engines`). A write is missing, and writes in flight have drained.
+the hold `remote`, which drops in one of these cases:
+
+- The sender has sent its final message (`TransferDone`, or a quiesced `TransferEnded`), and all its writes have landed.
+- The sender redirects the key to another replica, and the same pages are published there under a new key.
+- The sender's quiesced `Reset` ends the session, and engines do not notify.
+- The session with the sender has ended and is fenced (`receiving_engines`).
+- An operator has declared the sender dead (`KVManager.declare_dead`).
+- The drain timeout has passed since a notification was found missing, or since a quiesced `Reset`.
 
 Where engines notify, the engine of each rank confirms that writes have landed.
 """
@@ -69,7 +74,7 @@ class RemoteWritable:
     cached_tokens: int = 0
     """`TransferInfo.cached_tokens`."""
     drained_at: float | None = None
-    """Time from which no write without a notification is in flight any more; None: not known."""
+    """Time at which all writes in flight have drained; None: the pages do not wait for a drain."""
     final_message: TransferDone | TransferEnded | None = None
     """The sender's final message, after which it writes no more; None before."""
     orphan_at: float | None = None

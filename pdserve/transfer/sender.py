@@ -6,7 +6,8 @@ until these layers are written. Pages that the receiver already has are in no jo
 Life of a key: TransferInfo binds it -> chunks are submitted -> all have landed: TransferDone.
                                           \\-> failed or aborted: queued jobs are cancelled, running ones awaited
                                           -> TransferEnded(quiesced)
-`in_flight` decides which message ends a key, and when it is sent.
+`OutgoingKeys` sends the final message of a key with copy jobs. `SendSide` sends `TransferEnded` for a key that it
+refuses, or that the receiver aborts before the first job.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class EarlyTransferInfo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Tombstone:
-    """The answer to a receiver that comes after its request ended or moved; `moved_to` is the replica that has it."""
+    """Failure for a receiver whose request has ended or moved. `moved_to`: the replica that has it, if it moved."""
 
     failure: Failure
     moved_to: int | None = None
@@ -284,7 +285,7 @@ class SendSide:
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room and prompt to `replica` of this server, which has the request."""
         self._early_arrivals.add_tombstone(
-            room, digest, Tombstone(_failure("moved", f"replica {replica} has it"), replica)
+            room, digest, Tombstone(_failure("moved", f"replica {replica} has the request"), replica)
         )
         for early in self._early_arrivals.take_room(room):
             peer = self._sessions.peer(early.instance)
@@ -380,11 +381,12 @@ class SendSide:
             self._connecting.forget(peer.instance)
 
     def tick(self) -> None:
-        """Apply timeouts, and finish failed writes that have settled. Looks at the oldest rooms only."""
+        """Apply timeouts, and finish failed writes that have drained. Looks at the oldest rooms only."""
         now = self._clock.now()
         for room in list(itertools.takewhile(lambda r: now - r.opened_at > self._timeout_s, self.rooms.values())):
             if room.state is KVPoll.BOOTSTRAPPING:
-                what = "no decode server came" if room.target is None else "the decode server could not be reached"
+                unpublished = room.target is None
+                what = "no decode server published pages" if unpublished else "the decode server could not be reached"
                 message = f"{what} for room {room.room} within {self._timeout_s:g} s"
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
         self.outgoing.tick()

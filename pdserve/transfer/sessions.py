@@ -6,8 +6,8 @@
 
 A session ends when the peer's port refuses a connection, or when the peer is silent for too long. It also ends when
 another process answers for the peer's endpoint, and when the peer or an operator ends it. None of these proves that the
-peer has stopped writing: its pages are free once `SessionReceivers` has fenced it, or once it has promised to write no
-more. A peer that is alive after its session has ended opens a new session.
+peer has stopped writing. The pages are free once `SessionReceivers` has fenced the peer, or once the peer has promised
+to write no more. A peer that is alive after its session has ended opens a new session.
 
 Owned by `KVManager`; scheduler thread only. Results are returned as `Notice` values for the manager to act on. All
 ranks of a replica run the same session logic, so nothing here is drawn at random: see `_mint`.

@@ -46,7 +46,7 @@ class TransportFacts:
     protocol: str
     """Medium of the bytes: `rdma`, `tcp`, `memory`, or `none`."""
     moves_bytes: bool
-    """False: no bytes arrive, and the receiver computes noise from its pages."""
+    """False: no bytes arrive. Decode zeroes its fresh pages, so the output has no meaning."""
     max_outstanding: int | None = None
     """Most copies under way to one peer at a time, over all threads; None: no limit."""
     writers: int = 1
@@ -108,8 +108,9 @@ class Transport(Protocol):
         ...
 
     def open_receiver(self, peer: str) -> str:
-        """Open a receiving engine for `peer` (an instance id) alone, and return its address, which is for no other
-        peer.
+        """Open a receiving engine for `peer` alone, and return its address, which no other peer receives.
+
+        `peer` names one session with a process: `f"{instance}#{number}"`, see `Peer.receiver`.
 
         While the engine is open, calls return the same address; after a `fence`, one that was never used before. The
         engine may accept no connection before `allow_sources`.

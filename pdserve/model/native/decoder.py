@@ -218,7 +218,7 @@ class NativeDecoder:
         """Run a whole greedy decode step in one call.
 
         Args:
-            facts: int64 `[2, rows]`: each row's line in the tables, and the position of the token that it computes.
+            facts: int64 `[2, rows]`: each row's table row, and the position of the token that it computes.
             tokens: int32 `[table rows, context]`, known tokens; new tokens are written there as well.
             pages: int32 `[table rows, pages of a row]`, the page table.
         """

@@ -15,7 +15,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 
-LOST = Failure(code="transfer_failed", message="the transfer failed without a reason")
+LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 

@@ -13,7 +13,8 @@ retracted    released its memory when memory ran out; resumes before any new req
              A request whose KV transfer failed is queued here too, with load failure policy `recompute`. It gets new
              pages: the published ones stay held by `remote` as long as the peer may write there.
 
-Only running requests hold rows, so a full decode batch never delays prefill.
+A received request takes a row when it joins the decode batch, so a full batch never delays prefill. A retracted request
+takes a row when it resumes, before its remaining tokens are computed (`PrefillManager`).
 """
 
 from __future__ import annotations

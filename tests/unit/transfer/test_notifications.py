@@ -136,7 +136,7 @@ def test_what_is_no_note_is_passed_over(
     notes.came.put(bad)
     notes.came.put(encode_note(KEY, 0))
     assert waiting.expect(KEY, 1)
-    assert "none of ours" in caplog.text
+    assert "cannot decode a transfer notification" in caplog.text
     notes.came.put(bad)
     assert not waiting.expect(OTHER, 1)
     notes.came.put(bad)
