@@ -1,4 +1,4 @@
-"""Leaders in lockstep: whoever has work calls the others to it; nobody waits for ever, and who is lost ends all."""
+"""Ranks 0 in DP sync: one with work announces a round to the others, no wait is endless, and a loss ends all."""
 
 from __future__ import annotations
 
