@@ -2,7 +2,7 @@
 
 Servers and router each have one middleware, which asks these rules in this order and sends the refusals:
 
-    `framing_refusal` ──> `AccessRules.key_refusal` ──> `page_refusal` ──> `bodies` ──> `place`
+    `framing_refusal` ──> `AccessRules.key_refusal` ──> `page_refusal` ──> `bodies` ──> `take_client_slot`
 
 CORS prevents a page of another origin from reading responses, and from sending a key or a JSON content type. CORS does
 not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.
@@ -197,6 +197,6 @@ class AccessRules:
             return f"key {key}"
         return "unknown" if peer is None else client_address(peer, forwarded_for, self._proxies)
 
-    def place(self, client: str) -> AbstractContextManager[None]:
+    def take_client_slot(self, client: str) -> AbstractContextManager[None]:
         """See `ClientLimit.take`."""
         return self._limit.take(client)

@@ -101,14 +101,14 @@ class RouterApp:
         self.watchdog = PairWatchdog(
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
-        self._fleet = WorkerFanout(config, self.registry, self.health, session)
+        self._fanout = WorkerFanout(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
-        self._openapi = OpenApi(self._fleet, FORWARDED, self.routes, with_keys=config.access.keys.some)
+        self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = PageFiles()
         self._ticker: asyncio.Task[None] | None = None
         endpoint = config.otlp_traces_endpoint
@@ -221,7 +221,7 @@ class RouterApp:
                 self.admission.abort(None)
             elif isinstance(rid, str) and rid:
                 self.admission.abort(rid)
-        return await self._fleet.fan_out(request)
+        return await self._fanout.fan_out(request)
 
     async def ready(self, request: web.Request) -> web.Response:
         """200 while requests can be served: a pair of healthy, not draining workers exists that is not down."""
@@ -247,19 +247,19 @@ class RouterApp:
 
     def routes(self) -> list[web.RouteDef]:
         """Return all routes of the router."""
-        fleet = self._fleet
+        fanout = self._fanout
         return [
             *(web.post(path, self.generate) for path in GENERATING),
-            *(web.get(path, fleet.proxy) for path in ASKED),
-            *(web.post(path, fleet.proxy) for path in ASKED_WITH_BODY),
-            *(web.get(path, fleet.server_info) for path in ("/get_server_info", "/server_info")),
-            *(web.get(path, fleet.loads) for path in ("/get_loads", "/v1/loads")),
-            web.get("/get_load", fleet.load),
+            *(web.get(path, fanout.proxy) for path in ASKED),
+            *(web.post(path, fanout.proxy) for path in ASKED_WITH_BODY),
+            *(web.get(path, fanout.server_info) for path in ("/get_server_info", "/server_info")),
+            *(web.get(path, fanout.loads) for path in ("/get_loads", "/v1/loads")),
+            web.get("/get_load", fanout.load),
             web.get("/version", self.version),
-            *(web.post(path, fleet.fan_out) for path in COMMANDS),
-            *(web.get(path, fleet.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
+            *(web.post(path, fanout.fan_out) for path in COMMANDS),
+            *(web.get(path, fanout.fan_out) for path in ("/flush_cache", "/start_profile", "/stop_profile")),
             web.post("/abort_request", self.abort),
-            web.get("/health_generate", fleet.health_generate),
+            web.get("/health_generate", fanout.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
             web.get("/liveness", self.alive),
             web.get("/metrics", self.show_metrics),

@@ -216,10 +216,10 @@ class Access:
             headers = request.headers
             forwarded_for = headers.getall("X-Forwarded-For", [])
             client = self._rules.client(headers.get("Authorization"), request.remote, forwarded_for)
-            place = self._rules.place(client)
+            slot = self._rules.take_client_slot(client)
         except RequestError as error:
             return refused(HttpRefusal.of(error))
-        with place:
+        with slot:
             return await handler(request)
 
     def _preflight(self, request: web.Request) -> web.Response:

@@ -61,20 +61,20 @@ class OpenApi:
 
     def __init__(
         self,
-        fleet: WorkerFanout,
+        fanout: WorkerFanout,
         forwarded: Iterable[str],
         routes: Callable[[], list[web.RouteDef]],
         *,
         with_keys: bool,
     ) -> None:
-        self._fleet = fleet
+        self._fanout = fanout
         self._forwarded = frozenset(map(_plain, forwarded))
         self._routes = routes
         self._with_keys = with_keys
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the OpenAPI document."""
-        theirs = await self._fleet.document(request)
+        theirs = await self._fanout.document(request)
         return json_response(describe(self._routes(), self._forwarded, theirs, with_keys=self._with_keys))
 
 

@@ -39,7 +39,7 @@ PATH = "/observe"
 
 
 @dataclasses.dataclass(eq=False)
-class ClusterSight:
+class WorkerObservation:
     """Last answer of one worker. Times are the event loop's."""
 
     answer: ObserveReply | None = None
@@ -47,7 +47,7 @@ class ClusterSight:
     error: str | None = None
     endpoints: tuple[str, ...] = ()
     """Control endpoints in the last answer; kept, because peers still report transfers with them."""
-    asking: asyncio.Task[None] | None = None
+    query: asyncio.Task[None] | None = None
 
 
 class Observer:
@@ -60,7 +60,7 @@ class Observer:
         self._registry = registry
         self._admission = admission
         self._session = session
-        self._sights: dict[Worker, ClusterSight] = {}
+        self._observations: dict[Worker, WorkerObservation] = {}
         self._asked_at: float | None = None
         self._shown: bytes | None = None
         self._started_at = time.time()
@@ -73,67 +73,68 @@ class Observer:
             self._asked_at = now
             self._shown = None
             self._ask_all()
-        running = [sight.asking for sight in self._sights.values() if sight.asking is not None]
+        running = [observation.query for observation in self._observations.values() if observation.query is not None]
         if running:
             await asyncio.wait(running, timeout=max(0.0, self._asked_at + PATIENCE_S - now))
         if self._shown is None:
-            self._shown = orjson.dumps(self._picture())
+            self._shown = orjson.dumps(self._snapshot())
         headers = {"Cache-Control": "no-store"}
         return web.Response(body=self._shown, content_type="application/json", headers=headers)
 
     async def close(self) -> None:
         """Cancel all running queries."""
-        tasks = [sight.asking for sight in self._sights.values() if sight.asking is not None]
+        tasks = [observation.query for observation in self._observations.values() if observation.query is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _ask_all(self) -> None:
         for worker in self._registry.workers:
-            sight = self._sights.setdefault(worker, ClusterSight())
-            if worker.healthy and sight.asking is None:
-                sight.asking = asyncio.create_task(self._ask(worker, sight))
-                sight.asking.add_done_callback(self._ended(sight))
+            observation = self._observations.setdefault(worker, WorkerObservation())
+            if worker.healthy and observation.query is None:
+                observation.query = asyncio.create_task(self._ask(worker, observation))
+                observation.query.add_done_callback(self._ended(observation))
 
-    def _ended(self, sight: ClusterSight) -> Callable[[asyncio.Task[None]], None]:
+    def _ended(self, observation: WorkerObservation) -> Callable[[asyncio.Task[None]], None]:
         def forget_task(_: asyncio.Task[None]) -> None:
-            sight.asking = None
+            observation.query = None
             self._shown = None
 
         return forget_task
 
-    async def _ask(self, worker: Worker, sight: ClusterSight) -> None:
-        """Query one worker and store the answer or the error in `sight`."""
+    async def _ask(self, worker: Worker, observation: WorkerObservation) -> None:
+        """Query one worker and store the answer or the error in `observation`."""
         timeout = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
         headers = own_headers(worker, self._config.access.admin_key_for_workers)
         try:
             url = worker.spec.url + PATH
             async with self._session.get(url, timeout=timeout, headers=headers, allow_redirects=False) as response:
                 if response.status != 200:
-                    sight.error = f"GET {PATH} answered {response.status}"
+                    observation.error = f"GET {PATH} answered {response.status}"
                     return
                 answer = parse_answer(await read_at_most(response, MAX_ANSWER_BYTES))
         except TimeoutError:
-            sight.error = f"no answer within {ASK_TIMEOUT_S:g} s"
+            observation.error = f"no answer within {ASK_TIMEOUT_S:g} s"
         except (aiohttp.ClientError, OSError) as error:
-            sight.error = describe_error(error)
+            observation.error = describe_error(error)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            sight.error = f"GET {PATH} gave an invalid answer: {error}"
+            observation.error = f"GET {PATH} gave an invalid answer: {error}"
         else:
-            sight.answer, sight.error = answer, None
-            sight.endpoints = tuple(answer.endpoints) or sight.endpoints
-            sight.answered_at = self._admission.now()
+            observation.answer, observation.error = answer, None
+            observation.endpoints = tuple(answer.endpoints) or observation.endpoints
+            observation.answered_at = self._admission.now()
 
-    def _picture(self) -> dict[str, Any]:
+    def _snapshot(self) -> dict[str, Any]:
         now = self._admission.now()
         workers = self._registry.workers
-        sights = {worker: self._sights.get(worker, ClusterSight()) for worker in workers}
-        answers = {worker: answer for worker in workers if (answer := self._current(worker, sights[worker], now))}
-        owners = {endpoint: worker.spec.url for worker in workers for endpoint in sights[worker].endpoints}
+        observations = {worker: self._observations.get(worker, WorkerObservation()) for worker in workers}
+        answers = {worker: answer for worker in workers if (answer := self._current(worker, observations[worker], now))}
+        owners = {endpoint: worker.spec.url for worker in workers for endpoint in observations[worker].endpoints}
         return {
             "router": self._router(),
             "workers": [
-                describe(worker, now) | {"observed": self._observed(worker, sights[worker], answers.get(worker), now)}
+                describe(worker, now)
+                | {"observed": self._observed(worker, observations[worker], answers.get(worker), now)}
                 for worker in workers
             ],
             "pairs": self._admission.pairs.shown(now),
@@ -141,18 +142,20 @@ class Observer:
             "requests": join_requests((one.spec.role, one.spec.url, answer) for one, answer in answers.items()),
         }
 
-    def _current(self, worker: Worker, sight: ClusterSight, now: float) -> ObserveReply | None:
+    def _current(self, worker: Worker, observation: WorkerObservation, now: float) -> ObserveReply | None:
         """Return a worker's last answer; None if it is older than `KEEP_S` or the worker is dead."""
-        if not worker.healthy or now - sight.answered_at > KEEP_S:
+        if not worker.healthy or now - observation.answered_at > KEEP_S:
             return None
-        return sight.answer
+        return observation.answer
 
-    def _observed(self, worker: Worker, sight: ClusterSight, answer: ObserveReply | None, now: float) -> dict[str, Any]:
-        told = {"error": sight.error if worker.healthy else worker.last_error}
+    def _observed(
+        self, worker: Worker, observation: WorkerObservation, answer: ObserveReply | None, now: float
+    ) -> dict[str, Any]:
+        fields = {"error": observation.error if worker.healthy else worker.last_error}
         if answer is None:
-            return told | {"age_s": None, "server": None, "replicas": [], "rates": None}
-        return told | {
-            "age_s": now - sight.answered_at,
+            return fields | {"age_s": None, "server": None, "replicas": [], "rates": None}
+        return fields | {
+            "age_s": now - observation.answered_at,
             "server": msgspec.to_builtins(answer.server),
             "replicas": msgspec.to_builtins(answer.replicas),
             "rates": msgspec.to_builtins(answer.rates),
@@ -172,7 +175,7 @@ class Observer:
         }
 
     def _forget(self, worker: Worker) -> None:
-        sight = self._sights.pop(worker, None)
-        if sight is not None and sight.asking is not None:
-            sight.asking.cancel()
+        observation = self._observations.pop(worker, None)
+        if observation is not None and observation.query is not None:
+            observation.query.cancel()
         self._shown = None

@@ -45,9 +45,9 @@ class Attempt:
 
     def __enter__(self) -> Self:
         pair = self.pair
-        pair.decode.tries.add(self)
+        pair.decode.attempts.add(self)
         if pair.prefill is not None:
-            pair.prefill.tries.add(self)
+            pair.prefill.attempts.add(self)
         self._drain.enter(self)
         return self
 
@@ -55,11 +55,11 @@ class Attempt:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         pair = self.pair
-        pair.decode.tries.discard(self)
+        pair.decode.attempts.discard(self)
         if pair.prefill is not None:
-            pair.prefill.tries.discard(self)
+            pair.prefill.attempts.discard(self)
         if self._live is not None:
-            self._live.worker.num_heard += self.num_bytes(self._live.worker)
+            self._live.worker.ended_bytes += self.num_bytes(self._live.worker)
         self._drain.leave(self)
 
     @property
@@ -124,7 +124,7 @@ class Drain:
     """The shutdown of one router: see the module's docstring."""
 
     def __init__(self) -> None:
-        self.tries: set[Attempt] = set()
+        self.attempts: set[Attempt] = set()
         """All running attempts."""
         self._num_calls = 0
         self._left = asyncio.Event()
@@ -140,7 +140,7 @@ class Drain:
     def cut(self) -> None:
         """End all running attempts."""
         self.closed = self.is_cut = True
-        for one in list(self.tries):
+        for one in list(self.attempts):
             one.cut()
 
     @contextlib.contextmanager
@@ -164,10 +164,10 @@ class Drain:
 
     def enter(self, one: Attempt) -> None:
         """Add an attempt; called by the attempt."""
-        self.tries.add(one)
+        self.attempts.add(one)
         if self.is_cut:
             one.cut()
 
     def leave(self, one: Attempt) -> None:
         """Remove an attempt; called by the attempt."""
-        self.tries.discard(one)
+        self.attempts.discard(one)

@@ -167,7 +167,7 @@ class Dispatcher:
             outcome = tried
             avoid.add(tried.worker)
             if isinstance(tried, WorkerResponse) and ROLE_HEADER in tried.headers:
-                await self._health.said_role(tried.worker, tried.headers[ROLE_HEADER])
+                await self._health.on_reported_role(tried.worker, tried.headers[ROLE_HEADER])
             if asked_to_retry_later(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
                 break
             await self._after_failure(tried, attempt)
@@ -188,19 +188,19 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def _attempt(
-        self, places: PairSlots, call: ProxiedCall, this: Attempt
+        self, slots: PairSlots, call: ProxiedCall, this: Attempt
     ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Refused]:
         """Run one attempt. On leaving, both connections are closed and both slots released."""
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
         decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
         outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None = None
         try:
-            data = self._body_for(call, places.pair)
-            decode = asyncio.create_task(self._decode_half(places.pair.decode, call, data))
-            if places.prefill is not None:
-                prefill = asyncio.create_task(self._prefill_half(places, call, data))
-            outcome = await self._wait(prefill, decode, this, places.pair)
-            self._note(places, outcome)
+            data = self._body_for(call, slots.pair)
+            decode = asyncio.create_task(self._decode_half(slots.pair.decode, call, data))
+            if slots.prefill is not None:
+                prefill = asyncio.create_task(self._prefill_half(slots, call, data))
+            outcome = await self._wait(prefill, decode, this, slots.pair)
+            self._note(slots, outcome)
             if (
                 prefill is not None
                 and isinstance(outcome, WorkerStream)
@@ -212,7 +212,7 @@ class Dispatcher:
                 outcome = await _with_prompt_logprobs(outcome, prefill) if prefill.done() else this.reason
                 assert outcome is not None, "prefill has answered, or the attempt was ended"
                 if failed(outcome):
-                    self._note(places, outcome)
+                    self._note(slots, outcome)
             if isinstance(outcome, WorkerStream):
                 this.answers(outcome)
             yield outcome
@@ -220,12 +220,12 @@ class Dispatcher:
                 await asyncio.wait({prefill}, timeout=PREFILL_GRACE_S)
         finally:
             try:
-                self._last_words(places, prefill, outcome, call)
+                self._report_attempt_end(slots, prefill, outcome, call)
             finally:
                 try:
                     await close_halves(prefill, decode)
                 finally:
-                    places.close()
+                    slots.close()
 
     def _body_for(self, call: ProxiedCall, pair: Pair) -> bytes:
         """Encode the body for both halves, with a new bootstrap room for a pair."""
@@ -249,12 +249,12 @@ class Dispatcher:
         if prefill is not None:
             prefill.add_done_callback(this.wake)
         while True:
-            told = prefill.result() if prefill is not None and prefill.done() else None
-            if told is not None and not decode.done() and not ends_both(told) and self._goes_on_without(pair):
-                told = None
-            verdict = resolve_outcome(told, decode.result() if decode.done() else None)
-            if verdict is not None:
-                return verdict
+            prefilled = prefill.result() if prefill is not None and prefill.done() else None
+            if prefilled is not None and not decode.done() and not ends_both(prefilled) and self._goes_on_without(pair):
+                prefilled = None
+            outcome = resolve_outcome(prefilled, decode.result() if decode.done() else None)
+            if outcome is not None:
+                return outcome
             if this.reason is not None:
                 return this.reason
             assert not decode.done(), "a finished decode half is an answer or a failure"
@@ -269,19 +269,19 @@ class Dispatcher:
         return pair.decode.facts.get(LOAD_FAILURE_POLICY) == "recompute" and not others
 
     async def _prefill_half(
-        self, places: PairSlots, call: ProxiedCall, data: bytes
+        self, slots: PairSlots, call: ProxiedCall, data: bytes
     ) -> WorkerResponse | ConnectionFailed:
         """Send the prefill half; a good answer releases prefill's slot and is reported to its breaker."""
-        place = places.prefill
-        assert place is not None
-        spec = place.worker.spec
+        slot = slots.prefill
+        assert slot is not None
+        spec = slot.worker.spec
         with half_of(call.trace, spec.role, spec.url) as more:
-            headers = self._headers(place.worker, call, more)
-            answer = await read_whole(self._session, place.worker, call.path, data, headers)
+            headers = self._headers(slot.worker, call, more)
+            answer = await read_whole(self._session, slot.worker, call.path, data, headers)
         if not failed(answer):
-            place.completed()
-            place.close()
-            place.worker.num_heard += 1
+            slot.completed()
+            slot.close()
+            slot.worker.ended_bytes += 1
         return answer
 
     async def _decode_half(
@@ -311,14 +311,14 @@ class Dispatcher:
         if attempt < self._config.retry.max_tries:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _note(self, places: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
+    def _note(self, slots: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
         """Report the outcome of an attempt to breaker, pair state, metrics and log."""
         if isinstance(outcome, Refused):
             return
         if isinstance(outcome, ConnectionFailed) and outcome.out_of_descriptors:
             self._not_asked.warning("no request was sent to %s: %s", outcome.worker.spec.url, outcome.message)
             return
-        place = places.at(outcome.worker)
+        slot = slots.at(outcome.worker)
         if not isinstance(outcome, WorkerStream):
             spec = outcome.worker.spec
             kind = "connection" if isinstance(outcome, ConnectionFailed) else str(outcome.status)
@@ -328,17 +328,17 @@ class Dispatcher:
             ours = counts_as_failure(outcome) or asked_to_retry_later(outcome)  # errors of clients are debug messages
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if counts_as_failure(outcome):
-            place.failed()
-            self._admission.pairs.suspect(places.pair)
+            slot.failed()
+            self._admission.pairs.suspect(slots.pair)
         elif isinstance(outcome, WorkerStream):
-            place.answered()
-            self._admission.pairs.served(places.pair, self._admission.now())
+            slot.answered()
+            self._admission.pairs.served(slots.pair, self._admission.now())
         elif not asked_to_retry_later(outcome):
-            place.completed()
+            slot.completed()
 
-    def _last_words(
+    def _report_attempt_end(
         self,
-        places: PairSlots,
+        slots: PairSlots,
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
         outcome: Outcome | None,
         call: ProxiedCall,
@@ -349,16 +349,16 @@ class Dispatcher:
         """
         ended = prefill.result() if prefill is not None and prefill.done() and not prefill.cancelled() else None
         if isinstance(outcome, WorkerStream):
-            if ended is not None and counts_as_failure(ended) and places.prefill is not None:
-                places.prefill.failed()
+            if ended is not None and counts_as_failure(ended) and slots.prefill is not None:
+                slots.prefill.failed()
             if outcome.is_truncated and not outcome.was_ended:
-                places.decode.failed()
+                slots.decode.failed()
             elif outcome.ended:
-                places.decode.completed()
+                slots.decode.completed()
         elif isinstance(outcome, WorkerResponse) and not failed(outcome):
-            places.decode.completed()
+            slots.decode.completed()
         elif outcome is None and self._admission.now() >= call.deadline:
-            late = places.decode if prefill is None or prefill.done() else places.prefill
+            late = slots.decode if prefill is None or prefill.done() else slots.prefill
             assert late is not None
             late.failed()
 
@@ -392,16 +392,16 @@ async def close_halves(
         if half is None:
             continue
         if half.done():
-            _let_go(half)
+            _close_finished(half)
             continue
-        half.add_done_callback(_let_go)  # runs also if the wait below is cancelled
+        half.add_done_callback(_close_finished)  # runs also if the wait below is cancelled
         half.cancel()
         running.append(half)
     if running:
         await asyncio.gather(*running, return_exceptions=True)
 
 
-def _let_go(half: asyncio.Task[Any]) -> None:
+def _close_finished(half: asyncio.Task[Any]) -> None:
     """Close the connection of a finished half."""
     if half.cancelled():
         return

@@ -125,7 +125,7 @@ class PairWatchdog:
             failed_once = state.num_failed > 0 and not state.down
             if failed_once or (state.wanted and _age(state.probed_at, now) >= RECHECK_S):
                 yield pair
-        for one in self._drain.tries:
+        for one in self._drain.attempts:
             if one.waits and now - one.begun >= WAITS_S:
                 state = self._pairs.state(one.pair)
                 if min(_age(state.served_at, now), _age(state.probed_at, now)) >= self._probes.interval_s:
@@ -204,7 +204,7 @@ class PairWatchdog:
             log.warning("%s serves no requests: %s", _named(pair), error)
             self._on_change()
         if not self._pairs.serves(pair):
-            for one in list(self._drain.tries):
+            for one in list(self._drain.attempts):
                 if one.pair == pair and one.waits and one.begun <= begun:
                     one.lost(pair.decode, f"no token came through {_named(pair)}")
 

@@ -55,13 +55,13 @@ class Slot:
     def __init__(self, admission: Admission, worker: Worker) -> None:
         self.worker = worker
         self._admission = admission
-        self._pass: Permit = worker.breaker.enter(admission.now())
+        self._permit: Permit = worker.breaker.enter(admission.now())
         self._open = True
         worker.inflight += 1
 
     def answered(self) -> None:
         """A good answer has begun."""
-        self._pass = self.worker.breaker.answered(self._pass)
+        self._permit = self.worker.breaker.answered(self._permit)
 
     def completed(self) -> None:
         """A good answer has ended."""
@@ -70,7 +70,7 @@ class Slot:
 
     def failed(self) -> None:
         """The worker failed the request."""
-        self.worker.breaker.failed(self._pass, self._admission.now())
+        self.worker.breaker.failed(self._permit, self._admission.now())
 
     def close(self) -> None:
         """Release the slot."""
@@ -78,7 +78,7 @@ class Slot:
             return
         self._open = False
         self.worker.inflight -= 1
-        self.worker.breaker.leave(self._pass)
+        self.worker.breaker.leave(self._permit)
         self._admission.left(self.worker)
 
 
@@ -98,15 +98,15 @@ class PairSlots:
 
     def at(self, worker: Worker) -> Slot:
         """Return the slot at one of the two workers."""
-        return next(place for place in self if place.worker is worker)
+        return next(slot for slot in self if slot.worker is worker)
 
     def close(self) -> None:
         """Release both slots."""
         if self._open:
             self._open = False
             self._admission.num_inside -= 1
-            for place in self:
-                place.close()
+            for slot in self:
+                slot.close()
 
 
 @dataclasses.dataclass(eq=False)
@@ -202,7 +202,7 @@ class Admission:
     def left(self, worker: Worker) -> None:
         """A slot was released."""
         self._pace.note(self.now())
-        self._registry.settle(worker)
+        self._registry.remove_if_drained(worker)
         self.wake()
 
     async def _wait(self, waiter: _Waiter, again: bool) -> PairSlots | Refused:

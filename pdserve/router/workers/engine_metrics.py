@@ -64,8 +64,10 @@ class EngineMetrics:
     async def _ask_all(self) -> bytes:
         workers = self._registry.workers
         texts = await asyncio.gather(*(self._ask(worker) for worker in workers))
-        told = [(worker.spec.role.value, worker.spec.url, text) for worker, text in zip(workers, texts, strict=True)]
-        return await asyncio.to_thread(together, told)
+        expositions = [
+            (worker.spec.role.value, worker.spec.url, text) for worker, text in zip(workers, texts, strict=True)
+        ]
+        return await asyncio.to_thread(together, expositions)
 
     async def _ask(self, worker: Worker) -> str | None:
         """Return a worker's metrics as text; None if they are not available."""
@@ -85,14 +87,14 @@ class EngineMetrics:
         return None
 
 
-def together(told: Sequence[tuple[str, str, str | None]]) -> bytes:
+def together(expositions: Sequence[tuple[str, str, str | None]]) -> bytes:
     """Merge the expositions of workers (role, URL, exposition) into one, with all samples of a metric together.
 
     If workers differ in a metric's type, the first worker's type counts, and samples of other types are dropped.
     """
     up = GaugeMetricFamily("pdserve_router_engine_up", "1 if a worker's metrics are available", labels=["role", LABEL])
     families: dict[str, Metric] = {}
-    for role, url, text in told:
+    for role, url, text in expositions:
         found = None if text is None else _parse(url, text)
         up.add_metric([role, url], float(found is not None))
         for family in found or ():

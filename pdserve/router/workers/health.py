@@ -102,16 +102,16 @@ class HealthMonitor:
             running.add_done_callback(lambda _: self._checks.pop(worker, None))
         await asyncio.shield(running)
 
-    async def said_role(self, worker: Worker, told: str) -> None:
+    async def on_reported_role(self, worker: Worker, reported: str) -> None:
         """Handle a role that a worker reported: a `--disaggregation-mode`, or `NO_ROLE`."""
-        if worker.forgotten or told == worker.spec.role.mode:
+        if worker.forgotten or reported == worker.spec.role.mode:
             return
-        role = WorkerRole.of_mode(told)
-        if told == NO_ROLE:
+        role = WorkerRole.of_mode(reported)
+        if reported == NO_ROLE:
             self._mark_dead(worker, "it accepts no requests: its role is being changed, or it shuts down")
         elif role is None or role not in self._config.roles:
             here = " and ".join(self._config.roles)
-            self._mark_dead(worker, f"its --disaggregation-mode is {told} now, and this router needs {here}")
+            self._mark_dead(worker, f"its --disaggregation-mode is {reported} now, and this router needs {here}")
         else:
             moved = self._registry.move(worker, role)
             self._on_change()
@@ -133,14 +133,14 @@ class HealthMonitor:
 
     async def _check(self, worker: Worker) -> None:
         timeout = aiohttp.ClientTimeout(total=self._health.timeout_s)
-        begun, heard = asyncio.get_running_loop().time(), worker.bytes_heard
+        begun, received_before = asyncio.get_running_loop().time(), worker.bytes_received
         try:
-            status, told = await self._ask_health(worker, timeout)
-            if status == 200 and not worker.healthy and told in (None, worker.spec.role.mode):
-                told = await self._learn(worker, timeout) or told
+            status, reported = await self._ask_health(worker, timeout)
+            if status == 200 and not worker.healthy and reported in (None, worker.spec.role.mode):
+                reported = await self._learn(worker, timeout) or reported
         except TimeoutError:
             stalled = asyncio.get_running_loop().time() - begun > self._health.timeout_s + STALLED_S
-            if not stalled and worker.bytes_heard == heard:
+            if not stalled and worker.bytes_received == received_before:
                 self._was_late(worker)
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -158,11 +158,11 @@ class HealthMonitor:
         worker.late_checks = 0
         if status != 200:
             self._mark_dead(worker, f"{self._health.endpoint} answered {status}")
-            if told == STUCK:
+            if reported == STUCK:
                 worker.lose("its engine does not run")
             return
-        if told is not None and told != worker.spec.role.mode:
-            await self.said_role(worker, told)
+        if reported is not None and reported != worker.spec.role.mode:
+            await self.on_reported_role(worker, reported)
             return
         worker.good_checks += 1
         if worker.healthy or worker.good_checks >= self._health.success_threshold:

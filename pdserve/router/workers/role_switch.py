@@ -89,7 +89,7 @@ class RoleSwitch:
         except (aiohttp.ClientError, OSError) as error:
             return error_response(502, f"{worker.spec.url} does not answer: {describe(error)}", "worker")
         if answer.status == 200:
-            await self._health.said_role(worker, role.mode)
+            await self._health.on_reported_role(worker, role.mode)
         now = self._registry.find(worker.id)
         if now is not None:  # a new object after a move, which has not been checked yet
             await self._health.check(now)

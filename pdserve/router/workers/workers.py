@@ -5,7 +5,7 @@ Each field of `Worker` has one writer:
     Registry    the set of workers; draining, leaving, forgotten
     health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker
-    dispatch    tries, num_heard (through `Attempt`)
+    dispatch    attempts, ended_bytes
 
 `workers.api` adds and removes workers while the router runs:
 
@@ -196,19 +196,19 @@ class Worker:
     last_error: str | None = "not checked yet"
     ended: bool = False
     """True: a connection was refused since the worker was last healthy, so that its process has ended."""
-    tries: set[LosesWorker] = dataclasses.field(default_factory=set)
+    attempts: set[LosesWorker] = dataclasses.field(default_factory=set)
     """Running attempts at this worker."""
-    num_heard: int = 0
+    ended_bytes: int = 0
     """Bytes of answers in ended attempts; a prefill answer counts as one."""
 
     @property
-    def bytes_heard(self) -> int:
+    def bytes_received(self) -> int:
         """Bytes of answers in all attempts. A worker whose count grows is alive, even if a health check times out."""
-        return self.num_heard + sum(one.num_bytes(self) for one in self.tries)
+        return self.ended_bytes + sum(one.num_bytes(self) for one in self.attempts)
 
     def lose(self, reason: str) -> None:
         """End all attempts at a silent worker. After the end of a process its connections break by themselves."""
-        for one in list(self.tries):
+        for one in list(self.attempts):
             one.lost(self, reason)
 
     @property
@@ -284,8 +284,8 @@ class Registry:
 
     def _put(self, worker: Worker) -> Worker:
         self._workers[worker.spec.url] = worker
-        for tell in self.on_added:
-            tell(worker)
+        for notify in self.on_added:
+            notify(worker)
         return worker
 
     def drain(self, worker: Worker) -> None:
@@ -302,9 +302,9 @@ class Registry:
         """Drain the worker, and remove it when its last request has ended; at once without running requests."""
         self.drain(worker)
         worker.leaving = True
-        self.settle(worker)
+        self.remove_if_drained(worker)
 
-    def settle(self, worker: Worker) -> None:
+    def remove_if_drained(self, worker: Worker) -> None:
         """Remove a leaving worker without running requests. Called when a request has ended."""
         if worker.leaving and worker.inflight == 0:
             self.forget(worker)
@@ -316,8 +316,8 @@ class Registry:
         del self._workers[worker.spec.url]
         worker.draining = worker.forgotten = True
         log.info("%s %s is removed", worker.spec.role, worker.spec.url)
-        for tell in self.on_forgotten:
-            tell(worker)
+        for notify in self.on_forgotten:
+            notify(worker)
 
 
 FAILURES = 2

@@ -204,11 +204,11 @@ class AccessMiddleware:
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         try:
-            place = self._rules.place(client)
+            slot = self._rules.take_client_slot(client)
         except RequestError as error:
             await refused(HttpRefusal.of(error))(scope, receive, send)
             return
-        with place:
+        with slot:
             await self._app(scope, receive, send)
 
 

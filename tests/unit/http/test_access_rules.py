@@ -51,12 +51,12 @@ def test_a_client_is_its_key_or_its_address(
     assert access.client(authorization, peer, ["2.2.2.2"]) == client
 
 
-def test_a_client_has_one_place_at_a_time() -> None:
+def test_a_client_has_one_slot_at_a_time() -> None:
     access = rules()
-    with access.place("a"), access.place("b"), pytest.raises(RequestError) as refused:
-        access.place("a")
+    with access.take_client_slot("a"), access.take_client_slot("b"), pytest.raises(RequestError) as refused:
+        access.take_client_slot("a")
     assert HttpRefusal.of(refused.value).headers == {"Retry-After": "1"}
-    with access.place("a"):
+    with access.take_client_slot("a"):
         pass
 
 
