@@ -24,7 +24,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat_request import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
-from pdserve.server.request.constraints import Constraint, after_thoughts
+from pdserve.server.request.constraints import Constraint, reasoning_grammar
 from pdserve.server.request.intake import check_token_ids, make_requests, prompt_request
 from pdserve.server.request.sampling_fields import check_prompt_fits
 from pdserve.server.request.schemas import ChatBody
@@ -263,7 +263,7 @@ class Preparer:
         constraint: Constraint | None = params.constraint()
         thinking = self._context.formats.thinking
         if constraint is not None and thinking is not None and prompt.is_chat:
-            constraint = after_thoughts(constraint, thinking, prompt.begins_inside)
+            constraint = reasoning_grammar(constraint, thinking, prompt.begins_inside)
         return await self._context.take_grammar(constraint, params.stop_regex)
 
 

@@ -46,8 +46,7 @@ from pdserve.server.request.schemas import (
     RoleSwitchBody,
     TokenizeBody,
 )
-from pdserve.server.sglang_api import admin, commands, health
-from pdserve.server.sglang_api import observability as observing
+from pdserve.server.sglang_api import admin, commands, health, observability
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
@@ -145,7 +144,7 @@ def create_app(
     proof = ControlProof(control_token, required=config.access.require_control_proof)
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
-    observer = observing.install(app, context)
+    observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     access.install(app, config.access, context.max_body_bytes, proof)
     return app

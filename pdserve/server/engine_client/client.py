@@ -83,7 +83,7 @@ class EngineClient:
         self._watch = RequestStatsRecorder(metrics)
         self._live = RequestStates()
         self._queries = EngineQueries(channel)
-        self.pulses = SchedulerWatchdog()
+        self.watchdog = SchedulerWatchdog()
         self._ready: EngineReady | None = None
         self._became_ready = asyncio.Event()
         self._dead: EngineDeadError | None = None
@@ -111,7 +111,7 @@ class EngineClient:
             return
         self._dead = error
         self._became_ready.set()
-        for rid in self._live.called(None):
+        for rid in self._live.find(None):
             self._drop(rid, "abort").generation.fail(error)
         self._queries.fail(error)
 
@@ -130,7 +130,7 @@ class EngineClient:
         """The scheduler's `EngineReady`; None before it can take requests and after the engine died."""
         return self._ready if self._dead is None else None
 
-    def tell(self, listener: RequestListener) -> None:
+    def add_listener(self, listener: RequestListener) -> None:
         """Notify `listener` of the start and end of every sequence from now on."""
         self._watch.listeners.append(listener)
 
@@ -189,9 +189,9 @@ class EngineClient:
         requests = [state.request for state in states]
         if self._waiting is not None:
             self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
-        taken = self._live.taken(name for state in states for name in state.names)
-        if taken is not None:
-            raise RequestError(f"rid {taken!r} belongs to a request that is still running", field="rid")
+        in_use = self._live.in_use(name for state in states for name in state.names)
+        if in_use is not None:
+            raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
         generation = Generation(len(states), self._close)
         generation.prior_text.update(prior_text)
         if self._new_prefill is not None:
@@ -225,14 +225,14 @@ class EngineClient:
 
         Their streams end as aborted.
         """
-        rids = self._live.called(name)
+        rids = self._live.find(name)
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
 
-    def cut(self, error: PdserveError) -> None:
+    def abort_all(self, error: PdserveError) -> None:
         """Fail every stream with `error` and abort every sequence at the scheduler."""
-        for rid in self._live.called(None):
+        for rid in self._live.find(None):
             self._drop(rid, "abort").generation.fail(error)
             self._send_soon(AbortRequest(rid=rid))
 
@@ -323,10 +323,10 @@ class EngineClient:
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case SchedulerHeartbeat():
-                self.pulses.heard(message)
+                self.watchdog.heard(message)
             case EngineReady():
                 self._ready = message
-                self.pulses.begin()
+                self.watchdog.begin()
                 self._became_ready.set()
                 log_startup(message)
 

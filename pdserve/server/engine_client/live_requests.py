@@ -268,11 +268,11 @@ class RequestStates:
                 del self._names[name]
         return sequence
 
-    def taken(self, names: Iterable[str]) -> str | None:
+    def in_use(self, names: Iterable[str]) -> str | None:
         """Return the first of `names` that belongs to a live sequence; None: all are free."""
         return next((name for name in names if name in self._names), None)
 
-    def called(self, name: str | None) -> list[str]:
+    def find(self, name: str | None) -> list[str]:
         """Return the rids whose client id, or whose batch's id, is `name`; all for None."""
         return [rid for rid, one in self._sequences.items() if name is None or name in one.names]
 

@@ -155,7 +155,7 @@ class EngineInstance:
         lingers = self.backend.role != "null" and (self.drain_gate.num_inside > 0 or not for_good)
         if not await self.drain_gate.empty(timeout_s):
             log.warning("%d requests have not ended within %g s and are cut", self.drain_gate.num_inside, timeout_s)
-            self.client.cut(why)
+            self.client.abort_all(why)
             await self.drain_gate.empty(CUT_S)
         ended_s = time.monotonic()
         if lingers:
@@ -221,16 +221,16 @@ class RoleSwitchApp:
         self._changing: asyncio.Task[RoleChanged] | None = None
         self._preparing = self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._life = EngineInstance(first, tokenizer, self)
+        self._instance = EngineInstance(first, tokenizer, self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the ASGI call to the present role's application."""
-        await self._life.app(scope, receive, send)
+        await self._instance.app(scope, receive, send)
 
     async def open(self) -> None:
         """Open the first role, whose engine has been started."""
-        await self._life.open()
-        self._keep(asyncio.create_task(self._guard(self._life)))
+        await self._instance.open()
+        self._keep(asyncio.create_task(self._guard(self._instance)))
         self._keep(asyncio.create_task(self._announce_first()))
 
     async def drain(self, timeout_s: float) -> None:
@@ -240,11 +240,11 @@ class RoleSwitchApp:
         """
         self._closing = True
         if self._changing is None:
-            await self._life.drain(SHUTTING_DOWN, timeout_s, for_good=True)
+            await self._instance.drain(SHUTTING_DOWN, timeout_s, for_good=True)
 
-    def cut(self) -> None:
+    def abort_all(self) -> None:
         """Cut all running requests now, with the error of the drain timeout."""
-        self._life.client.cut(SHUTTING_DOWN)
+        self._instance.client.abort_all(SHUTTING_DOWN)
 
     async def close(self) -> int:
         """Close the present role; returns the exit status: 0, or 1 if the engine has died."""
@@ -253,8 +253,8 @@ class RoleSwitchApp:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._life.close("the server is shutting down")
-        return int(self._life.client.engine_lost)
+        await self._instance.close("the server is shutting down")
+        return int(self._instance.client.engine_lost)
 
     async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
         """See `RoleChanger`."""
@@ -276,11 +276,11 @@ class RoleSwitchApp:
         return self._changing
 
     async def _change(self, backend: EngineBackend, drain_s: float) -> RoleChanged:
-        before = self._life.backend.role
+        before = self._instance.backend.role
         text = f"this server changes its role from {before!r} to {backend.role!r}"
         log.warning("%s; running requests have %g s to end", text, drain_s)
-        await self._life.drain(RequestError(text, status=503, code="role_switching", retry_after_s=1), drain_s)
-        await self._end(self._life.backend, text)
+        await self._instance.drain(RequestError(text, status=503, code="role_switching", retry_after_s=1), drain_s)
+        await self._end(self._instance.backend, text)
         try:
             await self._begin(backend)
         except PdserveError as error:
@@ -305,30 +305,30 @@ class RoleSwitchApp:
     async def _begin(self, backend: EngineBackend) -> None:
         """Start an engine and forward calls to it from now on; returns when it is ready."""
         backend.start()
-        life = self._life = EngineInstance(backend, self._tokenizer, self, on_trial=True)
-        await life.open()
-        self._keep(asyncio.create_task(self._guard(life)))
-        await life.client.wait_ready()
-        life.on_trial = False
+        instance = self._instance = EngineInstance(backend, self._tokenizer, self, on_trial=True)
+        await instance.open()
+        self._keep(asyncio.create_task(self._guard(instance)))
+        await instance.client.wait_ready()
+        instance.on_trial = False
         backend.on_ready(self._port)
 
     async def _end(self, backend: EngineBackend, reason: str) -> None:
         """Close the present instance and wait until the engine of `backend` has ended."""
-        await self._life.close(reason)
+        await self._instance.close(reason)
         await asyncio.to_thread(backend.end)
 
     async def _announce_first(self) -> None:
-        life = self._life
+        instance = self._instance
         try:
-            await life.client.wait_ready()
+            await instance.client.wait_ready()
         except EngineDeadError:
             return
-        life.backend.on_ready(self._port)
+        instance.backend.on_ready(self._port)
 
-    async def _guard(self, life: EngineInstance) -> None:
-        """Shut the server down when the engine of `life` dies, unless it is on trial."""
-        await life.watch()
-        if life.client.engine_lost and not life.on_trial:
+    async def _guard(self, instance: EngineInstance) -> None:
+        """Shut the server down when the engine of `instance` dies, unless it is on trial."""
+        await instance.watch()
+        if instance.client.engine_lost and not instance.on_trial:
             log.error("the engine has died; the server shuts down")
             self._leave()
 

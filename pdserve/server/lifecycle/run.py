@@ -67,7 +67,7 @@ def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
     return settings
 
 
-def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
+def _on_signals(server: uvicorn.Server, app: RoleSwitchApp, grace_s: float) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     draining: list[asyncio.Task[None]] = []
@@ -75,11 +75,11 @@ def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> 
     def stop() -> None:
         if draining:
             draining[0].cancel()
-            host.cut()
+            app.abort_all()
             server.force_exit = server.should_exit
             server.should_exit = True
         else:
-            draining.append(asyncio.create_task(_drain(server, host, grace_s)))
+            draining.append(asyncio.create_task(_drain(server, app, grace_s)))
 
     loop = asyncio.get_running_loop()
     for number in ENDING:
@@ -87,9 +87,9 @@ def _on_signals(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> 
     raise_if_signalled()  # a signal that arrived before the handlers were installed
 
 
-async def _drain(server: uvicorn.Server, host: RoleSwitchApp, grace_s: float) -> None:
+async def _drain(server: uvicorn.Server, app: RoleSwitchApp, grace_s: float) -> None:
     try:
-        await host.drain(grace_s)
+        await app.drain(grace_s)
     finally:
         server.should_exit = True
 
@@ -113,16 +113,16 @@ async def serve(
     listener = _listen(first.config)
     try:
         port = listener.getsockname()[1]
-        host = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
-        server = _Server(_settings(host, first.config))
-        _on_signals(server, host, first.config.serving.timeout_graceful_shutdown)
-        told = asyncio.create_task(_tell_listening(server, port, on_listening))
+        app = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
+        server = _Server(_settings(app, first.config))
+        _on_signals(server, app, first.config.serving.timeout_graceful_shutdown)
+        listening = asyncio.create_task(_tell_listening(server, port, on_listening))
         try:
-            await host.open()
+            await app.open()
             await server.serve(sockets=[listener])
         finally:
-            told.cancel()
-            status = await host.close()
+            listening.cancel()
+            status = await app.close()
     finally:
         listener.close()
     return status

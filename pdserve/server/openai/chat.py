@@ -18,7 +18,7 @@ from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCoun
 from pdserve.server.openai.common import OpenAICall
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
-from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Piece, Reasoning, put_together
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning, put_together
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
 """Values of unsupported fields that are accepted because they equal the default."""
@@ -62,12 +62,12 @@ class ChatCall(OpenAICall):
     def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         reader = self._reader(update.index)
-        pieces = reader.push(update.text)
+        deltas = reader.push(update.text)
         if update.finish is not None:
-            pieces += reader.finish()
-        return {"delta": delta_fields(pieces), "logprobs": self._logprobs(update)}
+            deltas += reader.finish()
+        return {"delta": delta_fields(deltas), "logprobs": self._logprobs(update)}
 
-    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
+    def chunk_fields(self, update: GenerationUpdate) -> dict[str, Any] | None:
         """See `OpenAICall`: None while the parser holds the text back. The last update releases held text."""
         fields = self.delta(update)
         return fields if fields["delta"] or fields["logprobs"] else None
@@ -98,12 +98,12 @@ class ChatCall(OpenAICall):
         return chat_logprobs(self.context.tokenizer, update) if update.logprobs else None
 
 
-def delta_fields(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Build `delta` of a chunk from `pieces`: one field per kind of piece, one `tool_calls` entry per call."""
+def delta_fields(deltas: Sequence[Delta]) -> dict[str, Any]:
+    """Build `delta` of a chunk from `deltas`: one field per kind of delta, one `tool_calls` entry per call."""
     fields: dict[str, Any] = {}
     calls: dict[int, dict[str, Any]] = {}
-    for piece in pieces:
-        match piece:
+    for delta in deltas:
+        match delta:
             case Content(text):
                 fields["content"] = fields.get("content", "") + text
             case Reasoning(text):

@@ -16,7 +16,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.openai.chat_tools import ReadPlan, ToolPlan, plan_tools
 from pdserve.server.openai.common import check_prompt_logprobs
-from pdserve.server.request.constraints import Constraint, after_thoughts, openai_constraint
+from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
 from pdserve.server.request.intake import check_token_ids, check_top_logprobs, openai_logprobs, prompt_request
 from pdserve.server.request.sampling_fields import (
     MAX_CHAT_TOKENS,
@@ -321,4 +321,4 @@ def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: R
     thinking = context.formats.thinking
     if constraint is None or thinking is None:
         return constraint
-    return after_thoughts(constraint, thinking, plan.inside)
+    return reasoning_grammar(constraint, thinking, plan.inside)

@@ -25,9 +25,9 @@ from pdserve.server.text.parsers.feed import (
     CallArguments,
     CallOpened,
     Content,
+    Delta,
+    DeltaReader,
     IncrementalParser,
-    Piece,
-    PiecesReader,
     Reasoning,
 )
 from pdserve.server.text.parsers.harmony import Harmony
@@ -214,14 +214,14 @@ class ReasoningCounter:
         self._inside = plan.inside is True
         self._text = ""
         self._num_seen = 0
-        self._num_thoughts = 0
+        self._num_reasoning = 0
 
     def count(self, token_ids: Sequence[int]) -> int:
         """Return the number of reasoning tokens. `token_ids`: the output so far, an extension of the last call's."""
         while self._thinking is not None and self._num_seen < len(token_ids):
             self._num_seen += 1
             self._step(self._thinking, token_ids[self._num_seen - 1])
-        return self._num_thoughts
+        return self._num_reasoning
 
     def _step(self, thinking: ReasoningFormat, token_id: int) -> None:
         self._text += self._decoder.push(token_id) if self._decoder is not None else ""
@@ -233,7 +233,7 @@ class ReasoningCounter:
                 return
             self._inside = True
             self._text = begun.removeprefix(thinking.opening)
-        self._num_thoughts = self._num_seen
+        self._num_reasoning = self._num_seen
         ends = (thinking.closing, *thinking.calls)
         if any(end in self._text for end in ends):
             self._thinking = None
@@ -273,9 +273,9 @@ class ChatReader:
 
     def __init__(self, plan: ReadPlan) -> None:
         self._plan = plan
-        self._thinking: PiecesReader | None = None
-        self._calls: PiecesReader | None = None
-        self._thoughts: list[str] = []
+        self._thinking: DeltaReader | None = None
+        self._calls: DeltaReader | None = None
+        self._held_reasoning: list[str] = []
         self.called = False
         if plan.harmony:
             self._calls = _reader(Harmony(plan.tools))
@@ -283,50 +283,50 @@ class ChatReader:
             self._calls = _reader(plan.reading(plan.tools))
         if plan.thinking is not None:
             feed = IncrementalParser()
-            self._thinking = PiecesReader(feed, plan.thinking.read(feed, plan.inside))
+            self._thinking = DeltaReader(feed, plan.thinking.read(feed, plan.inside))
 
-    def push(self, text: str) -> list[Piece]:
-        """Parse `text`, the continuation of all earlier text, and return the completed pieces."""
+    def push(self, text: str) -> list[Delta]:
+        """Parse `text`, the continuation of all earlier text, and return the completed deltas."""
         if not text:
             return []
-        return self._shown(self._behind_thoughts(self._thinking.push(text) if self._thinking else [Content(text)]))
+        return self._shown(self._parse_calls(self._thinking.push(text) if self._thinking else [Content(text)]))
 
-    def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the text."""
-        pieces = self._behind_thoughts(self._thinking.finish() if self._thinking else [])
-        pieces += self._calls.finish() if self._calls else []
-        shown = self._shown(pieces)
-        return [*shown, *self._held_thoughts()]
+    def finish(self) -> list[Delta]:
+        """Return the remaining deltas at the end of the text."""
+        deltas = self._parse_calls(self._thinking.finish() if self._thinking else [])
+        deltas += self._calls.finish() if self._calls else []
+        shown = self._shown(deltas)
+        return [*shown, *self._take_reasoning()]
 
-    def _behind_thoughts(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Parse the tool calls in the content of `pieces`."""
+    def _parse_calls(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Parse the tool calls in the content of `deltas`."""
         if self._calls is None:
-            return list(pieces)
-        read: list[Piece] = []
-        for piece in pieces:
-            read += self._calls.push(piece.text) if isinstance(piece, Content) else [piece]
+            return list(deltas)
+        read: list[Delta] = []
+        for delta in deltas:
+            read += self._calls.push(delta.text) if isinstance(delta, Content) else [delta]
         return read
 
-    def _shown(self, pieces: Sequence[Piece]) -> list[Piece]:
-        """Filter `pieces` by the plan's options and give each call an id."""
-        shown: list[Piece] = []
-        for piece in pieces:
-            match piece:
+    def _shown(self, deltas: Sequence[Delta]) -> list[Delta]:
+        """Filter `deltas` by the plan's options and give each call an id."""
+        shown: list[Delta] = []
+        for delta in deltas:
+            match delta:
                 case Reasoning(text) if not self._plan.show_reasoning:
-                    piece = Content(text)
+                    delta = Content(text)
                 case Reasoning(text) if not self._plan.stream_reasoning:
-                    self._thoughts.append(text)
+                    self._held_reasoning.append(text)
                     continue
                 case CallOpened(index) | CallArguments(index) if index and self._plan.one_call:
                     continue
                 case CallOpened(index, name, call_id):
                     self.called = True
-                    piece = CallOpened(index, name, call_id or self._new_id(index, name))
-            shown += [*self._held_thoughts(), piece]
+                    delta = CallOpened(index, name, call_id or self._new_id(index, name))
+            shown += [*self._take_reasoning(), delta]
         return shown
 
-    def _held_thoughts(self) -> list[Piece]:
-        held, self._thoughts = self._thoughts, []
+    def _take_reasoning(self) -> list[Delta]:
+        held, self._held_reasoning = self._held_reasoning, []
         return [Reasoning("".join(held))] if held else []
 
     def _new_id(self, index: int, name: str) -> str:
@@ -334,6 +334,6 @@ class ChatReader:
         return f"call_{random[:24]}" if self._plan.native is None else self._plan.native.new_id(index, name, random)
 
 
-def _reader(format: ToolFormat) -> PiecesReader:
+def _reader(format: ToolFormat) -> DeltaReader:
     feed = IncrementalParser()
-    return PiecesReader(feed, format.read(feed))
+    return DeltaReader(feed, format.read(feed))

@@ -92,7 +92,7 @@ class OpenAICall(abc.ABC):
     def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """Build the fields of a chunk's choice for `update`. An empty `update` gives empty fields."""
 
-    def news(self, update: GenerationUpdate) -> dict[str, Any] | None:
+    def chunk_fields(self, update: GenerationUpdate) -> dict[str, Any] | None:
         """Build the fields of a chunk's choice for the next `update` of a stream; None: no chunk is sent."""
         return self.delta(update) if update.text or update.logprobs else None
 
@@ -170,12 +170,12 @@ class OpenAICall(abc.ABC):
                     seen[update.index] = GenerationUpdate(update.index)
                     opening = self.opening(update.index)
                     if opening is not None:
-                        for data in states.told(None, [self._chunk(update.index, opening, self._running(seen))]):
+                        for data in states.with_state(None, [self._chunk(update.index, opening, self._running(seen))]):
                             yield data
                 if self._resume is not None and self._resume.token_ids:
                     update.cached_tokens = self._resume.cached_tokens
                 _count(seen[update.index], update)
-                for data in states.told(update, list(self._chunks(update, seen))):
+                for data in states.with_state(update, list(self._chunks(update, seen))):
                     yield data
 
     def _seen_elsewhere(self, generation: Generation) -> dict[int, GenerationUpdate]:
@@ -188,9 +188,9 @@ class OpenAICall(abc.ABC):
 
     def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
         """Build the events of `update`. The last one of all sequences is followed by the usage chunk, if requested."""
-        news = self.news(update)
-        if news is not None:
-            yield self._chunk(update.index, news, self._running(seen))
+        chunk_fields = self.chunk_fields(update)
+        if chunk_fields is not None:
+            yield self._chunk(update.index, chunk_fields, self._running(seen))
         if update.finish is None:
             return
         last = len(seen) == len(self.states) and all(u.finish for u in seen.values())

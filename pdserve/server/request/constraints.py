@@ -32,10 +32,10 @@ from pdserve.server.text.parsers.thinking import ReasoningFormat
 from pdserve.server.text.stop_regex import check_stop_regex
 from pdserve.server.text.tokenizer import Tokenizer
 
-SPACE_AFTER_THOUGHTS = r"[ \n]{0,4}"
+SPACE_AFTER_REASONING = r"[ \n]{0,4}"
 
 
-def after_thoughts(constraint: Constraint, thinking: ReasoningFormat, inside: bool | None) -> Constraint:
+def reasoning_grammar(constraint: Constraint, thinking: ReasoningFormat, inside: bool | None) -> Constraint:
     """Return `constraint` for the text after the reasoning. `inside`: see `ReasoningFormat.begins_inside`.
 
     With `inside` None the model may begin with reasoning, or answer at once. A grammar that the client wrote by hand
@@ -68,7 +68,7 @@ def _node(grammar: Grammar) -> dict[str, Any] | None:
 
 
 def _spaced(answer: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sequence", "elements": [{"type": "regex", "pattern": SPACE_AFTER_THOUGHTS}, answer]}
+    return {"type": "sequence", "elements": [{"type": "regex", "pattern": SPACE_AFTER_REASONING}, answer]}
 
 
 ANY_OBJECT = {"type": "object"}

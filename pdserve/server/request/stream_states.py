@@ -88,7 +88,7 @@ class StreamStates:
         self._lines: list[Any] = []
         self._cached_tokens = 0
 
-    def told(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
+    def with_state(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
         """Yield `events` with their state lines. They show the tokens of `update`; None: no tokens.
 
         The state line of each event of the last update contains all events after it.
@@ -101,8 +101,8 @@ class StreamStates:
             self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
             self._cached_tokens = update.cached_tokens
         ends = update is not None and update.finish is not None
-        for place, data in enumerate(events):
-            tail = b"".join(events[place + 1 :]).decode() if ends else None
+        for position, data in enumerate(events):
+            tail = b"".join(events[position + 1 :]).decode() if ends else None
             yield self._line(tail) + data
 
     def _line(self, tail: str | None) -> bytes:

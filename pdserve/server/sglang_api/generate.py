@@ -165,7 +165,9 @@ class GenerateCall:
                 if update.index not in inputs:
                     inputs[update.index] = await asyncio.to_thread(self._input_logprobs, total)
                 result = self._result(total, update if incremental else total, inputs[update.index])
-                for data in states.told(update, [event({"index": update.index, **result} if self.listed else result)]):
+                for data in states.with_state(
+                    update, [event({"index": update.index, **result} if self.listed else result)]
+                ):
                     yield data
 
     def _format(self, logprob_params: Logprobs) -> NativeFormat:

@@ -173,7 +173,7 @@ async def require_alive(context: ServerContext) -> list[ReplicaVitals]:
     context.client.require_ready()
     deadline_s = time.monotonic() + SECOND_LOOK_S
     while True:
-        heartbeats = context.client.pulses.heartbeats(context.config.parallel.dp_size)
+        heartbeats = context.client.watchdog.heartbeats(context.config.parallel.dp_size)
         troubles = [why for each in heartbeats if (why := each.trouble(context.config.observe.watchdog_timeout))]
         if not troubles:
             return heartbeats
@@ -195,7 +195,7 @@ def replica_health(context: ServerContext) -> list[dict[str, object]]:
             "num_turns": each.num_turns,
             "trouble": each.trouble(limit_s),
         }
-        for each in context.client.pulses.heartbeats(context.config.parallel.dp_size)
+        for each in context.client.watchdog.heartbeats(context.config.parallel.dp_size)
     ]
 
 

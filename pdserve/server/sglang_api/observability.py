@@ -40,16 +40,16 @@ class ServerObservability:
         config = context.config.observe
         self.tracing: Tracing | None = None
         self._log: RequestLog | None = None
-        context.client.tell(self._recent)
+        context.client.add_listener(self._recent)
         if config.enable_trace:
             self.tracing = open_tracing(KINDS[context.mode], context.model_name, config.otlp_traces_endpoint)
-            context.client.tell(self.tracing)
+            context.client.add_listener(self.tracing)
         if config.log_requests:
             lines = JsonLines(config.log_requests_target, f"requests-{KINDS[context.mode]}", "log_requests_target")
             context.metrics.show(lambda: {"log_lines_dropped": lines.num_dropped})
             text_of = None if context.tokenizer is None else context.tokenizer.decode
             self._log = RequestLog(lines, config.log_requests_level, text_of)
-            context.client.tell(self._log)
+            context.client.add_listener(self._log)
 
     async def observe(self) -> Response:
         """Return a snapshot of this server, from one state query; docs/observability.md lists the fields."""
@@ -149,12 +149,12 @@ def _flow(flow: Flow) -> dict[str, Any]:
 
 def install(app: FastAPI, context: ServerContext) -> ServerObservability:
     """Add routes and middleware to `app`, which closes the returned object."""
-    observing = ServerObservability(context)
-    tracing = observing.tracing
+    observer = ServerObservability(context)
+    tracing = observer.tracing
     app.add_middleware(CallMiddleware, open_span=None if tracing is None else tracing.call)
 
     @app.get("/observe", response_model=None)
     async def get_observe() -> Response:
-        return await observing.observe()
+        return await observer.observe()
 
-    return observing
+    return observer

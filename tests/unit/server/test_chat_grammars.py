@@ -12,7 +12,7 @@ from pdserve.grammar.matcher import Matcher
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat_tools import plan_tools
-from pdserve.server.request.constraints import Constraint, after_thoughts, openai_constraint
+from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
 from pdserve.server.request.schemas import ChatBody
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.tokenizer import Tokenizer
@@ -100,21 +100,21 @@ def test_a_grammar_holds_behind_the_thoughts(
 ) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
     asked = constraint_of(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
-    constraint = after_thoughts(asked, THINKING["qwen3"], inside)
+    constraint = reasoning_grammar(asked, THINKING["qwen3"], inside)
     assert constraint.field == asked.field
     assert allows(tokenizer, vocabulary, constraint, text) is allowed
 
 
 def test_calls_that_are_required_come_behind_the_thoughts(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     asked = constraint_of(tools=TOOLS, tool_choice="required")
-    constraint = after_thoughts(asked, THINKING["deepseek-r1"], True)
+    constraint = reasoning_grammar(asked, THINKING["deepseek-r1"], True)
     assert allows(tokenizer, vocabulary, constraint, 'hm</think>\n[{"name": "now", "parameters": {}}]')
     assert not allows(tokenizer, vocabulary, constraint, "hm</think>\n[]")
 
 
 def test_a_regex_is_wrapped_and_a_handwritten_grammar_is_not(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
-    wrapped = after_thoughts(constraint_of(regex="[0-9]+"), THINKING["qwen3"], True)
+    wrapped = reasoning_grammar(constraint_of(regex="[0-9]+"), THINKING["qwen3"], True)
     assert allows(tokenizer, vocabulary, wrapped, "hm</think>42")
     assert not allows(tokenizer, vocabulary, wrapped, "hm</think>x")
     own = constraint_of(ebnf='root ::= "a"')
-    assert after_thoughts(own, THINKING["qwen3"], True) is own
+    assert reasoning_grammar(own, THINKING["qwen3"], True) is own

@@ -11,7 +11,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import PeerLoad, SchedulerHeartbeat
 from pdserve.scheduler.scheduler import Heartbeat
-from pdserve.server.engine_client import engine_queries as pulses
+from pdserve.server.engine_client import engine_queries
 from pdserve.server.sglang_api import health
 from pdserve.server.sglang_api.health import partners_missing
 from pdserve.server.text.tokenizer import Tokenizer
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed at once."""
-    monkeypatch.setattr(pulses, "SILENT_S", 0.2)
+    monkeypatch.setattr(engine_queries, "SILENT_S", 0.2)
     monkeypatch.setattr(health, "SECOND_LOOK_S", 0.05)
     monkeypatch.setattr(health, "PROBE_TIMEOUT_S", 0.2)
 
@@ -62,17 +62,17 @@ async def _status(b: Bench, path: str) -> tuple[int, str]:
 async def test_a_scheduler_that_stops_is_noticed_by_all_three_and_named(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         with Heart(b):
-            await until(lambda: b.client.pulses.heartbeats(1)[0].age_s < 0.1)
+            await until(lambda: b.client.watchdog.heartbeats(1)[0].age_s < 0.1)
             assert await _status(b, "/health") == (200, "ok")
             assert await _status(b, "/ready") == await _status(b, "/readiness") == (200, "ready")
             assert await _status(b, "/health_generate") == (200, "ok")
-        await until(lambda: b.client.pulses.heartbeats(1)[0].silent)
+        await until(lambda: b.client.watchdog.heartbeats(1)[0].silent)
         for path in ("/health", "/ready", "/health_generate"):
             assert await _status(b, path) == (503, "engine_stuck")
         told = (await b.http.get("/get_server_info")).json()["replica_health"]
         assert told[0]["silent"] and not told[0]["alive"] and "replica 0 is silent" in told[0]["trouble"]
         with Heart(b):
-            await until(lambda: not b.client.pulses.heartbeats(1)[0].silent)
+            await until(lambda: not b.client.watchdog.heartbeats(1)[0].silent)
             assert await _status(b, "/health") == (200, "ok")
 
 
@@ -82,11 +82,11 @@ async def test_a_long_step_is_healthy_until_it_is_longer_than_any_step_may_be(to
         b.scheduler.hold = True  # no token comes to the probe
         b.scheduler.script = lambda request: []
         with Heart(b, turn_s=25.0) as heart:
-            await until(lambda: b.client.pulses.heartbeats(1)[0].turn_s is not None)
+            await until(lambda: b.client.watchdog.heartbeats(1)[0].turn_s is not None)
             for path, word in (("/health", "ok"), ("/ready", "ready"), ("/health_generate", "busy")):
                 assert await _status(b, path) == (200, word)
             heart.turn_s = b.config.observe.watchdog_timeout + 1
-            await until(lambda: (b.client.pulses.heartbeats(1)[0].turn_s or 0) > 100)
+            await until(lambda: (b.client.watchdog.heartbeats(1)[0].turn_s or 0) > 100)
             for path in ("/health", "/ready", "/health_generate"):
                 assert await _status(b, path) == (503, "engine_stuck")
 
@@ -97,7 +97,7 @@ async def test_a_probe_that_is_lost_in_an_idle_scheduler_is_ill(tokenizer: Token
         b.scheduler.hold = True
         b.scheduler.script = lambda request: []
         with Heart(b):
-            await until(lambda: b.client.pulses.heartbeats(1)[0].age_s < 0.1)
+            await until(lambda: b.client.watchdog.heartbeats(1)[0].age_s < 0.1)
             assert await _status(b, "/health_generate") == (503, "engine_busy")
             assert await _status(b, "/health") == (200, "ok")
 
@@ -147,7 +147,7 @@ def test_partners_that_are_long_gone_or_new_do_not_count() -> None:
 
 
 def test_of_two_replicas_the_silent_one_is_named() -> None:
-    found = pulses.SchedulerWatchdog()
+    found = engine_queries.SchedulerWatchdog()
     assert found.heartbeats(2) == [], "nothing runs before the engine has started"
     found.begin()
     found.heard(SchedulerHeartbeat(dp_rank=0, turn_s=None, num_turns=3))

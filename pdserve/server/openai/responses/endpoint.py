@@ -92,8 +92,8 @@ class ResponsesCall:
         yield self._event({"type": f"response.{_ENDINGS[status]}", "response": self._response(status, total)})
 
     def _read(self, update: GenerationUpdate) -> list[Any]:
-        pieces = self._reader.push(update.text)
-        return [*pieces, *self._reader.finish()] if update.finish is not None else pieces
+        deltas = self._reader.push(update.text)
+        return [*deltas, *self._reader.finish()] if update.finish is not None else deltas
 
     def _logprobs(self, update: GenerationUpdate) -> Sequence[dict[str, Any]]:
         if not update.logprobs:
@@ -125,12 +125,12 @@ class ResponsesCall:
 
     def _usage(self, update: GenerationUpdate) -> dict[str, Any]:
         prompt, completion = num_prompt_tokens(self._states, 1), len(update.token_ids)
-        thoughts = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
+        reasoning = ReasoningCounter(self._context.tokenizer, self._plan).count(update.token_ids)
         return {
             "input_tokens": prompt,
             "input_tokens_details": {"cached_tokens": update.cached_tokens, "cache_write_tokens": 0},
             "output_tokens": completion,
-            "output_tokens_details": {"reasoning_tokens": thoughts},
+            "output_tokens_details": {"reasoning_tokens": reasoning},
             "total_tokens": prompt + completion,
         }
 

@@ -6,26 +6,26 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Piece, Reasoning
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning
 
 Event = dict[str, Any]
 """An event without its sequence number."""
 
 
 class OutputWriter:
-    """Converts pieces to events. `items` has the items so far; the last one is open until `finish`."""
+    """Converts deltas to events. `items` has the items so far; the last one is open until `finish`."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = False
         self._logprobs: list[dict[str, Any]] = []
 
-    def push(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
-        """Append `pieces` and return their events. `logprobs` are added to the next text of a message."""
+    def push(self, deltas: Sequence[Delta], logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """Append `deltas` and return their events. `logprobs` are added to the next text of a message."""
         self._logprobs += logprobs
         events: list[Event] = []
-        for piece in pieces:
-            match piece:
+        for delta in deltas:
+            match delta:
                 case Content(text):
                     events += self._in("message")
                     events.append(self._text_delta(text))
@@ -104,5 +104,5 @@ class OutputWriter:
 
 
 def _copy(part: dict[str, Any]) -> dict[str, Any]:
-    """Copy a part, which later pieces extend."""
+    """Copy a part, which later deltas extend."""
     return {name: list(value) if isinstance(value, list) else value for name, value in part.items()}

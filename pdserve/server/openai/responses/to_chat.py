@@ -142,8 +142,8 @@ def _add_to_turn(turn: ChatMessage, kind: str, item: dict[str, Any], where: str)
         function = FunctionCall(name=call.name, arguments=call.arguments)
         turn.tool_calls = [*(turn.tool_calls or []), ToolCall(function=function, id=call.call_id, type="function")]
     else:
-        thoughts = convert(item, ReasoningItem, prefix=where)
-        text = "\n".join(part.text or "" for part in thoughts.content or thoughts.summary or [])
+        reasoning = convert(item, ReasoningItem, prefix=where)
+        text = "\n".join(part.text or "" for part in reasoning.content or reasoning.summary or [])
         turn.reasoning_content = "\n".join(filter(None, (turn.reasoning_content, text)))
 
 

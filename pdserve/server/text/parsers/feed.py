@@ -1,7 +1,7 @@
 """Incremental parser for text that arrives in pieces. One `IncrementalParser` per sequence; formats are generators.
 
 A generator reads with `yield from feed....()` and is suspended while the feed needs more text. Its decisions depend on
-the text alone, never on how the text was split. So a stream and a complete response give the same pieces.
+the text alone, never on how the text was split. So a stream and a complete response give the same deltas.
 
     feed.text    [ attempt: read, not decided | not read yet ]
                                               feed.pos
@@ -48,7 +48,7 @@ class CallArguments:
     text: str
 
 
-Piece = Content | Reasoning | CallOpened | CallArguments
+Delta = Content | Reasoning | CallOpened | CallArguments
 
 
 @dataclasses.dataclass
@@ -62,18 +62,18 @@ class ParsedToolCall:
 
 @dataclasses.dataclass
 class ParsedAnswer:
-    """All pieces of a response joined; None for a kind without pieces."""
+    """All deltas of a response joined; None for a kind without deltas."""
 
     content: str | None = None
     reasoning: str | None = None
     calls: list[ParsedToolCall] = dataclasses.field(default_factory=list)
 
 
-def put_together(pieces: Sequence[Piece]) -> ParsedAnswer:
-    """Join `pieces`, in order, to a response."""
+def put_together(deltas: Sequence[Delta]) -> ParsedAnswer:
+    """Join `deltas`, in order, to a response."""
     whole = ParsedAnswer()
-    for piece in pieces:
-        match piece:
+    for delta in deltas:
+        match delta:
             case Content(text):
                 whole.content = (whole.content or "") + text
             case Reasoning(text):
@@ -124,7 +124,7 @@ def first_marker(text: str, markers: tuple[str, ...], start: int = 0) -> tuple[i
 
 
 class IncrementalParser:
-    """Incremental parser of one sequence; see the module docstring. `pieces` holds the parsed pieces until they are
+    """Incremental parser of one sequence; see the module docstring. `deltas` holds the parsed deltas until they are
     taken.
     """
 
@@ -132,13 +132,13 @@ class IncrementalParser:
         self.text = ""
         self.pos = 0
         self.ended = False
-        self.pieces: list[Piece] = []
+        self.deltas: list[Delta] = []
         self.num_calls = 0
         self._space = ""
-        self._said = False
+        self._has_content = False
         self._marked = False
-        self._thought = False
-        self._thought_space = ""
+        self._has_reasoning = False
+        self._reasoning_space = ""
 
     # decisions -------------------------------------------------------------------------------------------------------
 
@@ -148,11 +148,11 @@ class IncrementalParser:
         """
         shown = text.rstrip(SPACE)
         if shown:
-            lead = self._space if self._said or not self.num_calls else ""
-            if not self._said and self.num_calls:
+            lead = self._space if self._has_content or not self.num_calls else ""
+            if not self._has_content and self.num_calls:
                 shown = shown.lstrip(SPACE)
-            self.pieces.append(Content(lead + shown))
-            self._said = True
+            self.deltas.append(Content(lead + shown))
+            self._has_content = True
             self._space = ""
         self._space += text[len(text.rstrip(SPACE)) :]
 
@@ -161,22 +161,22 @@ class IncrementalParser:
         next.
         """
         if size:
-            self.pieces.append(Content(self.text[:size]))
+            self.deltas.append(Content(self.text[:size]))
             self.text, self.pos = self.text[size:], 0
 
     def reasoning(self, text: str) -> None:
         """Emit `text` as reasoning, without white space at its beginning and end."""
         body = text.rstrip(SPACE)
         if body:
-            shown = self._thought_space + body if self._thought else body.lstrip(SPACE)
-            self.pieces.append(Reasoning(shown))
-            self._thought, self._thought_space = True, ""
-        self._thought_space += text[len(body) :]
+            shown = self._reasoning_space + body if self._has_reasoning else body.lstrip(SPACE)
+            self.deltas.append(Reasoning(shown))
+            self._has_reasoning, self._reasoning_space = True, ""
+        self._reasoning_space += text[len(body) :]
 
     def end_content(self) -> None:
         """End the content: emit the white space at the end of the text unless there were calls."""
         if self._space and not self.num_calls:
-            self.pieces.append(Content(self._space))
+            self.deltas.append(Content(self._space))
         self._space = ""
 
     def open_call(self, name: str, call_id: str | None = None) -> Sink:
@@ -189,12 +189,12 @@ class IncrementalParser:
             raise NotACallError
         index = self.num_calls
         self.num_calls += 1
-        self.pieces.append(CallOpened(index, name, call_id))
+        self.deltas.append(CallOpened(index, name, call_id))
         self.commit()
 
         def more(text: str) -> None:
             if text:
-                self.pieces.append(CallArguments(index, text))
+                self.deltas.append(CallArguments(index, text))
 
         return more
 
@@ -344,8 +344,8 @@ class IncrementalParser:
             raise NotACallError
 
 
-class PiecesReader:
-    """Runs a format over a feed: text in, pieces out."""
+class DeltaReader:
+    """Runs a format over a feed: text in, deltas out."""
 
     def __init__(self, feed: IncrementalParser, steps: Steps[None]) -> None:
         self._feed = feed
@@ -353,15 +353,15 @@ class PiecesReader:
         self._running = True
         self._advance()
 
-    def push(self, text: str) -> list[Piece]:
-        """Append `text`; return the pieces that are decided now."""
+    def push(self, text: str) -> list[Delta]:
+        """Append `text`; return the deltas that are decided now."""
         self._feed.text += text
         if text:
             self._advance()
         return self._taken()
 
-    def finish(self) -> list[Piece]:
-        """End the text; return the remaining pieces. The beginning of a call that was cut off is dropped."""
+    def finish(self) -> list[Delta]:
+        """End the text; return the remaining deltas. The beginning of a call that was cut off is dropped."""
         self._feed.ended = True
         self._advance()
         assert not self._running, "a format must come to an end with the text"
@@ -376,6 +376,6 @@ class PiecesReader:
         except (StopIteration, CutOffError):
             self._running = False
 
-    def _taken(self) -> list[Piece]:
-        pieces, self._feed.pieces = self._feed.pieces, []
-        return pieces
+    def _taken(self) -> list[Delta]:
+        deltas, self._feed.deltas = self._feed.deltas, []
+        return deltas

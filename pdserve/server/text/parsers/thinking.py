@@ -47,7 +47,7 @@ class ReasoningFormat:
             opened = False
         if inside or opened:
             feed.commit()
-            yield from self._thoughts(feed)
+            yield from self._reasoning(feed)
         else:
             feed.pos = 0
         while True:
@@ -55,7 +55,7 @@ class ReasoningFormat:
             if not (yield from feed.more()):
                 return
 
-    def _thoughts(self, feed: IncrementalParser) -> Steps[None]:
+    def _reasoning(self, feed: IncrementalParser) -> Steps[None]:
         """Read the reasoning and the white space after it."""
         end = yield from feed.forward_until((self.closing, *self.calls), feed.reasoning)
         if end != self.closing:

@@ -10,10 +10,10 @@ from pdserve.server.text.chat_formats import TOOL_FORMATS
 from pdserve.server.text.parsers.feed import (
     CallArguments,
     Content,
+    Delta,
+    DeltaReader,
     IncrementalParser,
     ParsedAnswer,
-    Piece,
-    PiecesReader,
     Reasoning,
     put_together,
 )
@@ -33,28 +33,28 @@ WEATHER = {
 TOOLS: dict[str, dict[str, Any]] = {"get_weather": WEATHER, "now": {}}
 
 
-def tool_reader(kind: str | type[ToolFormat]) -> PiecesReader:
+def tool_reader(kind: str | type[ToolFormat]) -> DeltaReader:
     feed = IncrementalParser()
     made = (TOOL_FORMATS[kind] if isinstance(kind, str) else kind)(TOOLS)
-    return PiecesReader(feed, made.read(feed))
+    return DeltaReader(feed, made.read(feed))
 
 
-def thought_reader(name: str, inside: bool | None) -> PiecesReader:
+def thought_reader(name: str, inside: bool | None) -> DeltaReader:
     feed = IncrementalParser()
-    return PiecesReader(feed, THINKING[name].read(feed, inside))
+    return DeltaReader(feed, THINKING[name].read(feed, inside))
 
 
-def read(make: Callable[[], PiecesReader], texts: Sequence[str]) -> list[Piece]:
+def read(make: Callable[[], DeltaReader], texts: Sequence[str]) -> list[Delta]:
     """The pieces of a text that comes as `texts`."""
     reader = make()
-    pieces = [piece for text in texts for piece in reader.push(text)]
-    pieces += reader.finish()
-    for piece in pieces:
-        assert not isinstance(piece, Content | Reasoning | CallArguments) or piece.text, "no empty pieces"
-    return pieces
+    deltas = [delta for text in texts for delta in reader.push(text)]
+    deltas += reader.finish()
+    for delta in deltas:
+        assert not isinstance(delta, Content | Reasoning | CallArguments) or delta.text, "no empty pieces"
+    return deltas
 
 
-def whole(make: Callable[[], PiecesReader], text: str) -> ParsedAnswer:
+def whole(make: Callable[[], DeltaReader], text: str) -> ParsedAnswer:
     """What a text is made of; the same whether it comes at once or character by character."""
     at_once = put_together(read(make, [text]))
     assert put_together(read(make, list(text))) == at_once
