@@ -164,7 +164,7 @@ class RouterApp:
         await asyncio.wait({told, empty}, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
         empty.cancel()
-        self._drain.cut()
+        self._drain.abort_all()
         self.admission.refuse_waiting(SHUTTING_DOWN)
         await self._drain.empty(WRITE_S)
 

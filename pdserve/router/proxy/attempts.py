@@ -1,8 +1,8 @@
 """Attempts at a pair, which a lost worker or the router's shutdown can end. Made by `dispatch` and `app`.
 
     Attempt   health ── lost ──┐
-              Drain ── cut ────┴──> `reason` ──> `dispatch` waits for it; `relay` gets the exception
-    Drain     open ── close ──> 503 for new requests, running requests continue ── cut ──> running requests end
+              Drain ── abort ──┴──> `reason` ──> `dispatch` waits for it; `relay` gets the exception
+    Drain     open ── close ──> 503 for new requests, running requests continue ── abort_all ──> they end
 
 An attempt without a first byte ends like any other failure: the request is retried, or answered with an error. A stream
 that has begun ends with an error event. Event loop only.
@@ -31,11 +31,11 @@ class Attempt:
     `reason` is set when a lost worker or the shutdown ended the attempt.
     """
 
-    __slots__ = ("_changed", "_drain", "_goes_on_without", "_live", "begun", "pair", "reason")
+    __slots__ = ("_can_recompute", "_changed", "_drain", "_live", "begun", "pair", "reason")
 
-    def __init__(self, pair: Pair, drain: Drain, goes_on_without: Callable[[Pair], bool] = lambda pair: False) -> None:
-        """`goes_on_without`: whether decode computes the prompt itself when the pair's prefill server is lost."""
-        self._goes_on_without = goes_on_without
+    def __init__(self, pair: Pair, drain: Drain, can_recompute: Callable[[Pair], bool] = lambda pair: False) -> None:
+        """`can_recompute`: whether decode computes the prompt itself when the pair's prefill server is lost."""
+        self._can_recompute = can_recompute
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain
@@ -81,18 +81,18 @@ class Attempt:
             self._changed.set_result(None)
 
     def lost(self, worker: Worker, reason: str) -> None:
-        """End the attempt, see `LosesWorker`. A lost prefill does not end an answer that decode has begun."""
-        if worker is self.pair.prefill and self._goes_on_without(self.pair):
+        """End the attempt, see `RunningAttempt`. A lost prefill does not end an answer that decode has begun."""
+        if worker is self.pair.prefill and self._can_recompute(self.pair):
             return
         if self._live is None or self._live.worker is worker:
             self._end(ConnectionFailed(worker, reason, lost=True))
 
-    def cut(self) -> None:
+    def abort(self) -> None:
         """End the attempt, because the router shuts down."""
         self._end(SHUTTING_DOWN)
 
     def answers(self, live: WorkerStream) -> None:
-        """Register decode's answer, so that `lost` and `cut` can end it."""
+        """Register decode's answer, so that `lost` and `abort` can end it."""
         self._live = live
         if self.reason is not None:
             self._break(live, self.reason)
@@ -130,18 +130,18 @@ class Drain:
         self._left = asyncio.Event()
         self.closed = False
         """True: new requests are refused with `SHUTTING_DOWN`."""
-        self.is_cut = False
+        self.is_aborted = False
         """True: running requests were ended with `SHUTTING_DOWN`."""
 
     def close(self) -> None:
         """Refuse new requests from now on."""
         self.closed = True
 
-    def cut(self) -> None:
+    def abort_all(self) -> None:
         """End all running attempts."""
-        self.closed = self.is_cut = True
+        self.closed = self.is_aborted = True
         for one in list(self.attempts):
-            one.cut()
+            one.abort()
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
@@ -165,8 +165,8 @@ class Drain:
     def enter(self, one: Attempt) -> None:
         """Add an attempt; called by the attempt."""
         self.attempts.add(one)
-        if self.is_cut:
-            one.cut()
+        if self.is_aborted:
+            one.abort()
 
     def leave(self, one: Attempt) -> None:
         """Remove an attempt; called by the attempt."""

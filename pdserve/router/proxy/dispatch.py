@@ -115,16 +115,16 @@ class Dispatcher:
         """Return a context manager with the final outcome, after retries; its end closes all open connections."""
         if self._config.retry.stream_retries and can_go_on(call.path, call.body):
             return self._continued(call)
-        return self._tried(call, set())
+        return self._with_retries(call, set())
 
     @contextlib.asynccontextmanager
     async def _continued(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
-        """Like `_tried`; a broken stream goes on at another pair."""
+        """Like `_with_retries`; a broken stream goes on at another pair."""
         body = with_seed(call.path, call.body, self._rng)
         call = dataclasses.replace(call, body=body, continued=True)
         avoid: set[Worker] = set()
         async with contextlib.AsyncExitStack() as stack:
-            outcome = await stack.enter_async_context(self._tried(call, avoid))
+            outcome = await stack.enter_async_context(self._with_retries(call, avoid))
             if isinstance(outcome, WorkerStream) and outcome.response.content_type == EVENT_STREAM:
                 worker = outcome.worker
 
@@ -135,7 +135,9 @@ class Dispatcher:
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
                     await self._after_failure(ConnectionFailed(worker, error.message), 1)
-                    found = await stack.enter_async_context(self._tried(dataclasses.replace(call, body=body), avoid))
+                    found = await stack.enter_async_context(
+                        self._with_retries(dataclasses.replace(call, body=body), avoid)
+                    )
                     worker = found.worker if isinstance(found, WorkerStream) else worker
                     return (
                         found
@@ -148,7 +150,7 @@ class Dispatcher:
             yield outcome
 
     @contextlib.asynccontextmanager
-    async def _tried(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
+    async def _with_retries(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
         """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
         request, rids = self._request(call), rids_of(call.body)
         outcome: Outcome | None = None
@@ -159,19 +161,19 @@ class Dispatcher:
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            with Attempt(entered.pair, self._drain, self._goes_on_without) as this:
-                async with self._attempt(entered, call, this) as tried:
-                    if isinstance(tried, Refused) or not retryable(tried):
-                        yield tried
+            with Attempt(entered.pair, self._drain, self._can_recompute) as this:
+                async with self._attempt(entered, call, this) as result:
+                    if isinstance(result, Refused) or not retryable(result):
+                        yield result
                         return
-            outcome = tried
-            avoid.add(tried.worker)
-            if isinstance(tried, WorkerResponse) and ROLE_HEADER in tried.headers:
-                await self._health.on_reported_role(tried.worker, tried.headers[ROLE_HEADER])
-            if asked_to_retry_later(tried) and not set(self._registry.usable(tried.worker.spec.role)) - avoid:
+            outcome = result
+            avoid.add(result.worker)
+            if isinstance(result, WorkerResponse) and ROLE_HEADER in result.headers:
+                await self._health.on_reported_role(result.worker, result.headers[ROLE_HEADER])
+            if asked_to_retry_later(result) and not set(self._registry.usable(result.worker.spec.role)) - avoid:
                 break
-            await self._after_failure(tried, attempt)
-            if self._drain.is_cut:
+            await self._after_failure(result, attempt)
+            if self._drain.is_aborted:
                 outcome = SHUTTING_DOWN
                 break
         assert outcome is not None, "there is at least one attempt"
@@ -250,7 +252,7 @@ class Dispatcher:
             prefill.add_done_callback(this.wake)
         while True:
             prefilled = prefill.result() if prefill is not None and prefill.done() else None
-            if prefilled is not None and not decode.done() and not ends_both(prefilled) and self._goes_on_without(pair):
+            if prefilled is not None and not decode.done() and not ends_both(prefilled) and self._can_recompute(pair):
                 prefilled = None
             outcome = resolve_outcome(prefilled, decode.result() if decode.done() else None)
             if outcome is not None:
@@ -260,7 +262,7 @@ class Dispatcher:
             assert not decode.done(), "a finished decode half is an answer or a failure"
             await this.change()
 
-    def _goes_on_without(self, pair: Pair) -> bool:
+    def _can_recompute(self, pair: Pair) -> bool:
         """Whether the pair's decode server computes the prompt when its prefill server fails.
 
         True if its load failure policy is recompute and no other prefill server is usable.

@@ -164,7 +164,7 @@ class LoadReport:
     at_s: float
 
 
-class LosesWorker(Protocol):
+class RunningAttempt(Protocol):
     """A running attempt at a worker."""
 
     def lost(self, worker: Worker, reason: str) -> None:
@@ -196,7 +196,7 @@ class Worker:
     last_error: str | None = "not checked yet"
     ended: bool = False
     """True: a connection was refused since the worker was last healthy, so that its process has ended."""
-    attempts: set[LosesWorker] = dataclasses.field(default_factory=set)
+    attempts: set[RunningAttempt] = dataclasses.field(default_factory=set)
     """Running attempts at this worker."""
     ended_bytes: int = 0
     """Bytes of answers in ended attempts; a prefill answer counts as one."""
