@@ -1,8 +1,16 @@
-"""Checks of every HTTP request before its handler runs: framing, path, origin, keys, concurrent requests per client.
+"""Checks of every HTTP request: framing, path, keys, origin, body memory, concurrent requests per client.
 
-Servers and router each have one middleware, which asks these rules in this order and sends the refusals:
+Server and router each have one middleware, which asks these rules in this order and sends the refusals:
 
-    `framing_refusal` ──> `AccessRules.key_refusal` ──> `page_refusal` ──> `bodies` ──> `take_client_slot`
+    framing_refusal ─> has_dots ─> key_refusal ─> page_refusal ─> bodies.open ─> take_client_slot ─> handler
+
+Only the router asks `has_dots`, because only it forwards paths. The router reads the whole body before it takes the
+client's slot. A server takes the slot first; its handler reads the body. A proof of the control token replaces the key
+at a server.
+
+With CORS origins, both answer a preflight request before they ask for a key, a server even before the framing rule. The
+answers differ: Starlette's middleware in a server sends 200, or 400 with a text. The router sends 204, and allows
+DELETE for `/workers`.
 
 CORS prevents a page of another origin from reading responses, and from sending a key or a JSON content type. CORS does
 not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.

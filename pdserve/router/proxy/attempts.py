@@ -1,7 +1,7 @@
 """Attempts at a pair, which a lost worker or the router's shutdown can end. Made by `dispatch` and `app`.
 
-    Attempt   health ── lost ──┐
-              Drain ── abort ──┴──> `reason` ──> `dispatch` waits for it; `relay` gets the exception
+    Attempt   health, watchdog ── lost ──┐
+              Drain ── abort ────────────┴──> `reason` ──> `dispatch` waits for it; `relay` gets the exception
     Drain     open ── close ──> 503 for new requests, running requests continue ── abort_all ──> they end
 
 An attempt without a first byte ends like any other failure: the request is retried, or answered with an error. A stream
@@ -116,7 +116,9 @@ class Attempt:
         if isinstance(why, Refused):
             error = EndedError(why.message, why.status, why.reason)
         else:
-            error = EndedError(f"the {why.worker.spec.role} worker is dead: {why.message}", 502, WORKER_FAILED)
+            error = EndedError(
+                f"the router ended the request at the {why.worker.spec.role} worker: {why.message}", 502, WORKER_FAILED
+            )
         live.response.content.set_exception(error)
 
 

@@ -41,7 +41,7 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
 
 
 def refusal(refused: Refused) -> web.Response:
-    """Return the error response for a request that was sent to no worker."""
+    """Return the error response for a request that the router refuses or ends itself."""
     after = {"Retry-After": str(refused.retry_after_s)} if refused.status == 503 else None
     return error_response(refused.status, refused.message, refused.reason, after)
 

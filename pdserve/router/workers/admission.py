@@ -2,10 +2,11 @@
 
     enter ─┬─ a pair with free slots ────────────────────> PairSlots: one slot at each worker, until `close`
            ├─ no healthy worker, or all breakers open ───> Refused
-           └─ all available workers are full ──> queue ──> PairSlots when a slot is free; Refused after a timeout
+           └─ `Full` ─┬─ room in the queue ──────────────> PairSlots when a slot is free; Refused after a timeout
+                      └─ the queue is full ──────────────> Refused at once
 
-Choosing a pair and taking its slots is one step without an await. A pair is entered as a whole or not at all, so that a
-breaker's probe of one half is not spent when the other half is unavailable. The queue is first come, first served; only
+Choosing a pair and taking its slots is one step without an await. A request takes the slots of both workers or of none.
+So it spends no breaker probe of one worker while the other is unavailable. The queue is first come, first served; only
 retries of admitted requests go to its head. Called by `dispatch`. Code that may free slots calls `wake`: health checks,
 the worker API, pair probes, the role switch and the application's tick.
 """
@@ -33,7 +34,10 @@ STALE_LOADS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Refused:
-    """The request was sent to no worker. `reason` is a metric label, `message` is for the client."""
+    """An error of the router itself, not of a worker. `reason` is a metric label, `message` is for the client.
+
+    Admission refuses a request before it is sent. `SHUTTING_DOWN` also ends attempts that run at workers.
+    """
 
     reason: str
     message: str
@@ -46,7 +50,10 @@ NO_PAIR = Refused("no_pair", "no pair of prefill and decode workers serves reque
 
 @dataclasses.dataclass(frozen=True)
 class Full:
-    """All available workers are full."""
+    """No pair has free slots now, so the request may wait.
+
+    The router's total limit is reached, all available workers of a role are full, or no pair of free workers serves.
+    """
 
 
 class Slot:
@@ -159,7 +166,7 @@ class Admission:
         again: bool = False,
         rids: frozenset[str] = frozenset(),
     ) -> PairSlots | Refused:
-        """Return slots for one attempt; waits while all workers are full.
+        """Return slots for one attempt. Waits while the choice is `Full`, unless the queue is full.
 
         Workers in `avoid` are chosen only without an alternative. `again`: a retry, which goes to the queue's head.
         `rids`: the client's request ids, for `abort`. The caller closes the slots.

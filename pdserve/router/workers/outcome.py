@@ -109,7 +109,7 @@ class WorkerStream:
 
     @property
     def was_ended(self) -> bool:
-        """Whether the router ended the answer, because the worker is dead or the router shuts down."""
+        """Whether the router ended the answer, because the worker was lost or the router shuts down."""
         return isinstance(self.response.content.exception(), EndedError)
 
     @property
@@ -125,7 +125,7 @@ class ConnectionFailed:
     worker: Worker
     message: str
     lost: bool = False
-    """True: health checks found the worker dead, so that the failure does not count for its circuit breaker."""
+    """True: health checks or a pair probe ended the attempt, so the circuit breaker does not count the failure."""
     out_of_descriptors: bool = False
     """True: the router has no free file descriptor; the worker may be healthy."""
 
@@ -312,7 +312,10 @@ def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool
 
 
 def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
-    """Whether an outcome is the worker's failure; a client error, or a worker that is full, is none."""
+    """Return True when the outcome counts against the worker's breaker.
+
+    Client errors and `Retry-After` responses do not count.
+    """
     if isinstance(outcome, WorkerResponse):
         return outcome.status >= 500 and not asked_to_retry_later(outcome)
     return isinstance(outcome, ConnectionFailed) and not outcome.lost and not outcome.out_of_descriptors

@@ -3,9 +3,9 @@
 Each field of `Worker` has one writer:
 
     Registry    the set of workers; draining, leaving, forgotten
-    health      healthy, late_checks, good_checks, last_error, bootstrap_port, facts, report
-    admission   inflight, breaker
-    dispatch    attempts, ended_bytes
+    health      healthy, ended, late_checks, good_checks, last_error, bootstrap_port, facts, report
+    admission   inflight, breaker (`health` closes it for a new process)
+    proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers
 
 `workers.api` adds and removes workers while the router runs:
 
@@ -55,8 +55,8 @@ class Breaker:
         HALF_OPEN ── enough successes ──> CLOSED;   HALF_OPEN ── a request fails ──> OPEN
         any ── the worker's process has ended, and its successor is healthy ──> CLOSED
 
-    `admission` admits a pair if both breakers admit it, and then enters both, so that no probe is spent on a pair that
-    the other breaker refuses. `health` calls `renew`.
+    `admission` admits a pair if both breakers admit it, and then enters both. So no probe is spent on a pair that the
+    other breaker refuses. `health` calls `renew`.
     """
 
     def __init__(self, config: BreakerConfig) -> None:

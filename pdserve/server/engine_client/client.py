@@ -56,7 +56,10 @@ log = logging.getLogger(__name__)
 
 
 class EngineClient:
-    """See the file's docstring. Call `start` inside the event loop and `stop` at shutdown."""
+    """`EngineClient` submits requests and routes their outputs by rid.
+
+    Call `start` inside the event loop and `stop` at shutdown.
+    """
 
     def __init__(
         self,

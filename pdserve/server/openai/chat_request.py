@@ -50,17 +50,17 @@ def check_chat_size(body: ChatBody, field: str) -> None:
         for message in body.messages
     )
     if num_parts > MAX_PARTS:
-        message = f"{field} hold {num_parts} parts and tool calls, at most {MAX_PARTS} are taken"
+        message = f"{field} hold {num_parts} parts and tool calls; the maximum is {MAX_PARTS}"
         raise RequestError(message, field=field)
     num_variables = len(body.chat_template_kwargs or ())
     if num_variables > MAX_VARIABLES:
-        message = f"chat_template_kwargs has {num_variables} names, at most {MAX_VARIABLES} are taken"
+        message = f"chat_template_kwargs has {num_variables} names; the maximum is {MAX_VARIABLES}"
         raise RequestError(message, field="chat_template_kwargs")
     for name in ("tools", "documents", "chat_template_kwargs"):
         value = getattr(body, name)
         size = len(msgspec.json.encode(value)) if value else 0
         if size > MAX_SHOWN_BYTES:
-            message = f"{name} has {size} bytes of JSON, at most {MAX_SHOWN_BYTES} are taken"
+            message = f"{name} has {size} bytes of JSON; the maximum is {MAX_SHOWN_BYTES}"
             raise RequestError(message, field=name)
 
 
@@ -71,7 +71,7 @@ def check_num_messages(messages: Sequence[Any], field: str) -> None:
         RequestError: 400 naming `field`.
     """
     if len(messages) > MAX_MESSAGES:
-        message = f"{field} holds {len(messages)} messages, at most {MAX_MESSAGES} are taken"
+        message = f"{field} holds {len(messages)} messages; the maximum is {MAX_MESSAGES}"
         raise RequestError(message, field=field)
 
 
@@ -315,7 +315,7 @@ def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: R
     asked = openai_constraint(body)
     if asked is not None and tools.constraint is not None:
         raise RequestError(
-            f"{asked.field} and tool_choice exclude each other: an answer follows one grammar", field="tool_choice"
+            f"{asked.field} and tool_choice cannot be combined: a request accepts one grammar", field="tool_choice"
         )
     constraint = asked or tools.constraint
     thinking = context.formats.thinking
