@@ -95,7 +95,7 @@ def body_digest(body: bytes) -> bytes:
 def check_body(body: bytes, digest: bytes) -> None:
     """Raise ProofError unless `body` has the `digest` of a checked proof."""
     if not hmac.compare_digest(body_digest(body), digest):
-        raise ProofError("the body is not the one that was signed")
+        raise ProofError("the body differs from the signed body")
 
 
 class SpentNonces:

@@ -219,7 +219,7 @@ class Preparer:
         tokenizer = context.require_tokenizer("messages")
         input_ids = await tokenizer.encode(text, field="messages", add_special_tokens=False)
         if not input_ids:
-            raise RequestError("messages make an empty prompt", field="messages")
+            raise RequestError("messages render to an empty prompt", field="messages")
         inside: bool | None = False
         if context.formats.thinking is not None:
             continued = final_text(body.messages[-1]) if body.continue_final_message else None

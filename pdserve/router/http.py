@@ -139,7 +139,7 @@ class Access:
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return self._preflight(request)
         if has_dots(request.raw_path):
-            return error_response(404, f"{request.method}: a path has no . or .. segments here", "not_found")
+            return error_response(404, f"{request.method}: paths with . or .. segments are not accepted", "not_found")
         command = is_admin(request.method, request.path)
         refusal = self._rules.key_refusal(request.headers.get("Authorization"), command=command)
         if refusal is None or is_public(request.path):

@@ -25,7 +25,7 @@ from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
 from pdserve.protocol.messages import MAX_ROOM
 
 MAX_SEQUENCES = 8192
-"""Workers accept no larger n and no more prompts; they refuse such a body regardless of its rooms."""
+"""Maximum `n`, and maximum number of prompts, for which rooms are made: workers refuse a larger body anyway."""
 
 
 def batch_size(path: str, body: dict[str, Any]) -> int | None:

@@ -33,8 +33,7 @@ from pdserve.router.app import make_app
 from pdserve.router.config.config import RouterConfig
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
-from pdserve.server.lifecycle import instance as life
-from pdserve.server.lifecycle import run
+from pdserve.server.lifecycle import instance, run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -201,5 +200,5 @@ async def router_paths(config: RouterConfig) -> set[str]:
 
 def drain_s(config: ServerConfig) -> float:
     """How long a server may take to end: requests in flight, then its engine, told, asked and killed."""
-    ends = config.serving.timeout_graceful_shutdown + life.CUT_S + life.QUIET_S + run.OTHERS_S
+    ends = config.serving.timeout_graceful_shutdown + instance.ABORT_S + instance.QUIET_S + run.OTHERS_S
     return ends + 3 * launch_engine.STOP_S

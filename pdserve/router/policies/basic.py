@@ -75,7 +75,7 @@ class LeastLoaded(Policy):
 
 CROWDED_FACTOR = 2.0
 CROWDED_REQUESTS = 8
-"""A worker with more requests than both this and `CROWDED_FACTOR` times the mean gets no more by opening alone."""
+"""A worker is crowded when it has more requests than this, and more than `CROWDED_FACTOR` times the mean."""
 
 
 class ConsistentHashing(Policy):

@@ -88,7 +88,7 @@ class PrefixTree:
     def match(self, text: str, among: Container[str]) -> tuple[str | None, int]:
         """Return the owner in `among` with the longest common prefix with `text`, and its length in characters.
 
-        Among several the one that was sent the prefix last; (None, 0) without a common prefix.
+        Of several owners, the one to which the prefix was sent last; (None, 0) without a common prefix.
         """
         found: tuple[str | None, int] = (None, 0)
         node, done = self._root, 0

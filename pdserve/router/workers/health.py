@@ -67,7 +67,7 @@ class HealthMonitor:
     async def start(self) -> None:
         """Start the checks; returns when every worker was checked once. Workers count as dead until a good answer.
 
-        A router that announces itself ready can therefore serve at once if its workers can.
+        So a router that reports ready can serve at once if its workers can.
         """
         await asyncio.gather(*(self.check(worker) for worker in self._registry.workers))
         for worker in self._registry.workers:
@@ -127,7 +127,7 @@ class HealthMonitor:
         while True:
             await self.check(worker)
             if worker.healthy and worker.late_checks:
-                continue  # the timeout of the last check was pause enough
+                continue  # the last check has waited for its timeout
             interval = self._health.interval_s if self._health.enabled else UNCHECKED_RETRY_S
             await asyncio.sleep(interval if worker.healthy else min(interval, RECHECK_DEAD_S))
 

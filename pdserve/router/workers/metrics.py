@@ -23,7 +23,7 @@ class RouterMetrics:
         self.requests = Counter(
             "pdserve_router_requests", "Requests by path and status", ["path", "status"], registry=registry
         )
-        self.retries = Counter("pdserve_router_retries", "Tries after the first one", registry=registry)
+        self.retries = Counter("pdserve_router_retries", "Attempts after the first one", registry=registry)
         self.stream_retries = Counter(
             "pdserve_router_stream_retries", "Broken streams that were sent to another pair", registry=registry
         )

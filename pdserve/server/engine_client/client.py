@@ -343,14 +343,14 @@ class EngineClient:
             self._new_prefill.heard(sequence.new_address, output)
         finish = output.finish
         failure = None if finish is None else finish.failure
-        if failure is not None and failure.status != ABORTED_STATUS:  # the client of an aborted one gets its text
+        if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)
             return
         try:
             update = detokenize_output(
                 sequence.index, sequence.detokenizer, output, keep_stop=sequence.request.sampling.no_stop_trim
             )
-        except RequestError as error:  # its stop patterns took too long
+        except RequestError as error:  # the stop patterns took too long
             self._fail(sequence, Failure.from_error(error))
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid))

@@ -134,12 +134,12 @@ class NewPrefill:
 QUEUE_FULL = "queue_full"
 """Error code of the refusal, here and in the scheduler."""
 MAX_WAITING_TOKENS = 1 << 24
-"""Prompt tokens per replica: about 1.2 GB, as a token takes about 36 bytes here and as many in the scheduler."""
+"""Prompt tokens per replica: about 1.2 GB, because a token takes about 36 bytes in each of the two processes."""
 WAITING_CONTEXTS = 16
 """Full contexts per replica that may always wait."""
 ROWS_AHEAD = 4
-"""Sequences without an output per row of a replica, in addition to the queue: those that are being computed or
-transferred, and those whose end is not reported yet."""
+"""Sequences without an output that are allowed for each row of a replica, beyond the queue. They are computed or
+transferred, or their end is not reported yet."""
 MIN_AHEAD = 1024
 """Minimum of `ROWS_AHEAD` times rows: a prefill server reuses a row before the transfer of its prompt has ended."""
 
@@ -282,7 +282,7 @@ class RequestStates:
 
 
 class RequestStatsRecorder:
-    """Writes the statistics of records, and reports to `metrics` at each token, to all `listeners` at start and end.
+    """Writes the statistics of records. Reports tokens to `metrics`, and start and end to `metrics` and `listeners`.
 
     Health probes are excluded from request statistics.
     """

@@ -41,7 +41,7 @@ from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session
 from pdserve.server.http.calls import CLIENT_OF_SCOPE
 from pdserve.server.http.json_http import BODIES, json_response, refused
 
-NO_TOKEN = "this server has no control token; set PDSERVE_CONTROL_TOKEN alike on router and servers"
+NO_TOKEN = "this server has no control token; set the same PDSERVE_CONTROL_TOKEN on router and servers"
 REQUIRED = (
     "this server accepts only requests that prove the control token (--require-control-proof), as a router with "
     "--worker-control-proof sends them; an API key is not enough"
@@ -108,7 +108,7 @@ def _signed(receive: Receive, digest: bytes) -> Receive:
         if message["type"] == "http.request":
             seen.update(message.get("body", b""))
             if not message.get("more_body", False) and not hmac.compare_digest(seen.digest(), digest):
-                raise RequestError("the body is not the one that was signed", status=401, code=INVALID)
+                raise RequestError("the body differs from the signed body", status=401, code=INVALID)
         return message
 
     return checked

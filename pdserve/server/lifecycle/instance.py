@@ -36,8 +36,8 @@ from pdserve.server.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 ENGINE_WATCH_S = 0.2
-CUT_S = 5.0
-"""Seconds that the responses of cut requests may take to be written."""
+ABORT_S = 5.0
+"""Seconds that the responses of aborted requests may take to be written."""
 QUIET_S = 5.0
 """Seconds that peers may take to be notified of ended requests and to release each other's pages."""
 LINGER_S = 0.5
@@ -146,7 +146,7 @@ class EngineInstance:
             await asyncio.sleep(ENGINE_WATCH_S)
 
     async def drain(self, why: RequestError, timeout_s: float, *, for_good: bool = False) -> None:
-        """Refuse new requests, wait for running ones, and after `timeout_s` seconds cut the rest with `why`.
+        """Refuse new requests, wait for running ones, and after `timeout_s` seconds abort the rest with `why`.
 
         `for_good`: the server shuts down; an idle server then does not wait `LINGER_S`.
         """
@@ -154,9 +154,9 @@ class EngineInstance:
         self.drain_gate.close(why, for_good=for_good)
         lingers = self.backend.role != "null" and (self.drain_gate.num_inside > 0 or not for_good)
         if not await self.drain_gate.empty(timeout_s):
-            log.warning("%d requests have not ended within %g s and are cut", self.drain_gate.num_inside, timeout_s)
+            log.warning("%d requests have not ended within %g s and are aborted", self.drain_gate.num_inside, timeout_s)
             self.client.abort_all(why)
-            await self.drain_gate.empty(CUT_S)
+            await self.drain_gate.empty(ABORT_S)
         ended_s = time.monotonic()
         if lingers:
             await asyncio.sleep(max(0.0, begun_s + LINGER_S - ended_s))
@@ -234,7 +234,7 @@ class RoleSwitchApp:
         self._keep(asyncio.create_task(self._announce_first()))
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests because the server shuts down; after `timeout_s` seconds cut the running ones.
+        """Refuse new requests because the server shuts down; after `timeout_s` seconds abort the running ones.
 
         Returns at once during a role switch.
         """
@@ -243,7 +243,7 @@ class RoleSwitchApp:
             await self._instance.drain(SHUTTING_DOWN, timeout_s, for_good=True)
 
     def abort_all(self) -> None:
-        """Cut all running requests now, with the error of the drain timeout."""
+        """Abort all running requests now, with the error of the drain timeout."""
         self._instance.client.abort_all(SHUTTING_DOWN)
 
     async def close(self) -> int:
@@ -286,7 +286,7 @@ class RoleSwitchApp:
         except PdserveError as error:
             await self._end(backend, f"the engine of the role {backend.role!r} did not start")
             await self._go_back(before)
-            text = f"the engine of the role {backend.role!r} did not start ({error}; the server's log says why)"
+            text = f"the engine of the role {backend.role!r} did not start ({error}; see the server's log)"
             raise RequestError(
                 f"{text}; this is {_article(before)} again", status=500, code="role_switch_failed"
             ) from error

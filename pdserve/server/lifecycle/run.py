@@ -1,7 +1,7 @@
 """Runs the API process: uvicorn around `RoleSwitchApp`, signals, graceful shutdown.
 
     first signal ──> not ready, new requests are refused ── all ended, or the grace time is over ──> port closes ──> end
-    second signal ── running requests are cut with an error ───────────────────────────────────────────────────────> end
+    second signal ── running requests are aborted with an error ───────────────────────────────────────────────────> end
 
 Called by `launch_server` in the main process, with an engine that it has started.
 """

@@ -97,7 +97,9 @@ def template_messages(messages: Sequence[ChatMessage], facts: TemplateFacts, fie
             entry["reasoning_content"] = reasoning
         if message.tool_calls:
             if message.role != "assistant":
-                raise RequestError(f"{where}.tool_calls: only an assistant calls tools", field=f"{where}.tool_calls")
+                raise RequestError(
+                    f"{where}.tool_calls: only assistant messages have tool calls", field=f"{where}.tool_calls"
+                )
             entry["tool_calls"] = [
                 _tool_call(call, facts, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
             ]
@@ -202,7 +204,7 @@ async def prepare_chat(
         prompt, field=field, add_special_tokens=False, most_tokens=limits.most_prompt_tokens
     )
     if not input_ids:
-        raise RequestError(f"{field} make an empty prompt", field=field)
+        raise RequestError(f"{field} render to an empty prompt", field=field)
     check_prompt_fits(len(input_ids), limits, field)
     check_token_ids(input_ids, limits.vocab_size, field)
     plan = _read_plan(context, body, tools, prompt)
@@ -256,7 +258,7 @@ def _template_options(body: ChatBody, tools: ToolPlan) -> dict[str, Any]:
     generation_prompt = not go_on if body.add_generation_prompt is None else body.add_generation_prompt
     if go_on and generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other", field="continue_final_message"
+            "continue_final_message and add_generation_prompt cannot be combined", field="continue_final_message"
         )
     options: dict[str, Any] = {"add_generation_prompt": generation_prompt, "continue_final_message": go_on}
     if tools.shown is not None:

@@ -88,7 +88,7 @@ def plan_tools(body: ChatBody, native: type[ToolFormat] | None) -> ToolPlan:
 def _functions(body: ChatBody) -> list[FunctionSpec]:
     tools = body.tools or []
     if len(tools) > MAX_TOOLS:
-        raise RequestError(f"tools holds {len(tools)} tools, at most {MAX_TOOLS} are taken", field="tools")
+        raise RequestError(f"tools holds {len(tools)} tools; the maximum is {MAX_TOOLS}", field="tools")
     functions: list[FunctionSpec] = []
     for i, tool in enumerate(tools):
         field = f"tools[{i}]"

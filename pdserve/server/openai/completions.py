@@ -131,7 +131,7 @@ def _count_made(body: CompletionBody, num_choices: int) -> int:
         message = f"best_of must be in [n={num_choices}, {MAX_N}], got {body.best_of}"
         raise RequestError(message, field="best_of")
     if body.stream:
-        raise RequestError("best_of cannot be streamed: the best is known at the end", field="best_of")
+        raise RequestError("best_of cannot be streamed: the best output is known only at the end", field="best_of")
     return body.best_of
 
 

@@ -140,7 +140,7 @@ def _only(*asked: Constraint | None) -> Constraint | None:
     constraints = [constraint for constraint in asked if constraint is not None]
     if len(constraints) > 1:
         names = " and ".join(constraint.field for constraint in constraints)
-        raise RequestError(f"{names} exclude each other: an output follows one grammar", field=constraints[1].field)
+        raise RequestError(f"{names} cannot be combined: a request accepts one grammar", field=constraints[1].field)
     return constraints[0] if constraints else None
 
 

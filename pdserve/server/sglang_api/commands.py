@@ -73,7 +73,7 @@ async def start_profile(context: ServerContext, request: Request) -> Response:
     if profile_id is not None and (
         Path(profile_id).name != profile_id or "\0" in profile_id or len(profile_id.encode()) > MAX_PROFILE_ID_BYTES
     ):
-        message = f"profile_id must be part of a file's name, at most {MAX_PROFILE_ID_BYTES} bytes"
+        message = f"profile_id must be valid in a file name and have at most {MAX_PROFILE_ID_BYTES} bytes"
         raise RequestError(message, field="profile_id")
     if output_dir is not None and "\0" in output_dir:
         raise RequestError("output_dir must be the path of a directory", field="output_dir")
@@ -109,7 +109,7 @@ def _activities(names: list[str] | None) -> tuple[Literal["CPU", "GPU"], ...]:
         return known
     unknown = set(names) - set(known)
     if unknown or not names:
-        raise RequestError(f"activities must name some of {', '.join(known)}, got {names}", field="activities")
+        raise RequestError(f"activities must be a list from {', '.join(known)}, got {names}", field="activities")
     return tuple(name for name in known if name in names)
 
 

@@ -64,7 +64,9 @@ async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:
     await require_alive(context)
     drain_gate.require_open()
     if not context.registered():
-        raise RequestError("not in the bootstrap server yet", status=503, code="not_registered", retry_after_s=1)
+        raise RequestError(
+            "not registered at the bootstrap server yet", status=503, code="not_registered", retry_after_s=1
+        )
     state = await context.client.state(STATE_TIMEOUT_S)
     peers = [] if state is None else state.peers
     why = partners_missing(peers)
@@ -80,7 +82,7 @@ def partners_missing(peers: Sequence[PeerLoad]) -> str | None:
     silent = [peer for peer in peers if peer.silent_s is not None and peer.silent_s < PARTNER_MEMORY_S]
     if not silent:
         return None
-    return "no partner answers: " + ", ".join(
+    return "no peer answers: " + ", ".join(
         f"{peer.endpoint} is silent for {peer.heartbeat_age_s:.0f} s" for peer in silent
     )
 

@@ -74,7 +74,9 @@ async def pd_role_switch(
     context.client.require_ready()
     done = await changer.begin(body.new_role, drain_s)
     if body.wait is False:
-        return _answer(RoleChanged(old, body.new_role, "accepted; /ready tells when it is done"), status=202)
+        return _answer(
+            RoleChanged(old, body.new_role, "accepted; /ready returns 200 when the switch is complete"), status=202
+        )
     return _answer(await asyncio.shield(done), status=200)
 
 

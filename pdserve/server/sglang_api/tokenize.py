@@ -87,7 +87,7 @@ def _texts(prompt: Any) -> list[str]:
 
 def _check_count(given: Sequence[Any], field: str) -> None:
     if len(given) > MAX_PROMPTS:
-        raise RequestError(f"{field} has {len(given)} entries, the maximum is {MAX_PROMPTS}", field=field)
+        raise RequestError(f"{field} has {len(given)} entries; the maximum is {MAX_PROMPTS}", field=field)
 
 
 async def _encode_all(context: ServerContext, prompt: Any, add_special_tokens: bool) -> list[list[int]]:

@@ -134,7 +134,7 @@ class Tokenizer:
                 ids.append(self._encode(text, field(i), add_special_tokens, most_tokens))
                 total += len(ids[-1])
                 if most_in_all is not None and total > most_in_all:
-                    raise _too_long(f"{field(i)} and what comes before it have {total} tokens", field(i), most_in_all)
+                    raise _too_long(f"{field(i)} and the texts before it have {total} tokens", field(i), most_in_all)
             return ids
 
         return await self._workers.run(sum(map(len, texts)), encode_in_order)
@@ -142,7 +142,7 @@ class Tokenizer:
     def _encode(self, text: str, field: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
         try:
             if most_tokens is not None and self._bound.exceeds(text, most_tokens):
-                raise _too_long(f"{field} has {len(text)} characters, too many", field, most_tokens)
+                raise _too_long(f"{field} is too long with {len(text)} characters", field, most_tokens)
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except UnicodeEncodeError as error:
             raise RequestError(f"{field} is not valid Unicode text: {error}", field=field) from error

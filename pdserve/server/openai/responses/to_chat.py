@@ -49,7 +49,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
         RequestError: 400 naming the field.
     """
     if body.n not in (None, 1):
-        raise RequestError("n: a response is one answer", field="n")
+        raise RequestError("n must be 1: a response has one output", field="n")
     if body.truncation not in (None, "disabled"):
         raise RequestError("truncation: only 'disabled' is supported", field="truncation", code="unsupported")
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -61,7 +61,7 @@ def to_chat(body: ResponsesBody) -> ChatBody:
     response_format = _response_format(body)
     if response_format is not None:
         if body.response_format is not None:
-            message = "text.format and response_format exclude each other: an answer has one format"
+            message = "text.format and response_format cannot be combined: a response has one format"
             raise RequestError(message, field="response_format")
         shared["response_format"] = response_format
     chat = ChatBody(
