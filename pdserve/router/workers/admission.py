@@ -86,7 +86,7 @@ class Slot:
         self._open = False
         self.worker.inflight -= 1
         self.worker.breaker.leave(self._permit)
-        self._admission.left(self.worker)
+        self._admission.on_slot_released(self.worker)
 
 
 class PairSlots:
@@ -206,7 +206,7 @@ class Admission:
             if not waiter.future.done():
                 waiter.future.set_result(refused)
 
-    def left(self, worker: Worker) -> None:
+    def on_slot_released(self, worker: Worker) -> None:
         """A slot was released."""
         self._pace.note(self.now())
         self._registry.remove_if_drained(worker)

@@ -67,7 +67,7 @@ class EngineMetrics:
         expositions = [
             (worker.spec.role.value, worker.spec.url, text) for worker, text in zip(workers, texts, strict=True)
         ]
-        return await asyncio.to_thread(together, expositions)
+        return await asyncio.to_thread(merge_expositions, expositions)
 
     async def _ask(self, worker: Worker) -> str | None:
         """Return a worker's metrics as text; None if they are not available."""
@@ -87,7 +87,7 @@ class EngineMetrics:
         return None
 
 
-def together(expositions: Sequence[tuple[str, str, str | None]]) -> bytes:
+def merge_expositions(expositions: Sequence[tuple[str, str, str | None]]) -> bytes:
     """Merge the expositions of workers (role, URL, exposition) into one, with all samples of a metric together.
 
     If workers differ in a metric's type, the first worker's type counts, and samples of other types are dropped.

@@ -83,7 +83,7 @@ class EngineClient:
         self._tokenizer = tokenizer
         self._match_stops = match_stops
         self._pattern_thread = PatternThread()
-        self._watch = RequestStatsRecorder(metrics)
+        self._stats = RequestStatsRecorder(metrics)
         self._live = RequestStates()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
@@ -135,7 +135,7 @@ class EngineClient:
 
     def add_listener(self, listener: RequestListener) -> None:
         """Notify `listener` of the start and end of every sequence from now on."""
-        self._watch.listeners.append(listener)
+        self._stats.listeners.append(listener)
 
     @property
     def num_live(self) -> int:
@@ -202,7 +202,7 @@ class EngineClient:
                 state.new_address = address
         for state in states:
             state.generation = generation
-            self._watch.started(state, call)
+            self._stats.started(state, call)
             self._live.add(state)
         try:
             for state in states:
@@ -220,7 +220,7 @@ class EngineClient:
         try:
             await self._channel.send(request)
         except BaseException:
-            self._waiting.heard(request.rid)  # the scheduler never received it
+            self._waiting.discard(request.rid)  # the scheduler never received it
             raise
 
     def abort(self, name: str | None) -> int:
@@ -264,7 +264,7 @@ class EngineClient:
         sequence = self._live.pop(rid)
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
-        self._watch.ended(sequence, outcome)
+        self._stats.ended(sequence, outcome)
         return sequence
 
     # queries ---------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class EngineClient:
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
             case SchedulerHeartbeat():
-                self.watchdog.heard(message)
+                self.watchdog.on_beat(message)
             case EngineReady():
                 self._ready = message
                 self.watchdog.begin()
@@ -335,12 +335,12 @@ class EngineClient:
 
     def _on_output(self, output: EngineCoreOutput) -> None:
         if self._waiting is not None:
-            self._waiting.heard(output.rid)
+            self._waiting.discard(output.rid)
         sequence = self._live.get(output.rid)
         if sequence is None:
             return  # the sequence was aborted or stopped here while this output was in flight
         if self._new_prefill is not None and sequence.new_address is not None:
-            self._new_prefill.heard(sequence.new_address, output)
+            self._new_prefill.on_output(sequence.new_address, output)
         finish = output.finish
         failure = None if finish is None else finish.failure
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
@@ -356,7 +356,7 @@ class EngineClient:
                 self._send_soon(AbortRequest(rid=output.rid))
             return
         sequence.timing = update.timing = output.timing or sequence.timing
-        self._watch.tokens(sequence, output, update)
+        self._stats.tokens(sequence, output, update)
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)
             if finish is None:

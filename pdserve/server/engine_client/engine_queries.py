@@ -74,7 +74,7 @@ class SchedulerWatchdog:
         """Start the watchdogs: all schedulers run from now on."""
         self._began_s = time.monotonic()
 
-    def heard(self, beat: SchedulerHeartbeat) -> None:
+    def on_beat(self, beat: SchedulerHeartbeat) -> None:
         """Record a heartbeat."""
         self._newest[beat.dp_rank] = (time.monotonic(), beat)
 

@@ -51,7 +51,7 @@ class NewPrefill:
     client may have `MAX_NEW_OF_CLIENT` in its running requests. A client's pair probes have a separate limit of the
     same size. A router's probes therefore find its prefill servers while its requests exhaust their limit.
 
-    Call `take` for each body, `heard` for each output, `release` at a sequence's end.
+    Call `take` for each body, `on_output` for each output, `release` at a sequence's end.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class NewPrefill:
         self._named[client] = named
         return [None if address is None else NewAddress(client, address) for address in addresses]
 
-    def heard(self, new: NewAddress, output: EngineCoreOutput) -> None:
+    def on_output(self, new: NewAddress, output: EngineCoreOutput) -> None:
         """Record an output of the sequence: the address has served if `output` reports transferred KV pages."""
         if output.timing is None or output.timing.kv_pages is None or new.address in self._served:
             return
@@ -211,7 +211,7 @@ class WaitingRequests:
         num_tokens = self._tokens[request.rid] = len(request.given_ids)
         self._num_tokens += num_tokens
 
-    def heard(self, rid: str) -> None:
+    def discard(self, rid: str) -> None:
         """Stop counting a sequence: the scheduler has sent its first output, or its end."""
         num_tokens = self._tokens.pop(rid, None)
         if num_tokens is not None:

@@ -123,7 +123,7 @@ class DrainGate:
         self._left = asyncio.Event()
 
     @property
-    def takes(self) -> str:
+    def accepted_role(self) -> str:
         """Value of `ROLE_HEADER`: the role in which new requests are accepted, or `NO_ROLE` once closed."""
         return self._role if self._why is None else NO_ROLE
 
@@ -190,7 +190,7 @@ class DrainGateMiddleware:
         refused = self._drain_gate.refusal(Headers(scope=scope).get(ROLE_HEADER))
         if refused is not None:
             response = error_response(refused)
-            response.headers[ROLE_HEADER] = self._drain_gate.takes
+            response.headers[ROLE_HEADER] = self._drain_gate.accepted_role
             await response(scope, receive, send)
             return
         self._drain_gate.enter()

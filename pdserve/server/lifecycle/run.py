@@ -116,7 +116,7 @@ async def serve(
         app = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
         server = _Server(_settings(app, first.config))
         _on_signals(server, app, first.config.serving.timeout_graceful_shutdown)
-        listening = asyncio.create_task(_tell_listening(server, port, on_listening))
+        listening = asyncio.create_task(_report_listening(server, port, on_listening))
         try:
             await app.open()
             await server.serve(sockets=[listener])
@@ -132,7 +132,7 @@ def _leave(server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-async def _tell_listening(server: uvicorn.Server, port: int, on_listening: Callable[[int], None]) -> None:
+async def _report_listening(server: uvicorn.Server, port: int, on_listening: Callable[[int], None]) -> None:
     while not server.started:
         await asyncio.sleep(0.01)
     on_listening(port)

@@ -18,7 +18,7 @@ from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCoun
 from pdserve.server.openai.common import OpenAICall
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.schemas import UNSUPPORTED_CHAT, ChatBody
-from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning, put_together
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning, join_deltas
 
 _HARMLESS: dict[str, tuple[Any, ...]] = {"modalities": (["text"],), "verbosity": ("medium",)}
 """Values of unsupported fields that are accepted because they equal the default."""
@@ -41,7 +41,7 @@ class ChatCall(OpenAICall):
     def choice(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
         reader = self._reader(update.index)
-        whole = put_together([*reader.push(update.text), *reader.finish()])
+        whole = join_deltas([*reader.push(update.text), *reader.finish()])
         content = whole.content
         if content is None and whole.reasoning is None and not whole.calls:
             content = ""

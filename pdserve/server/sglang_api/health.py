@@ -56,7 +56,7 @@ async def health(context: ServerContext, drain_gate: DrainGate) -> Response:
     """
     drain_gate.require_staying()
     await require_alive(context)
-    return json_response({"status": "ok"}, headers={ROLE_HEADER: drain_gate.takes})
+    return json_response({"status": "ok"}, headers={ROLE_HEADER: drain_gate.accepted_role})
 
 
 async def ready(context: ServerContext, drain_gate: DrainGate) -> Response:

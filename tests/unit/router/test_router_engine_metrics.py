@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.router.config.config import RouterAccessConfig
 from pdserve.router.workers import engine_metrics
-from pdserve.router.workers.engine_metrics import together
+from pdserve.router.workers.engine_metrics import merge_expositions
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -114,11 +114,11 @@ def test_many_scrapes_are_one_round_and_a_worker_that_is_removed_is_gone_from_th
 
 
 def test_an_address_that_is_there_already_and_a_type_that_differs_do_not_spoil_the_answer() -> None:
-    told = [
+    expositions = [
         ("regular", "http://a", '# TYPE x gauge\nx{worker_addr="inner"} 1\n'),
         ("regular", "http://b", "# TYPE x histogram\nx_count 1\n# TYPE y gauge\ny 2\n"),
     ]
-    samples = read(together(told).decode())
+    samples = read(merge_expositions(expositions).decode())
     assert ("x", frozenset({("worker_addr", "http://a"), ("exported_worker_addr", "inner")})) in samples
     assert of(samples, "http://b") == {("y", frozenset()): 2.0}
-    assert read(together([]).decode()) == {}
+    assert read(merge_expositions([]).decode()) == {}

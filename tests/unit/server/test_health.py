@@ -150,7 +150,7 @@ def test_of_two_replicas_the_silent_one_is_named() -> None:
     found = engine_queries.SchedulerWatchdog()
     assert found.heartbeats(2) == [], "nothing runs before the engine has started"
     found.begin()
-    found.heard(SchedulerHeartbeat(dp_rank=0, turn_s=None, num_turns=3))
+    found.on_beat(SchedulerHeartbeat(dp_rank=0, turn_s=None, num_turns=3))
     later = [dataclasses.replace(each, age_s=each.age_s + 11 * each.dp_rank) for each in found.heartbeats(2)]
     assert [each.silent for each in later] == [False, True]
     assert later[0].trouble(300) is None and "replica 1 is silent" in (later[1].trouble(300) or "")

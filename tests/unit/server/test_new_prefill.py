@@ -88,16 +88,16 @@ def test_an_address_is_new_until_kv_comes_from_there() -> None:
     known = NewPrefill()
     (one,) = known.take("a", sequences(1))
     assert one == NewAddress("a", ("h", 1))
-    known.heard(one, came(None))
+    known.on_output(one, came(None))
     assert known.take("a", sequences(1)) == [one], "the prompt was computed here"
-    known.heard(one, came(0))
+    known.on_output(one, came(0))
     assert known.take("b", sequences(1)) == [None] and known.num_clients == 0
     known.release(one)
     known.release(one)
     for port in range(2, MAX_SERVED + 2):
         (other,) = known.take("a", sequences(port))
         assert other is not None
-        known.heard(other, came(1))
+        known.on_output(other, came(1))
         known.release(other)
     newest = range(2, MAX_SERVED + 2)
     assert known.take("a", sequences(1, *newest)) == [one, *[None] * MAX_SERVED], "the newest are kept"

@@ -53,7 +53,7 @@ def test_as_many_sequences_wait_as_may_and_each_that_begins_makes_room() -> None
     assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (503, "queue_full", 1)
     send(bound, requests(1, name="t"))
     for rid in ("r0", "r1", "r0", "of nobody"):
-        bound.heard(rid)
+        bound.discard(rid)
     send(bound, requests(2, name="u"))
     with pytest.raises(RequestError, match="3 requests wait already"):
         send(bound, requests(1, name="v"))
@@ -66,7 +66,7 @@ def test_their_prompts_have_no_more_tokens_than_may_wait(monkeypatch: pytest.Mon
     with pytest.raises(RequestError, match="requests of 8000 prompt tokens wait already") as refused:
         send(bound, requests(1, name="s"))
     assert (refused.value.status, refused.value.code) == (503, "queue_full")
-    bound.heard("r5")
+    bound.discard("r5")
     send(bound, requests(2, 50, name="t"))
     with pytest.raises(RequestError, match="8000 prompt tokens"):
         send(bound, requests(1, name="u"))
@@ -95,7 +95,7 @@ def test_when_to_come_back_follows_the_pace() -> None:
         send(bound, requests(1, name=f"{i}."))
         clock.advance(5.0)
         if i < 3:
-            bound.heard(f"{i}.0")
+            bound.discard(f"{i}.0")
     with pytest.raises(RequestError) as refused:
         send(bound, requests(1))
     assert refused.value.retry_after_s == 7, "three began in twenty seconds"

@@ -69,7 +69,7 @@ class ParsedAnswer:
     calls: list[ParsedToolCall] = dataclasses.field(default_factory=list)
 
 
-def put_together(deltas: Sequence[Delta]) -> ParsedAnswer:
+def join_deltas(deltas: Sequence[Delta]) -> ParsedAnswer:
     """Join `deltas`, in order, to a response."""
     whole = ParsedAnswer()
     for delta in deltas:

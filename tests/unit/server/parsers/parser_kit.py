@@ -15,7 +15,7 @@ from pdserve.server.text.parsers.feed import (
     IncrementalParser,
     ParsedAnswer,
     Reasoning,
-    put_together,
+    join_deltas,
 )
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
@@ -56,8 +56,8 @@ def read(make: Callable[[], DeltaReader], texts: Sequence[str]) -> list[Delta]:
 
 def whole(make: Callable[[], DeltaReader], text: str) -> ParsedAnswer:
     """What a text is made of; the same whether it comes at once or character by character."""
-    at_once = put_together(read(make, [text]))
-    assert put_together(read(make, list(text))) == at_once
+    at_once = join_deltas(read(make, [text]))
+    assert join_deltas(read(make, list(text))) == at_once
     return at_once
 
 

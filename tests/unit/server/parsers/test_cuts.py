@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.server.text.chat_formats import TOOL_FORMATS
-from pdserve.server.text.parsers.feed import put_together
+from pdserve.server.text.parsers.feed import join_deltas
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
@@ -62,7 +62,7 @@ def test_calls_and_content_do_not_depend_on_cuts(name: str) -> None:
     @settings(max_examples=150, deadline=None)
     @given(texts(name))
     def check(pieces: list[str]) -> None:
-        assert put_together(read(lambda: tool_reader(kind), pieces)) == put_together(
+        assert join_deltas(read(lambda: tool_reader(kind), pieces)) == join_deltas(
             read(lambda: tool_reader(kind), ["".join(pieces)])
         )
 
@@ -83,7 +83,7 @@ def test_reasoning_does_not_depend_on_cuts(name: str, inside: bool | None) -> No
     @given(st.lists(fragment, max_size=12).map("".join), st.lists(st.integers(0, 100), max_size=10))
     def check(text: str, places: list[int]) -> None:
         def made(pieces: list[str]) -> object:
-            return put_together(read(lambda: thought_reader(name, inside), pieces))
+            return join_deltas(read(lambda: thought_reader(name, inside), pieces))
 
         assert made(cut(text, places)) == made([text])
 
