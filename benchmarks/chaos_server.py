@@ -13,7 +13,7 @@ import sys
 from benchmarks.chaos_proxies import CONTROL, MOONCAKE, ask_for_proxy
 from pdserve import launch_server
 from pdserve.transfer.control import ZmqControlSocket
-from pdserve.transfer.transports.mooncake_engine import MooncakeReceiver
+from pdserve.transfer.transports.mooncake import MooncakeReceiver
 
 REGISTRAR_VARIABLE, NAME_VARIABLE = "PDSERVE_CHAOS_REGISTRAR", "PDSERVE_CHAOS_NAME"
 """Where proxies are asked for, and what the farm calls this server."""

@@ -38,8 +38,7 @@ def _raw_shm(stack: contextlib.ExitStack, address: str, source: MemoryRegion) ->
 
 def _raw_mooncake(stack: contextlib.ExitStack, address: str, source: MemoryRegion) -> Write:
     """An engine of its own and its batch call, in batches as large as its queue takes."""
-    from pdserve.transfer.transports.mooncake import BATCH_ENTRIES, session_of
-    from pdserve.transfer.transports.mooncake_engine import MooncakeEngine
+    from pdserve.transfer.transports.mooncake import BATCH_ENTRIES, MooncakeEngine, session_of
 
     engine = MooncakeEngine("127.0.0.1", "tcp", "")
     stack.callback(engine.destroy)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ConfigError
-from pdserve.http.clients import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
+from pdserve.http.access import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
 from pdserve.http.tls import port_context, verify_clients
 
 

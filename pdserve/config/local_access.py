@@ -16,7 +16,7 @@ from typing import Literal
 from pdserve.config.access_group import KEYFILE_PASSWORD
 from pdserve.config.cli import flags
 from pdserve.errors import ConfigError
-from pdserve.http.clients import ADMIN_API_KEY, API_KEY, check_keys
+from pdserve.http.access import ADMIN_API_KEY, API_KEY, check_keys
 
 Role = Literal["prefill", "decode"]
 

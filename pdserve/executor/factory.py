@@ -44,7 +44,7 @@ from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
-from pdserve.model.native.layers import AttentionInProgram
+from pdserve.model.native.packer import AttentionInProgram
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path

@@ -28,7 +28,20 @@ from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
-from pdserve.executor.model_runner import MIN_TOKENS, ModelRunner, cut_plan
+from pdserve.executor.model_runner import (
+    MIN_TOKENS,
+    Collect,
+    Compute,
+    Decode,
+    ModelRunner,
+    NativeDecodePath,
+    OnLayer,
+    StepRunner,
+    StreamRunner,
+    SyncRunner,
+    ThreadedRunner,
+    cut_plan,
+)
 from pdserve.executor.prompt_logprobs import (
     PromptLogprobParams,
     PromptLogprobRange,
@@ -37,17 +50,6 @@ from pdserve.executor.prompt_logprobs import (
     read_prompt_logprob_params,
 )
 from pdserve.executor.sampler import TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
-from pdserve.executor.step_runners import (
-    Collect,
-    Compute,
-    Decode,
-    NativeDecodePath,
-    OnLayer,
-    StepRunner,
-    StreamRunner,
-    SyncRunner,
-    ThreadedRunner,
-)
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher

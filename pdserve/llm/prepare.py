@@ -22,7 +22,7 @@ from pdserve.llm.servers import RunningServer
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert
-from pdserve.server.openai.chat_request import chat_prompt, final_text
+from pdserve.server.openai.chat import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, reasoning_grammar
 from pdserve.server.request.intake import check_token_ids, make_requests, prompt_request

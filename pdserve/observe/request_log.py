@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from pdserve.observe.json_lines import JsonLines
-from pdserve.observe.record import RequestRecord
+from pdserve.observe.metrics import RequestRecord
 
 CUT = 2048
 """Characters of text at level 2. Token ids are cut at a quarter of it: a token has about four characters."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
-from pdserve.observe.record import RequestRecord
+from pdserve.observe.metrics import RequestRecord
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH
+from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH
 from pdserve.protocol.messages import MAX_ROOM
 
 MAX_SEQUENCES = 8192
@@ -171,3 +171,14 @@ def _prompt_opening(prompt: Any) -> bytes | None:
     if isinstance(prompt, list) and prompt:
         return orjson.dumps(prompt[:OPENING_TOKENS])
     return None
+
+
+def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
+    """Whether a request needs prompt log probabilities from prefill's answer."""
+    wanted = body.get("return_logprob")
+    start = body.get("logprob_start_len")
+    return (
+        path == GENERATE_PATH
+        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
+        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
+    )

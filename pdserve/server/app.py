@@ -23,10 +23,9 @@ from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
-from pdserve.server.http import access
-from pdserve.server.http.access import ControlProof
-from pdserve.server.http.calls import DrainGate, DrainGateMiddleware
+from pdserve.server.http import middleware as access
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
+from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses

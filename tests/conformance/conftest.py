@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import Transport
-from pdserve.transfer.transports import local_peers, mooncake_engine, nixl, nixl_engine
+from pdserve.transfer.transports import local_peers, mooncake, nixl, nixl_engine
 from tests.conformance.transport_kit import REGION_BYTES, Memory, Open, PeerFactory
 
 
@@ -33,7 +33,7 @@ def opened() -> Iterator[Open]:
         patch.setattr(nixl, "STALL_S", 2.5)
         patch.setattr(nixl, "PROBE_TIMEOUT_S", 4.0)
         patch.setattr(local_peers, "CONNECT_TIMEOUT_S", 0.5)
-        patch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 4.0)
+        patch.setattr(mooncake, "PROBE_TIMEOUT_S", 4.0)
         yield open_once
         for transport, _, factory in kept.values():
             transport.close()

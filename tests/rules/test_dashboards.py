@@ -11,7 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig
-from pdserve.observe.record import RequestRecord
+from pdserve.observe.metrics import RequestRecord
 from pdserve.protocol.messages import EngineState, Flow, GenerateRequest, PeerLoad, RequestTiming
 from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import CoreSamplingParams

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
-from pdserve.http.clients import Keys, Network, check_keys, parse_networks, split_keys
+from pdserve.http.access import Keys, Network, check_keys, parse_networks, split_keys
 from pdserve.http.tls import client_context, port_context
 
 
@@ -34,7 +34,7 @@ class RouterAccessConfig:
     max_concurrent_requests_per_client: int | None = None
     """Limit of concurrent generating requests per client; None: no limit."""
     forwarded_allow_ips: str | None = None
-    """Trusted proxies, whose `X-Forwarded-For` names the client; see `pdserve.http.clients`."""
+    """Trusted proxies, whose `X-Forwarded-For` names the client; see `pdserve.http.access`."""
     cors_allowed_origins: tuple[str, ...] = ()
     request_id_headers: tuple[str, ...] = ("x-request-id", "x-correlation-id", "x-trace-id", "request-id")
 

@@ -13,7 +13,7 @@ from typing import NoReturn, get_args
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
-from pdserve.http.clients import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
+from pdserve.http.access import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
 from pdserve.router.config.config import (
     POLICY_HELP,

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 from pdserve.router.config.config import PolicyConfig, WorkerRole
-from pdserve.router.policies.base import Candidate, Policy, RoutedRequest
-from pdserve.router.policies.basic import Bucket, ConsistentHashing, LeastLoaded, PowerOfTwo, RandomChoice, RoundRobin
+from pdserve.router.policies.basic import (
+    Bucket,
+    Candidate,
+    ConsistentHashing,
+    LeastLoaded,
+    Policy,
+    PowerOfTwo,
+    RandomChoice,
+    RoundRobin,
+    RoutedRequest,
+)
 from pdserve.router.policies.prefix_tree import CacheAware
 
 __all__ = ["Candidate", "Policy", "RoutedRequest", "make_policy"]

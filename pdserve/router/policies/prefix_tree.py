@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
 from pdserve.router.config.config import PolicyConfig
-from pdserve.router.policies.base import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
+from pdserve.router.policies.basic import Candidate, Policy, RoutedRequest, is_imbalanced, least_loaded
 
 MAX_NODES = 1 << 17
 """Limit per worker: a short text has few characters, but takes a node of about 600 bytes."""

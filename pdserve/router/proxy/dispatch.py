@@ -33,9 +33,9 @@ from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.http import CallTrace, half_of
 from pdserve.router.policies import RoutedRequest
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain
-from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas, wants_prompt_logprobs
+from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
 from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
-from pdserve.router.request_fields import conversation_key, prompt_of, with_rooms
+from pdserve.router.request_fields import conversation_key, prompt_of, wants_prompt_logprobs, with_rooms
 from pdserve.router.workers.admission import Admission, PairSlots, Refused, rids_of
 from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics

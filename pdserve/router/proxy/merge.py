@@ -11,25 +11,12 @@ from typing import Any
 
 import orjson
 
-from pdserve.http.access import GENERATE_PATH
-
 MERGED = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
 EVENT_END = b"\n\n"
 DATA = b"data:"
 
 Metas = list[dict[str, Any]]
 """Prefill's `meta_info` of each sequence."""
-
-
-def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
-    """Whether a request needs prompt log probabilities from prefill's answer."""
-    wanted = body.get("return_logprob")
-    start = body.get("logprob_start_len")
-    return (
-        path == GENERATE_PATH
-        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
-        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
-    )
 
 
 def prefill_metas(body: bytes) -> Metas:

@@ -19,8 +19,7 @@ import orjson
 
 from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.router.proxy.merge import wants_prompt_logprobs
-from pdserve.router.request_fields import batch_size, num_sequences
+from pdserve.router.request_fields import batch_size, num_sequences, wants_prompt_logprobs
 from pdserve.router.workers.outcome import WORKER_FAILED, EndedError, WorkerStream
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})

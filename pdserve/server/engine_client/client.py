@@ -19,8 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 import msgspec
 
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
-from pdserve.observe.metrics import RequestMetrics
-from pdserve.observe.record import RequestListener
+from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.messages import (
@@ -47,7 +46,7 @@ from pdserve.server.engine_client.live_requests import (
     WaitingRequests,
 )
 from pdserve.server.generation import Generation
-from pdserve.server.http.calls import current_call
+from pdserve.server.http.middleware import current_call
 from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer

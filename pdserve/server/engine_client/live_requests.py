@@ -17,11 +17,10 @@ from pdserve.base.clock import Clock, MonotonicClock, RetryAfterEstimator
 from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
-from pdserve.observe.metrics import RequestMetrics
-from pdserve.observe.record import RequestListener, RequestRecord, ttft_parts
+from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord, ttft_parts
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
 from pdserve.server.generation import Generation, GenerationUpdate
-from pdserve.server.http.calls import HttpCall
+from pdserve.server.http.middleware import HttpCall
 from pdserve.server.text.detokenizer import Detokenizer
 
 MAX_NEW_OF_CLIENT = 16

@@ -29,7 +29,7 @@ from pdserve.protocol.messages import Shutdown
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
-from pdserve.server.http.calls import DrainGate
+from pdserve.server.http.middleware import DrainGate
 from pdserve.server.sglang_api.role_switch import RoleChanged, RoleChanger
 from pdserve.server.text.tokenizer import Tokenizer
 

@@ -25,7 +25,7 @@ from pdserve.grammar.compile import MAX_CHARS, JsonRules
 from pdserve.grammar.compile_jobs import Check, CheckGrammar, CheckPattern, CompileResult
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import Grammar, GrammarKind
-from pdserve.server.http.calls import current_call
+from pdserve.server.http.middleware import current_call
 from pdserve.server.request.compile_pool import CompilePool, Compiler
 from pdserve.server.request.schemas import ConstraintFields, NativeSampling
 from pdserve.server.text.parsers.thinking import ReasoningFormat

@@ -14,13 +14,13 @@ import pdserve
 from pdserve.errors import PdserveError
 from pdserve.observe.engine_metrics import pages_by_state
 from pdserve.observe.json_lines import JsonLines
-from pdserve.observe.record import RecentRequests
+from pdserve.observe.metrics import RecentRequests
 from pdserve.observe.request_log import RequestLog
 from pdserve.observe.tracing import Tracing, open_tracing
 from pdserve.protocol.messages import EngineState, Flow
 from pdserve.server.context import ServerContext
-from pdserve.server.http.calls import CallMiddleware
 from pdserve.server.http.json_http import json_response
+from pdserve.server.http.middleware import CallMiddleware
 from pdserve.server.sglang_api.health import replica_health
 
 STATE_TIMEOUT_S = 1.0

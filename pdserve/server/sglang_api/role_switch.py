@@ -21,8 +21,8 @@ from fastapi.responses import Response
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
-from pdserve.server.http.calls import DrainGate
 from pdserve.server.http.json_http import convert, json_response, read_json_object
+from pdserve.server.http.middleware import DrainGate
 from pdserve.server.request.schemas import RoleSwitchBody
 
 DRAIN_S = 300.0

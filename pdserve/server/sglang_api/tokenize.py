@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.openai.chat_request import chat_prompt, check_chat_size
+from pdserve.server.openai.chat import chat_prompt, check_chat_size
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.intake import MAX_PROMPTS, check_token_ids, prompt_field
 from pdserve.server.request.schemas import ChatBody, DetokenizeBody, TokenizeBody

@@ -31,7 +31,7 @@ from pdserve.model.layers.dense import DenseMLP
 from pdserve.model.layers.moe import Experts
 from pdserve.model.loader import empty_model, fill_model
 from pdserve.model.native.decoder import NativeDecoder
-from pdserve.model.native.layers import AttentionInProgram
+from pdserve.model.native.packer import AttentionInProgram
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import ParamSlots, TensorSource
 from pdserve.protocol.logprobs import Logprobs

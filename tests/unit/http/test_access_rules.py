@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
-from pdserve.http.access import AccessRules, framing_refusal, has_dots
-from pdserve.http.clients import Keys, parse_networks
+from pdserve.http.access import AccessRules, Keys, framing_refusal, has_dots, parse_networks
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.openapi import openapi_document, openapi_operation
 

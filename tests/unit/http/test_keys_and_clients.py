@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.base.hosts import reachable, url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.errors import ConfigError, RequestError
-from pdserve.http.clients import ClientLimit, Keys, check_keys, client_address, parse_networks
+from pdserve.http.access import ClientLimit, Keys, check_keys, client_address, parse_networks
 
 
 @pytest.mark.parametrize(

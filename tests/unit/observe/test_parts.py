@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.observe.record import TTFT_PARTS, ttft_parts
+from pdserve.observe.metrics import TTFT_PARTS, ttft_parts
 from pdserve.protocol.messages import RequestTiming
 
 SECONDS = st.one_of(st.none(), st.floats(-1.0, 1e4))

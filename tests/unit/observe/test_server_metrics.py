@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggMode
 from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
-from pdserve.observe.metrics import ServerMetrics
-from pdserve.observe.record import TTFT_PARTS
+from pdserve.observe.metrics import TTFT_PARTS, ServerMetrics
 from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
 from pdserve.protocol.replicas import merge_states
 from pdserve.server.text.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.server.openai.chat_request import template_messages
+from pdserve.server.openai.chat import template_messages
 from pdserve.server.request.schemas import ChatMessage, FunctionCall, ToolCall
 from pdserve.server.text.chat_template import ChatTemplates, TemplateFacts, built_in_names, read_template
 from tests.unit.server.server_kit import tiny_hf_tokenizer

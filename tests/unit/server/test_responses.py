@@ -16,7 +16,7 @@ from pdserve.server.app import make_metrics
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.http.json_http import convert
-from pdserve.server.openai.chat_request import prepare_chat
+from pdserve.server.openai.chat import prepare_chat
 from pdserve.server.openai.responses.endpoint import ResponsesCall
 from pdserve.server.openai.responses.schemas import ResponsesBody
 from pdserve.server.openai.responses.to_chat import to_chat

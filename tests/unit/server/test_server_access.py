@@ -16,8 +16,8 @@ from pdserve.http import bodies
 from pdserve.http.access import COMMANDS, GENERATING
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.server.app import BODIES
-from pdserve.server.http import access
-from pdserve.server.http.access import PUBLIC
+from pdserve.server.http import middleware as access
+from pdserve.server.http.middleware import PUBLIC
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 from tests.waiting import until

@@ -16,14 +16,16 @@ import pytest
 from pdserve.base.listeners import tcp_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.transports import mooncake_engine
+from pdserve.transfer.transports import mooncake
 from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import WritePermits
-from pdserve.transfer.transports.mooncake import TCP_TIMEOUTS, session_of, set_environment
-from pdserve.transfer.transports.mooncake_engine import (
+from pdserve.transfer.transports.mooncake import (
     BRIEF_TIMEVAL,
+    TCP_TIMEOUTS,
     MooncakeEngine,
     open_session,
+    session_of,
+    set_environment,
     speed_up_shutdown,
     start_native,
 )
@@ -170,7 +172,7 @@ def test_an_engine_ends_where_its_sockets_cannot_be_found(monkeypatch: pytest.Mo
     engine = MooncakeEngine("127.0.0.1", "tcp", "")
     port = int(engine.session.rpartition(":")[2])
     with monkeypatch.context() as patch:
-        patch.setattr(mooncake_engine, "tcp_sockets", fail)
+        patch.setattr(mooncake, "tcp_sockets", fail)
         engine.destroy()
     assert sockets_at(port, listening=True) == []
 
@@ -238,7 +240,7 @@ def test_an_engine_is_told_to_hurry_right_before_its_end() -> None:
 def test_an_engine_given_up_while_it_asks_ends_when_it_has_its_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[tuple[bool, bool]] = []
     may_answer = threading.Event()
-    monkeypatch.setattr(mooncake_engine, "PROBE_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(mooncake, "PROBE_TIMEOUT_S", 0.1)
     engine = MooncakeEngine("127.0.0.1", "tcp", "", lambda: KitNative(ends, may_answer))
     with pytest.raises(TransferError, match="does not answer"):
         engine.reach("127.0.0.1:1")

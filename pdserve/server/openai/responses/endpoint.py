@@ -27,7 +27,7 @@ from pdserve.server.http.json_http import (
     refuse_unsupported,
     until_disconnect,
 )
-from pdserve.server.openai.chat_request import prepare_chat
+from pdserve.server.openai.chat import prepare_chat
 from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.openai.responses.output import OutputWriter

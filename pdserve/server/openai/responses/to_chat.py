@@ -11,7 +11,7 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.server.http.json_http import convert
-from pdserve.server.openai.chat_request import check_num_messages
+from pdserve.server.openai.chat import check_num_messages
 from pdserve.server.openai.responses.schemas import (
     CallItem,
     CallOutputItem,
