@@ -138,7 +138,7 @@ async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
     counting = Counting(tiny_hf_tokenizer().backend_tokenizer)
     tokenizer = Tokenizer(SimpleNamespace(backend_tokenizer=counting, chat_template=None))
     monkeypatch.setattr(TextBound, "chars_per_token", 128)  # as in vocabularies of real models
-    with pytest.raises(RequestError, match="too many") as refused:
+    with pytest.raises(RequestError, match="too long") as refused:
         await tokenizer.encode("a b " * 10**6, field="prompt", most_tokens=most_tokens)
     assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"
     assert (counting.num_chars > 0) == (most_pieces > 0)
