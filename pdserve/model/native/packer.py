@@ -1,4 +1,4 @@
-"""Packs a decoder's weights for the CPU kernels, one operation after the other, as they arrive, and drops the originals.
+"""Packs the weights of a decoder for the CPU kernels, one operation after the other, and drops the originals.
 
 Feed-forward layers whose tokens travel between ranks are not part of the program. For them `Packer` installs modules
 that compute this rank's part with the CPU kernels. The layers and the exchange of tokens are unchanged.

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from pdserve.errors import RequestError
-from pdserve.server.text import tokenizer
+from pdserve.server.text import tokenizer as tokenizer_module
 from pdserve.server.text.tokenizer import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers, Tokenizer
 from tests.unit.server.server_kit import tiny_hf_tokenizer, token_ids
 from tests.waiting import until
@@ -52,7 +52,7 @@ WORDS = [
 
 @pytest.mark.parametrize("kind", ["bytes", "lossy", "composing"])
 def test_no_text_that_fits_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 40)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 40)
     normalizer = normalizers.NFC() if kind == "composing" else None
     backend = byte_level(with_all_bytes=kind != "lossy", normalizer=normalizer)
     bound, rng = TextBound(backend), random.Random(5)
@@ -90,11 +90,11 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatc
     await until(lambda: running)
     assert await workers.run(SHORT_CHARS, lambda: "at once") == "at once"
     assert await workers.run(SHORT_CHARS + 1, lambda: "beside them") == "beside them"
-    monkeypatch.setattr(tokenizer, "MAX_LONG", 3)
+    monkeypatch.setattr(tokenizer_module, "MAX_LONG", 3)
     with pytest.raises(RequestError, match="texts of over") as refused:
         await workers.run(LONG_CHARS + 1, lambda: None)
     assert (refused.value.status, refused.value.code) == (503, "text_workers_busy")
-    monkeypatch.setattr(tokenizer, "MAX_MIDDLE_CHARS", 3 * SHORT_CHARS)
+    monkeypatch.setattr(tokenizer_module, "MAX_MIDDLE_CHARS", 3 * SHORT_CHARS)
     middle = [asyncio.create_task(workers.run(SHORT_CHARS + 1, lambda: release.wait(20.0))) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(RequestError, match="wait to be tokenized already") as refused:
@@ -109,7 +109,7 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatc
 
 @pytest.mark.asyncio
 async def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer, "PIECE_CHARS", 50)
+    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 50)
     text = "hello the quick brown " * 1000
     ids = await tokenizer.encode(text, field="prompt", most_tokens=len(text))
     assert ids == token_ids(tokenizer, text)
@@ -142,4 +142,4 @@ async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
         await tokenizer.encode("a b " * 10**6, field="prompt", most_tokens=most_tokens)
     assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"
     assert (counting.num_chars > 0) == (most_pieces > 0)
-    assert counting.num_chars <= most_pieces * tokenizer.PIECE_CHARS
+    assert counting.num_chars <= most_pieces * tokenizer_module.PIECE_CHARS
