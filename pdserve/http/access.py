@@ -81,15 +81,15 @@ def _closing(status: int, message: str, code: str) -> HttpRefusal:
 
 
 def page_refusal(
-    method: str, headers: Mapping[str, str], allowed: Collection[str], *, command: bool, has_keys: bool
+    method: str, headers: Mapping[str, str], allowed: Collection[str], *, acts: bool, needs_key: bool
 ) -> HttpRefusal | None:
     """Check origin and content type of a request; None if the request is allowed.
 
     Refused: requests of a browser for a page of another origin, and bodies that are not JSON. `allowed` are the CORS
-    origins; `command`: an admin path. `has_keys`: the server needs keys, which a page of another origin cannot send
-    without permission.
+    origins; `acts`: the path has an effect by any method. `needs_key`: the path needs a key, which a page of another
+    origin cannot send without permission.
     """
-    if (command or method in CHANGING) and not has_keys and from_elsewhere(headers, allowed):
+    if (acts or method in CHANGING) and not needs_key and from_elsewhere(headers, allowed):
         return HttpRefusal(403, ELSEWHERE, "origin_not_allowed")
     given = headers.get("Content-Type", "")
     if given == "application/json" or method not in CHANGING or not _has_body(headers):
@@ -161,6 +161,8 @@ GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
 GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 """Paths that generate tokens: they count toward a client's limit, and their calls are recorded."""
+HEALTH_GENERATE_PATH = "/health_generate"
+"""The GET path that computes a token."""
 
 NO_SNIFF = ("X-Content-Type-Options", "nosniff")
 """Header of all responses: browsers must not guess their type."""
@@ -198,10 +200,22 @@ class AccessRules:
         return HttpRefusal(401, text, "invalid_api_key", {"WWW-Authenticate": "Bearer"})
 
     def page_refusal(
-        self, method: str, headers: Mapping[str, str], *, command: bool, proven: bool = False
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        *,
+        command: bool,
+        public: bool,
+        proven: bool = False,
     ) -> HttpRefusal | None:
-        """See `page_refusal`. `proven`: a proof of the control token is needed, which pages cannot send."""
-        return page_refusal(method, headers, self._origins, command=command, has_keys=self.keys.some or proven)
+        """See `page_refusal`. `public`: the path needs no key.
+
+        `proven`: the request has or needs a proof of the control token, which pages cannot send.
+        """
+        acts = command or path == HEALTH_GENERATE_PATH
+        needs_key = proven or (not public and self.keys.required(command=command))
+        return page_refusal(method, headers, self._origins, acts=acts, needs_key=needs_key)
 
     def allows_origin(self, origin: str | None) -> bool:
         """Whether CORS allows pages of this origin."""
@@ -258,6 +272,10 @@ class Keys:
     def some(self) -> bool:
         """Whether any key is set."""
         return bool(self.api or self.admin)
+
+    def required(self, *, command: bool) -> bool:
+        """Whether a request needs a key; `command`: on a path of `COMMANDS`. Public paths are not considered."""
+        return bool(self.api or (command and self.admin))
 
     def may(self, authorization: str | None, *, command: bool) -> bool:
         """Whether a request with this `Authorization` header is allowed; `command`: on a path of `COMMANDS`."""

@@ -141,9 +141,12 @@ class Access:
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: paths with . or .. segments are not accepted", "not_found")
         command = is_admin(request.method, request.path)
+        public = is_public(request.path)
         refusal = self._rules.key_refusal(request.headers.get("Authorization"), command=command)
-        if refusal is None or is_public(request.path):
-            refusal = self._rules.page_refusal(request.method, request.headers, command=command)
+        if refusal is None or public:
+            refusal = self._rules.page_refusal(
+                request.method, request.path, request.headers, command=command, public=public
+            )
         if refusal is not None:
             return refused(refusal)
         hold = self._rules.bodies.open()

@@ -198,12 +198,13 @@ class AccessMiddleware:
         framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
         if framing is not None:
             return framing, None
-        command = scope["path"] in COMMANDS
+        path, command, public = scope["path"], scope["path"] in COMMANDS, scope["path"] in OPEN
         stranger, digest = self._authenticate(scope, headers, command=command)
         if stranger is not None:
             return stranger, None
-        proven = self._proof.required or digest is not None
-        return self._rules.page_refusal(scope["method"], headers, command=command, proven=proven), digest
+        proven = digest is not None or (self._proof.required and not public)
+        page = self._rules.page_refusal(scope["method"], path, headers, command=command, public=public, proven=proven)
+        return page, digest
 
     def _authenticate(
         self, scope: Scope, headers: Headers, *, command: bool

@@ -12,8 +12,14 @@ from pdserve.http.errors import HttpRefusal
 from pdserve.http.openapi import openapi_document, openapi_operation
 
 
-def rules(api: str | None = None, *, origins: Sequence[str] = (), proxies: str | None = None) -> AccessRules:
-    return AccessRules(Keys.of(api, None), origins, parse_networks("--forwarded-allow-ips", proxies), 1, 1 << 20)
+def rules(
+    api: str | None = None,
+    admin: str | None = None,
+    *,
+    origins: Sequence[str] = (),
+    proxies: str | None = None,
+) -> AccessRules:
+    return AccessRules(Keys.of(api, admin), origins, parse_networks("--forwarded-allow-ips", proxies), 1, 1 << 20)
 
 
 def test_a_request_without_a_valid_key_is_told_how_to_send_it() -> None:
@@ -26,12 +32,24 @@ def test_a_request_without_a_valid_key_is_told_how_to_send_it() -> None:
 
 def test_pages_are_refused_where_neither_key_nor_proof_keeps_them_out() -> None:
     page = {"Origin": "http://there", "Host": "here"}
-    refusal = rules().page_refusal("GET", page, command=True)
-    assert refusal is not None and (refusal.status, refusal.code) == (403, "origin_not_allowed")
-    assert rules().page_refusal("GET", page, command=False) is None
-    assert rules().page_refusal("GET", page, command=True, proven=True) is None
-    assert rules("k").page_refusal("GET", page, command=True) is None
-    assert rules(origins=["http://there"]).page_refusal("GET", page, command=True) is None
+
+    def is_refused(access: AccessRules, method: str = "GET", path: str = "/observe", **about: bool) -> bool:
+        facts = {"command": path == "/observe", "public": False} | about
+        refusal = access.page_refusal(method, path, page, **facts)
+        assert refusal is None or (refusal.status, refusal.code) == (403, "origin_not_allowed")
+        return refusal is not None
+
+    assert is_refused(rules())
+    assert not is_refused(rules(), path="/v1/models")
+    assert not is_refused(rules(), proven=True)
+    assert not is_refused(rules("k"))
+    assert not is_refused(rules(None, "a")), "commands need the admin key"
+    assert not is_refused(rules(origins=["http://there"]))
+    assert is_refused(rules(None, "a"), "POST", "/generate"), "it needs no key"
+    assert not is_refused(rules("k", "a"), "POST", "/generate")
+    assert is_refused(rules(), path="/health_generate"), "it computes a token"
+    assert is_refused(rules("k", "a"), path="/health_generate", public=True), "no key protects a public path"
+    assert not is_refused(rules("k"), path="/health_generate")
 
 
 @pytest.mark.parametrize(

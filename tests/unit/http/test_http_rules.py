@@ -39,19 +39,19 @@ BODY = {"Content-Length": "5", "Host": "here"}
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
 def test_bodies_are_json_and_pages_are_our_own(method: str, headers: dict[str, str], status: int | None) -> None:
     given = CIMultiDict(BODY | headers)
-    refusal = page_refusal(method, given, ["http://friend"], command=False, has_keys=False)
+    refusal = page_refusal(method, given, ["http://friend"], acts=False, needs_key=False)
     assert (None if refusal is None else refusal.status) == status
-    with_keys = page_refusal(method, given, ["http://friend"], command=False, has_keys=True)
+    with_keys = page_refusal(method, given, ["http://friend"], acts=False, needs_key=True)
     assert (None if with_keys is None else with_keys.status) == (None if status == 403 else status)
 
 
 def test_reading_is_open_to_pages_but_for_commands() -> None:
     headers = CIMultiDict({"Host": "here", "Sec-Fetch-Site": "cross-site", "Content-Type": "text/plain"})
-    assert page_refusal("GET", headers, [], command=False, has_keys=False) is None
-    refusal = page_refusal("GET", headers, [], command=True, has_keys=False)
+    assert page_refusal("GET", headers, [], acts=False, needs_key=False) is None
+    refusal = page_refusal("GET", headers, [], acts=True, needs_key=False)
     assert refusal is not None and refusal.status == 403
     no_body = CIMultiDict({"Host": "here", "Content-Length": "0", "Content-Type": "text/plain"})
-    assert page_refusal("POST", no_body, [], command=True, has_keys=False) is None
+    assert page_refusal("POST", no_body, [], acts=True, needs_key=False) is None
 
 
 def test_values_are_counted_outside_of_text(monkeypatch: pytest.MonkeyPatch) -> None:

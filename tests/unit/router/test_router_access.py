@@ -168,6 +168,23 @@ def test_without_a_key_no_page_of_another_origin_gives_commands(run_world: RunWo
     run_world(scenario)
 
 
+@pytest.mark.parametrize("keys", [{}, {"admin_api_key": "a"}])
+def test_no_page_of_another_origin_computes_a_token_without_a_key(run_world: RunWorld, keys: dict[str, str]) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w")
+        page = {"Sec-Fetch-Site": "cross-site"}
+        async with world.router([], [worker], access=RouterAccessConfig(**keys)) as url:
+            for headers, status in ((page, 403), ({}, 200), ({"Sec-Fetch-Site": "none"}, 200)):
+                async with world.session.get(url + "/health_generate", headers=headers) as response:
+                    assert response.status == status
+                async with world.session.post(url + GENERATE, json={"text": "a"}, headers=headers) as response:
+                    assert response.status == status
+            async with world.session.get(url + "/health", headers=page) as response:
+                assert response.status == 200
+
+    run_world(scenario)
+
+
 def test_workers_hear_whom_the_router_asks_for(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         worker = await world.worker("w")

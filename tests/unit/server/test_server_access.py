@@ -175,6 +175,21 @@ async def test_without_a_key_no_page_of_another_origin_gives_commands(tokenizer:
             assert (await b.http.post("/generate", json=GENERATE, headers=headers)).status_code == 200
 
 
+@pytest.mark.parametrize("keys", [{}, {"admin_api_key": ROOT}, {"api_key": KEY}])
+async def test_no_page_of_another_origin_computes_a_token_without_a_key(
+    tokenizer: Tokenizer, keys: dict[str, str]
+) -> None:
+    page = {"Sec-Fetch-Site": "cross-site"}
+    async with bench(tokenizer, access=AccessConfig(**keys)) as b:
+        assert (await b.http.get("/health_generate", headers=page)).json()["error"]["code"] == "origin_not_allowed"
+        assert (await b.http.get("/health_generate")).status_code == 200
+        assert (await b.http.get("/health_generate", headers={"Sec-Fetch-Site": "same-origin"})).status_code == 200
+        assert (await b.http.get("/health", headers=page)).status_code == 200
+        refused = await b.http.post("/generate", json=GENERATE, headers=page)
+        assert refused.status_code == (401 if "api_key" in keys else 403)
+        assert (await b.http.post("/generate", json=GENERATE, headers=bearer(KEY))).status_code == 200
+
+
 async def test_answers_are_neither_guessed_at_nor_kept(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         for answer in (await b.http.get("/health"), await b.http.post("/generate", json={"text": 7})):
