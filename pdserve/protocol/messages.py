@@ -294,6 +294,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[PeerLoad] = msgspec.field(default_factory=list)
     oldest_orphan_s: float = 0.0
     """Seconds in quarantine of the oldest KV pages that no request owns and a peer may still write to; 0.0: none."""
+    progress: int = 0
+    """Grows with each step that computed tokens, and with the KV bytes that were sent."""
     probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)
     """By rid, the resource that each live probe waits for; see `SchedulerRole.waits_for`."""
     replicas: list[EngineState] = msgspec.field(default_factory=list)

@@ -219,6 +219,7 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         failures=dict(failures),
         peers=[peer for state in states for peer in state.peers],
         oldest_orphan_s=max(state.oldest_orphan_s for state in states),
+        progress=sum(state.progress for state in states),
         probes={rid: why for state in states for rid, why in state.probes.items()},
         replicas=list(states),
     )

@@ -101,7 +101,7 @@ class Scheduler:
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
         self._layer_events = context.limits.layer_groups > 0
-        self._step = 0
+        self._step = self._num_computed = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
@@ -208,6 +208,7 @@ class Scheduler:
         self._profiler.step()
         self._end_failed(handle.plan, result)
         if handle.plan.rows:
+            self._num_computed += 1
             self.role.commit(handle.plan, result)
 
     def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
@@ -248,6 +249,7 @@ class Scheduler:
             failures=dict(self.context.failures),
             peers=[] if self.kv is None else self.kv.peer_loads(),
             oldest_orphan_s=0.0 if self.kv is None else self.kv.oldest_orphan_s(),
+            progress=self._num_computed + int(counters.get("kv_transfer_bytes", 0)),
             probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
         )
 

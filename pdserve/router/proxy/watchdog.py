@@ -4,21 +4,23 @@
     at once          a pair with a waiting request, once an interval; a pair whose last probe failed
     every 2 s        a pair that is down, or whose requests fail
 
-A probe is `POST /health_pair` at both halves with the same bootstrap room. A busy half is no failure. After `FAILURES`
-failed probes in a row the pair gets no requests, and its waiting requests are retried at other pairs. Workers without
-`/health_pair`, such as SGLang's, are not probed. Created by `app`; not on the request path.
+A probe is `POST /health_pair` at both halves with the same bootstrap room. A busy half is no failure, unless the other
+half is stalled: it has work and does not progress. After `FAILURES` failed probes in a row the pair gets no requests,
+and its waiting requests are retried at other pairs. Workers without `/health_pair`, such as SGLang's, are not probed.
+Created by `app`; not on the request path.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import enum
 import logging
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import orjson
@@ -56,12 +58,35 @@ NO_NEWS = frozenset({"engine_starting", "engine_dead", "engine_stuck", "server_s
 """Error codes that health checks handle; probes ignore them."""
 
 
+STALLED = "stalled"
+"""Error code of a worker that has work and does not progress."""
+
+
 class ProbeResult(enum.Enum):
     """Result of one half of a probe."""
 
     OK = "ok"
     NO_NEWS = "no news"
     CANNOT = "cannot be probed"
+
+
+@dataclasses.dataclass(frozen=True)
+class ProbeFailure:
+    """Failure of one half of a probe. `conclusive`: the pair fails also if the other half is busy."""
+
+    text: str
+    conclusive: bool = False
+
+
+def probe_outcome(answers: Sequence[ProbeResult | ProbeFailure]) -> Literal["ok", "no_news", "failed"]:
+    """Return the outcome of a probe whose halves gave `answers`, decode's last."""
+    if answers[-1] is ProbeResult.OK:
+        return "ok"
+    failures = [answer for answer in answers if isinstance(answer, ProbeFailure)]
+    if ProbeResult.CANNOT in answers or not failures:
+        return "no_news"
+    conclusive = any(failure.conclusive for failure in failures)
+    return "failed" if conclusive or ProbeResult.NO_NEWS not in answers else "no_news"
 
 
 class PairWatchdog:
@@ -184,15 +209,16 @@ class PairWatchdog:
         for worker, answer in zip(workers, answers, strict=True):
             if answer is ProbeResult.CANNOT:
                 self._note_cannot(worker, now)
-        errors = [f"{w.spec.url}: {a}" for w, a in zip(workers, answers, strict=True) if isinstance(a, str)]
-        if answers[-1] is ProbeResult.OK:
-            self._metrics.probes.labels("ok").inc()
+        outcome = probe_outcome(answers)
+        if outcome == "failed" and not all(worker.usable for worker in workers):
+            return
+        self._metrics.probes.labels(outcome).inc()
+        if outcome == "ok":
             self._came(pair, now)
-        elif not errors or any(not isinstance(answer, str) and answer is not ProbeResult.OK for answer in answers):
-            self._metrics.probes.labels("no_news").inc()
-        elif all(worker.usable for worker in workers):
-            self._metrics.probes.labels("failed").inc()
-            self._failed(pair, begun, "; ".join(errors), now)
+        elif outcome == "failed":
+            failures = [(w, a) for w, a in zip(workers, answers, strict=True) if isinstance(a, ProbeFailure)]
+            error = "; ".join(f"{worker.spec.url}: {failure.text}" for worker, failure in failures)
+            self._failed(pair, begun, error, now)
 
     def _came(self, pair: Pair, now: float) -> None:
         if self._pairs.served(pair, now):
@@ -208,8 +234,8 @@ class PairWatchdog:
                 if one.pair == pair and one.waits and one.begun <= begun:
                     one.lost(pair.decode, f"no token came through {_named(pair)}")
 
-    async def _ask(self, worker: Worker, body: bytes) -> ProbeResult | str:
-        """Probe one half; returns its result, or the reason of its failure as text."""
+    async def _ask(self, worker: Worker, body: bytes) -> ProbeResult | ProbeFailure:
+        """Probe one half; returns its result or its failure."""
         timeout = aiohttp.ClientTimeout(total=self._probes.timeout_s + SLACK_S)
         headers = own_headers(worker, self._config.access.key_for_workers) | {"Content-Type": "application/json"}
         try:
@@ -218,16 +244,17 @@ class PairWatchdog:
             ) as response:
                 raw = await read_at_most(response, MAX_ANSWER_BYTES)
         except TimeoutError:
-            return f"no answer within {self._probes.timeout_s + SLACK_S:g} s"
+            return ProbeFailure(f"no answer within {self._probes.timeout_s + SLACK_S:g} s")
         except (aiohttp.ClientError, OSError):
             return ProbeResult.NO_NEWS  # health checks detect it, too
         if response.status in CANNOT:
             return ProbeResult.CANNOT
         if response.status != 200:
             code, message = error_of(raw)
-            return (
-                ProbeResult.NO_NEWS if code in NO_NEWS else f"status {response.status}, {code}: {message[:SHOWN_CHARS]}"
-            )
+            if code in NO_NEWS:
+                return ProbeResult.NO_NEWS
+            text = f"status {response.status}, {code}: {message[:SHOWN_CHARS]}"
+            return ProbeFailure(text, conclusive=code == STALLED)
         return ProbeResult.OK if _status(raw) == "ok" else ProbeResult.NO_NEWS
 
     def _forget(self, worker: Worker) -> None:

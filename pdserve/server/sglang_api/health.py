@@ -29,7 +29,15 @@ from pdserve.base.hosts import HostPatterns
 from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, PeerLoad, RoomAddress, WaitsFor
+from pdserve.protocol.messages import (
+    FAKE_BOOTSTRAP_HOST,
+    MAX_ROOM,
+    EngineState,
+    GenerateRequest,
+    PeerLoad,
+    RoomAddress,
+    WaitsFor,
+)
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.engine_queries import ReplicaVitals
@@ -204,9 +212,13 @@ def replica_health(context: ServerContext) -> list[dict[str, object]]:
 MAX_PROBES = 64
 """Maximum number of concurrent probes; further probes are answered with the status busy."""
 STATE_S = 1.0
-"""Seconds of a probe's timeout that are reserved for the state query."""
+"""Limit for the timeout of each of a probe's two state queries, in seconds."""
 BUSY: dict[WaitsFor, str] = {"memory": "waits for KV memory", "compute": "waits for its turn to be computed"}
-"""Resources for which a probe may wait on a healthy server, without a time limit."""
+"""Resources for which a probe may wait on a server that progresses."""
+WORK = ("num_queue_reqs", "num_running_reqs")
+"""Queues of requests that the next steps could compute."""
+ARRIVING = "num_decode_transfer_queue_reqs"
+STALLED = "stalled"
 
 
 class _Addressed(msgspec.Struct):
@@ -226,9 +238,15 @@ class PairProbes:
         {"bootstrap_host", "bootstrap_port", "bootstrap_room", "timeout"}     as in a request; a monolith needs none
 
         200 {"status": "ok"}      the token was generated: HTTP, handshake, KV transfer and scheduler work for this pair
-        200 {"status": "busy"}    no token yet: the probe waits for a resource that other requests use; no verdict
+        200 {"status": "busy"}    no token yet: the probe waits for a resource that other requests use, and the engine
+                                  progresses; no verdict
+        503 code stalled          the engine has work and does not progress while the probe waits
         503 code no_token         the probe waits for the peer, or for KV that does not arrive
         503 another code          the probe was refused, or has failed
+
+    The engine progresses if `EngineState.progress` grows between two states, or while one step takes long. A prefill
+    server may compute a prompt for longer than a probe waits. A decode server is therefore also busy while its memory
+    is held by requests whose KV is arriving; if no KV arrives, the prefill server is stalled.
 
     Probes are excluded from request statistics, request log and prefix cache, and take no slot of a client's request.
     Their cost is bounded: one prompt token, one output token, `MAX_PROBES` at a time. One per application; event loop
@@ -262,22 +280,28 @@ class PairProbes:
         try:
             generation = await self._context.client.submit([RequestState(request=probe, name=probe.rid)], client=client)
         except RequestError as error:
-            if error.code in (TOO_MANY, QUEUE_FULL):
+            if error.code == TOO_MANY:
                 return _busy(error.message)
+            if error.code == QUEUE_FULL:
+                return await until_disconnect(request, self._queue_full(error, timeout_s))
             raise
         with generation.closed_on_error():
             return await until_disconnect(request, self._outcome(generation, probe, timeout_s))
 
     async def _outcome(self, generation: Generation, probe: GenerateRequest, timeout_s: float) -> Response:
         reading = asyncio.create_task(collect(generation, 1))
+        deadline, state_s = time.monotonic() + timeout_s, _state_timeout_s(timeout_s)
         try:
-            done, _ = await asyncio.wait({reading}, timeout=max(timeout_s / 2, timeout_s - STATE_S))
+            done, _ = await asyncio.wait({reading}, timeout=state_s)
             if not done:
-                return await self._late(probe.rid, min(STATE_S, timeout_s / 2))
+                before = await self._context.client.state(state_s)
+                done, _ = await asyncio.wait({reading}, timeout=deadline - state_s - time.monotonic())
+                if not done:
+                    return await self._late(probe.rid, before, state_s)
             (update,) = reading.result()
         except RequestError as error:
             if error.code == QUEUE_FULL:
-                return _busy(error.message)
+                return await self._queue_full(error, deadline - time.monotonic())
             raise RequestError(f"the probe failed: {error.message}", status=503, code=error.code) from error
         finally:
             reading.cancel()
@@ -286,24 +310,50 @@ class PairProbes:
             raise RequestError("the probe was aborted", status=503, code="aborted")
         return json_response({"status": "ok"})
 
-    async def _late(self, rid: str, timeout_s: float) -> Response:
+    async def _late(self, rid: str, before: EngineState | None, timeout_s: float) -> Response:
         """Respond to a probe without a token within its timeout, by what it waits for in the scheduler.
 
         Raises:
-            RequestError: 503 `no_token`, unless the probe waits for a busy resource.
+            RequestError: 503 `stalled` or `no_token`, unless the probe waits for a busy resource.
         """
+        after = await self._state_now(timeout_s)
+        if before is None or after is None:
+            return _busy("the scheduler is in a long step")
+        if self._context.client.paused:
+            return _busy("generation is paused")
+        waits_for = after.probes.get(rid)
+        why = f"the probe {BUSY[waits_for]}" if waits_for in BUSY else None
+        old, own = _replica_states(before, after, rid)
+        has_work = any(own.queues.get(name) for name in WORK)
+        if own.progress == old.progress and (has_work or (why is not None and not own.queues.get(ARRIVING))):
+            raise _stalled(why or "requests wait to be computed")
+        if why is not None:
+            return _busy(why)
+        what = {"peer": "the peer has not sent its half", "transfer": "its KV has not arrived"}
+        why = what.get(waits_for or "", "the probe has just ended")
+        raise RequestError(f"no token came in time: {why}", status=503, code="no_token")
+
+    async def _queue_full(self, error: RequestError, timeout_s: float) -> Response:
+        """Respond to a probe that a full queue has refused with `error`, at the end of its timeout.
+
+        Raises:
+            RequestError: 503 `stalled`, the engine does not progress meanwhile.
+        """
+        deadline, state_s = time.monotonic() + timeout_s, _state_timeout_s(timeout_s)
+        before = await self._context.client.state(state_s)
+        await asyncio.sleep(deadline - state_s - time.monotonic())
+        after = await self._state_now(state_s)
+        if before is None or after is None or after.progress > before.progress:
+            return _busy(error.message)
+        raise _stalled(error.message)
+
+    async def _state_now(self, timeout_s: float) -> EngineState | None:
+        """Return the scheduler's present state; None if it does not answer within `timeout_s`."""
         client = self._context.client
         asked_s = time.monotonic()
         state = await client.state(timeout_s)
         age_s = client.state_age_s
-        if state is None or age_s is None or age_s > time.monotonic() - asked_s:
-            return _busy("the scheduler is in a long step")
-        waits_for = state.probes.get(rid)
-        if waits_for in BUSY:
-            return _busy(f"the probe {BUSY[waits_for]}")
-        what = {"peer": "the peer has not sent its half", "transfer": "its KV has not arrived"}
-        why = what.get(waits_for or "", "the probe has just ended")
-        raise RequestError(f"no token came in time: {why}", status=503, code="no_token")
+        return None if age_s is None or age_s > time.monotonic() - asked_s else state
 
 
 def make_probe(
@@ -323,6 +373,21 @@ def make_probe(
         room=room,
         probe=True,
     )
+
+
+def _state_timeout_s(timeout_s: float) -> float:
+    """Return the timeout of a state query of a probe with `timeout_s`."""
+    return min(STATE_S, timeout_s / 4)
+
+
+def _replica_states(before: EngineState, after: EngineState, rid: str) -> tuple[EngineState, EngineState]:
+    """Return both states of the replica with the probe `rid`; without such a replica those of all together."""
+    pairs = zip(before.replicas, after.replicas, strict=False)
+    return next((pair for pair in pairs if rid in pair[1].probes), (before, after))
+
+
+def _stalled(why: str) -> RequestError:
+    return RequestError(f"nothing was computed while the probe waited: {why}", status=503, code=STALLED)
 
 
 def _busy(why: str) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,7 +14,16 @@ from aiohttp import ClientSession, web
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, ProbeConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.proxy.attempts import Drain
-from pdserve.router.proxy.watchdog import MAX_AT_ONCE, SLACK_S, TICK_S, PairWatchdog, rotation
+from pdserve.router.proxy.watchdog import (
+    MAX_AT_ONCE,
+    SLACK_S,
+    TICK_S,
+    PairWatchdog,
+    ProbeFailure,
+    ProbeResult,
+    probe_outcome,
+    rotation,
+)
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.workers import Pair, Pairs, Registry
 from tests.waiting import until
@@ -26,6 +35,7 @@ COMPLETIONS = "/v1/completions"
 QUICK = ProbeConfig(interval_s=0.1, timeout_s=0.3)
 OK, BUSY = {"status": "ok"}, {"status": "busy"}
 NO_TOKEN = {"error": {"code": "no_token"}}
+STALLED = {"error": {"code": "stalled", "message": "the probe waits for KV memory"}}
 
 
 def says(worker: Any, body: dict[str, Any] | None, status: int = 200) -> None:
@@ -142,6 +152,47 @@ def test_busy_workers_and_those_that_cannot_be_probed_are_not_left_out(
     run_world(scenario)
 
 
+@pytest.mark.parametrize("stalled", ["p", "d"])
+def test_pair_with_a_half_that_stands_still_is_left_out_though_the_other_half_is_busy(
+    run_world: RunWorld, stalled: str
+) -> None:
+    async def scenario(world: Any) -> None:
+        workers = {name: await world.worker(name) for name in "pd"}
+        for name, worker in workers.items():
+            says(worker, *((STALLED, 503) if name == stalled else (BUSY, 200)))
+        async with world.router([workers["p"]], [workers["d"]], probes=QUICK) as url:
+            await world.until(lambda: readiness(world, url), lambda status: status == 503)
+            (shown,) = (await pairs(world, url)).values()
+            assert not shown["serving"] and "waits for KV memory" in shown["error"]
+
+    run_world(scenario)
+
+
+FAILED, CONCLUSIVE = ProbeFailure("no token"), ProbeFailure("stalled", conclusive=True)
+
+
+@pytest.mark.parametrize(
+    ("answers", "outcome"),
+    [
+        ([ProbeResult.OK, ProbeResult.OK], "ok"),
+        ([CONCLUSIVE, ProbeResult.OK], "ok"),
+        ([FAILED, FAILED], "failed"),
+        ([ProbeResult.OK, FAILED], "failed"),
+        ([ProbeResult.NO_NEWS, FAILED], "no_news"),
+        ([FAILED, ProbeResult.NO_NEWS], "no_news"),
+        ([ProbeResult.NO_NEWS, CONCLUSIVE], "failed"),
+        ([CONCLUSIVE, ProbeResult.NO_NEWS], "failed"),
+        ([ProbeResult.CANNOT, CONCLUSIVE], "no_news"),
+        ([CONCLUSIVE], "failed"),
+        ([ProbeResult.NO_NEWS], "no_news"),
+    ],
+)
+def test_the_outcome_of_a_probe_follows_from_both_halves(
+    answers: list[ProbeResult | ProbeFailure], outcome: str
+) -> None:
+    assert probe_outcome(answers) == outcome
+
+
 def test_pair_that_serves_requests_is_not_probed(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
@@ -209,7 +260,9 @@ PROMISE_S = 15.0
 """After which a pair through which nothing comes is not ready, where there are up to 64 pairs."""
 
 
-def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: float) -> float:
+def seconds_until_all_are_down(
+    num_prefill: int, num_decode: int, served_until: float, answers: Sequence[ProbeResult | ProbeFailure]
+) -> float:
     """After all pairs have served until then, on a clock of its own. Every probe takes as long as it may."""
     registry = Registry(BreakerConfig())
     prefills, decodes = (
@@ -229,7 +282,8 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
         for pair, begun in list(running.items()):
             if now >= begun + config.probes.timeout_s + SLACK_S:
                 del running[pair]
-                known.failed(pair, begun, "nothing came", now)
+                if probe_outcome(answers) == "failed":
+                    known.failed(pair, begun, "nothing came", now)
         for pair in everyone if now <= served_until else ():
             known.served(pair, now)
         idle = [pair for pair in watchdog.due(now) if pair not in running]
@@ -240,14 +294,17 @@ def seconds_until_all_are_down(num_prefill: int, num_decode: int, served_until: 
     return now - TICK_S - served_until
 
 
+@pytest.mark.parametrize("answers", [(FAILED, FAILED), (ProbeResult.NO_NEWS, CONCLUSIVE)])
 @pytest.mark.parametrize("size", [(1, 1), (8, 8), (1, 64), (64, 1)])
-def test_by_default_pairs_through_which_nothing_comes_are_left_out_in_time(size: tuple[int, int]) -> None:
+def test_by_default_pairs_through_which_nothing_comes_are_left_out_in_time(
+    size: tuple[int, int], answers: Sequence[ProbeResult | ProbeFailure]
+) -> None:
     moments = [TICK_S * i for i in range(1 + int(ProbeConfig().interval_s / TICK_S))]
-    assert max(seconds_until_all_are_down(*size, moment) for moment in moments) <= PROMISE_S
+    assert max(seconds_until_all_are_down(*size, moment, answers) for moment in moments) <= PROMISE_S
 
 
 def test_pairs_that_are_down_keep_no_others_from_being_probed() -> None:
-    assert seconds_until_all_are_down(10, 10, 0.0) < 10 * PROMISE_S
+    assert seconds_until_all_are_down(10, 10, 0.0, [FAILED, FAILED]) < 10 * PROMISE_S
 
 
 def test_each_of_many_workers_is_in_every_round() -> None:

@@ -245,7 +245,9 @@ def test_decode_computes_in_pages_of_its_own_what_a_silent_peer_does_not_send(ha
     _until(world, lambda: decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
     lease = decode.memory.reserve_tokens(4 if has_memory else 16, "somebody else")
     assert lease is not None and decode.kv is not None
+    before = decode.scheduler.state().progress
     _until(world, lambda: decode.halves["r0"].finish is not None, decode)
+    assert (decode.scheduler.state().progress > before) is has_memory
     assert decode.kv.counts()["pages_held_remote"] > 0, "the peer is back as soon as it likes"
     assert decode.scheduler.context.counters["kv_loads_recomputed"] == 1
     finish = decode.halves["r0"].finish

@@ -169,6 +169,20 @@ def test_state_counts_what_is_where() -> None:
     assert after.counters["prompt_tokens"] == 15 and after.counters["generation_tokens"] == 12
 
 
+def test_progress_grows_with_each_step_that_computes_and_with_nothing_else() -> None:
+    mono = Mono(num_rows=2, chunk=4)
+    assert mono.scheduler.state().progress == 0
+    mono.post("a")
+    mono.run()
+    ended = mono.scheduler.state().progress
+    assert ended >= 2, "a prompt step, and decode steps"
+    mono.scheduler.step()
+    mono.mailbox.post(PauseGeneration(query_id="1", mode="in_place"))
+    mono.post("b")
+    mono.scheduler.step()
+    assert mono.scheduler.state().progress == ended
+
+
 def test_requests_that_wait_for_their_grammar_are_in_the_queue() -> None:
     mono = Mono(num_rows=2, chunk=4, num_gated=lambda: 5)
     mono.post("a")

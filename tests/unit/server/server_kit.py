@@ -136,6 +136,8 @@ class ScriptedScheduler:
         self.peers: list[PeerLoad] = []
         self.probe_waits_for: WaitsFor = "peer"
         """What each probe that is held waits for."""
+        self.queues: dict[str, int] = {}
+        self.progress = self.progress_per_state = 0
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
@@ -192,8 +194,9 @@ class ScriptedScheduler:
                     self.shutdown = True
 
     def state(self) -> EngineState:
+        self.progress += self.progress_per_state
         return EngineState(
-            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "num_retracted_reqs": 4},
+            queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "num_retracted_reqs": 4} | self.queues,
             memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
             counters={
                 "kv_transfer_bytes": 5.0,
@@ -209,6 +212,7 @@ class ScriptedScheduler:
             num_used_tokens=42,
             max_total_tokens=1024,
             peers=self.peers,
+            progress=self.progress,
             probes={rid: self.probe_waits_for for rid, one in self._held.items() if one.probe},
         )
 

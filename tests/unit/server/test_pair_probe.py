@@ -8,13 +8,14 @@ import pytest
 
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
-from pdserve.protocol.messages import FinishReason, RoomAddress, WaitsFor
+from pdserve.protocol.messages import EngineState, FinishReason, RoomAddress, WaitsFor
+from pdserve.protocol.replicas import merge_states
 from pdserve.server.sglang_api import health as pair_probe
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.timeout(60)
 ADDRESS = {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 1001}
 QUICK = {"timeout": 0.4}
 
@@ -37,20 +38,32 @@ async def test_both_halves_make_the_same_request_of_a_room(tokenizer: Tokenizer,
         assert request.probe and request.replica is None, "nothing counts it, and its room names the replica"
 
 
+BUSY, STALLED, NO_TOKEN = (200, "busy"), (503, "stalled"), (503, "no_token")
+WORK, ARRIVING = {"num_queue_reqs": 1}, {"num_decode_transfer_queue_reqs": 1}
+
+
 @pytest.mark.parametrize(
-    ("waits_for", "said"),
+    ("waits_for", "queues", "progresses", "said"),
     [
-        ("peer", (503, "no_token")),
-        ("transfer", (503, "no_token")),
-        ("memory", (200, "busy")),
-        ("compute", (200, "busy")),
+        ("peer", {}, False, NO_TOKEN),
+        ("peer", WORK, True, NO_TOKEN),
+        ("peer", WORK, False, STALLED),
+        ("transfer", {}, False, NO_TOKEN),
+        ("transfer", WORK, True, NO_TOKEN),
+        ("memory", {}, True, BUSY),
+        ("memory", {}, False, STALLED),
+        ("memory", ARRIVING, False, BUSY),
+        ("memory", ARRIVING | WORK, False, STALLED),
+        ("compute", {}, True, BUSY),
+        ("compute", {}, False, STALLED),
     ],
 )
-async def test_a_server_that_has_other_work_is_not_ill(
-    tokenizer: Tokenizer, waits_for: WaitsFor, said: tuple[int, str]
+async def test_a_probe_is_busy_only_behind_work_that_progresses(
+    tokenizer: Tokenizer, waits_for: WaitsFor, queues: dict[str, int], progresses: bool, said: tuple[int, str]
 ) -> None:
     async with bench(tokenizer, "decode") as b:
         b.scheduler.hold, b.scheduler.script, b.scheduler.probe_waits_for = True, lambda request: [], waits_for
+        b.scheduler.queues, b.scheduler.progress_per_state = queues, int(progresses)
         assert await probe(b, **QUICK) == said
         await until(lambda: [abort.rid for abort in b.scheduler.aborts] == [b.scheduler.requests[0].rid])
 
@@ -64,12 +77,38 @@ async def test_a_long_step_and_a_pause_are_no_news(tokenizer: Tokenizer) -> None
         assert await probe(b) == (200, "busy")
 
 
-async def test_a_refusal_has_its_code_and_a_full_queue_is_no_news(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("code", "progresses", "said"),
+    [("incompatible", True, (503, "incompatible")), ("queue_full", True, BUSY), ("queue_full", False, STALLED)],
+)
+async def test_a_refusal_has_its_code_and_a_full_queue_is_busy_while_it_shrinks(
+    tokenizer: Tokenizer, code: str, progresses: bool, said: tuple[int, str]
+) -> None:
     async with bench(tokenizer, "prefill") as b:
-        for code, said in (("incompatible", (503, "incompatible")), ("queue_full", (200, "busy"))):
-            finish = FinishReason(type="abort", message="no", status_code=503, err_type=code)
-            b.scheduler.script = lambda request, finish=finish: finish  # type: ignore[misc]
-            assert await probe(b) == said
+        b.scheduler.script = lambda request: FinishReason(type="abort", message="no", status_code=503, err_type=code)
+        b.scheduler.progress_per_state = int(progresses)
+        assert await probe(b, **QUICK) == said
+
+
+def state_of(progress: int, **probes: WaitsFor) -> EngineState:
+    counts = {"num_running_reqs": 0, "num_queue_reqs": 0, "num_used_tokens": 0, "max_total_tokens": 16}
+    return EngineState(queues={}, memory={}, counters={}, facts={}, progress=progress, probes=probes, **counts)
+
+
+async def test_of_several_replicas_the_one_with_the_probe_must_progress(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, "decode") as b:
+        b.scheduler.hold, b.scheduler.script, b.scheduler.probe_waits_for = True, lambda request: [], "memory"
+        one_replica, num_states = b.scheduler.state, 0
+
+        def states() -> EngineState:
+            nonlocal num_states
+            num_states += 1
+            return merge_states([state_of(num_states if said is STALLED else 0), one_replica()])
+
+        b.scheduler.state = states  # type: ignore[method-assign]
+        for said in (STALLED, BUSY):  # only the other replica progresses, or only the one with the probe
+            b.scheduler.progress_per_state = int(said is BUSY)
+            assert await probe(b, **QUICK) == said
 
 
 async def test_what_probes_may_cost_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

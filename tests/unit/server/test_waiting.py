@@ -138,7 +138,8 @@ async def test_a_request_too_many_gets_a_503_and_the_others_their_answers(
             assert refused.json()["error"]["code"] == "queue_full"
         probe = await b.http.get("/health_generate")
         assert (probe.status_code, probe.headers["retry-after"]) == (503, "1")
-        assert (await b.http.post("/health_pair", json={})).json()["status"] == "busy"
+        b.scheduler.progress_per_state = 1
+        assert (await b.http.post("/health_pair", json={"timeout": 0.4})).json()["status"] == "busy"
         assert len(b.scheduler.requests) == 1, "nothing of those was sent"
         assert (
             'pdserve:requests_refused_by_api_total{engine_type="unified",model_name="tiny"} 4.0'
