@@ -23,7 +23,7 @@ from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import Address, PeerGone, PeerListens, PrefillFound, PrefillNotFound, TransferEvent
 from pdserve.transfer.lookups import MAX_REPLICAS, MAX_UNKNOWN_AT_ONCE, MAX_UNKNOWN_OF_A_HOST
 from tests.unit.transfer.test_bootstrap import OTHER_SECRET, SECRET, route
-from tests.waiting import DEADLINE_S, events_of, until
+from tests.waiting import DEADLINE_S, events_of, until, wait_until
 
 HOST = "127.0.0.1"
 PATIENCE_S = 0.6
@@ -113,7 +113,6 @@ def silent(connection: socket.socket) -> None:
 
 STRANGERS: dict[str, Serve] = {
     "forbids": answer("403 Forbidden", INTERNAL),
-    "redirects": answer("302 Found", b"", "Location: http://127.0.0.1:1/route"),
     "no_json": answer("200 OK", INTERNAL),
     "challenge": answer("200 OK", msgspec.json.encode({"nonce": "0" * 80, "proof": "0" * 64})),
     "no_token": answer("409 Conflict", INTERNAL),
@@ -178,18 +177,19 @@ def test_an_unknown_address_is_sent_no_secret_and_told_nothing_apart(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     hosts = itertools.cycle(["127.0.0.2", "127.0.0.3"])  # a host has a share of the look-ups
-    listeners = [Listener(serve, next(hosts)) for serve in STRANGERS.values()]
-    for listener in listeners:
+    target = Listener(silent)
+    redirects = answer("302 Found", b"", f"Location: http://{HOST}:{target.address[1]}/route")
+    listeners = [Listener(serve, next(hosts)) for serve in (*STRANGERS.values(), redirects)]
+    for listener in (target, *listeners):
         stack.callback(listener.close)
     addresses = [listener.address for listener in listeners] + [(HOST, closed_port()), ("no-such-host.invalid", 80)]
-    directory, began = open_directory(), time.monotonic()
+    directory = open_directory()
     for address in addresses:
         directory.find(address)
-    assert mailbox.wait(30.0)
-    assert time.monotonic() - began >= PATIENCE_S
     events = events_of(mailbox, len(addresses))
     assert [anonymous(event) for event in events] == [FAILURE] * len(addresses)
     told = caplog.text
+    assert target.num_connections == 0, "redirects are not followed"
     for listener in listeners:
         assert SECRET.encode() not in listener.seen
         assert b"authorization" not in listener.seen.lower()
@@ -206,6 +206,22 @@ FAILURE = Failure(
     retryable=True,
     status=502,
 )
+
+
+def test_an_answer_without_an_end_is_read_up_to_a_limit(
+    mailbox: Mailbox[TransferEvent], open_directory: Callable[..., HttpDirectory], stack: contextlib.ExitStack
+) -> None:
+    """Long before the deadline: a long body is refused at once, and headers without an end count as no answer."""
+    bodies, headers = Listener(flood), Listener(flood_of_headers)
+    directory = open_directory(allowed=HOST, patience_s=1000.0)
+    for listener in (bodies, headers):
+        stack.callback(listener.close)
+        directory.find(listener.address)
+    (event,) = events_of(mailbox, 1)
+    assert isinstance(event, PrefillNotFound) and event.address == bodies.address
+    assert "is no pdserve bootstrap server" in event.failure.message and not event.failure.retryable
+    wait_until(lambda: headers.num_connections > 1, "another try after the one whose headers did not end")
+    assert bodies.num_connections == 1
 
 
 def test_addresses_that_hang_hold_up_none_that_answers(
