@@ -20,6 +20,8 @@ class Outcome:
     text: str = ""
     finish: str | None = None
     error: str | None = None
+    was_cut: bool = False
+    """The connection broke: `error` says how, and is no error that the server sent."""
     hung_up: bool = False
     ended_at: float = 0.0
 
@@ -61,7 +63,7 @@ async def _client(
     except TimeoutError:
         outcome.hung_up = True
     except aiohttp.ClientError as error:
-        outcome.error = repr(error)
+        outcome.error, outcome.was_cut = repr(error), True
     outcome.ended_at = time.monotonic()
     return outcome
 

@@ -24,8 +24,8 @@ from tests.share import rest_slow
 from tests.tiny import Family
 
 LIMIT_S = 15.0
-STOPPED_LIMIT_S = 60.0
-"""Health checks need 8 s to tell that a server is stopped, on a machine that is not too busy to ask."""
+STOPPED_LIMIT_S = 20.0
+"""Health checks need 8 s to tell that a server is stopped; the rest is for a machine that is busy."""
 NUM_CLIENTS = 24
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "65536")
 
@@ -101,13 +101,17 @@ def farm(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Farm]:
 
 
 def assert_all_ended(outcomes: list[Outcome], hit_at: float, limit_s: float) -> None:
-    """With all they asked for, or with an error within `limit_s` of the blow; somebody was hit."""
+    """With all they asked for, or with an error that the router sent within `limit_s` of the blow; somebody was hit.
+
+    An error of a stream that has begun is an event.
+    """
     assert len(outcomes) == NUM_CLIENTS
     for outcome in outcomes:
         good = outcome.status == 200 and outcome.finish == "length" and outcome.error is None
         failed = outcome.status is not None and outcome.status >= 500
-        broken_stream = outcome.status == 200 and outcome.error is not None
-        assert good or failed or broken_stream, outcome
+        ended_stream = outcome.status == 200 and outcome.error is not None
+        assert good or failed or ended_stream, outcome
+        assert not outcome.was_cut, outcome
         if not good:
             assert outcome.ended_at - hit_at < limit_s, outcome
     assert any(outcome.finish != "length" for outcome in outcomes), "the blow must have hit somebody"
@@ -154,6 +158,7 @@ def test_sigterm_under_load(mode: str, farm: Farm) -> None:
     assert len(outcomes) == NUM_CLIENTS
     for outcome in outcomes:
         assert outcome.finish == "length" or outcome.error is not None, outcome
+        assert not outcome.was_cut, outcome
         if outcome.finish != "length":
             assert outcome.ended_at - told_at < STOPPED_LIMIT_S, outcome
             assert any(text in (outcome.error or "") for text in ("shutting down", "no healthy")), outcome
