@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import random
@@ -14,11 +15,14 @@ import aiohttp
 
 from benchmarks.chaos_farm import Farm, Member
 from benchmarks.chaos_load import CHAT, COMPLETIONS, GENERATE, HUNG, WRONG, Ending
+from pdserve.base.proof import PROOF_HEADER
 
 REFUSED, UNREACHABLE = "refused", "unreachable"
 JSON = {"Content-Type": "application/json"}
 FOREIGN = {"Content-Type": "text/plain", "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
 PAUSE_S = (0.2, 1.5)
+VISIT_S = 40.0
+"""Seconds after which the trap closes a connection."""
 TAKEN = 200
 
 
@@ -74,10 +78,13 @@ def make_hostile(model: str, trap_port: int, trap_host: str, scale: int) -> list
 
 
 class Trap:
-    """A server that clients name as a bootstrap server: it answers one byte a second, and notes what it is told."""
+    """A server that clients name as a bootstrap server: it answers one byte a second, and notes what it is told.
+
+    `num_secrets` counts the visits that sent the control token, or a proof of it.
+    """
 
     def __init__(self, secret: str) -> None:
-        self._secret = secret.encode()
+        self._secrets = [PROOF_HEADER.lower().encode(), *([secret.lower().encode()] if secret else [])]
         self.num_visits = 0
         self.num_secrets = 0
         self.port = 0
@@ -95,18 +102,32 @@ class Trap:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.num_visits += 1
+        received, has_told = b"", False
+        dripping: asyncio.Task[None] | None = None
         try:
-            said = await asyncio.wait_for(reader.read(65536), 10)
-            self.num_secrets += bool(self._secret) and self._secret in said
-            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
-            for _ in range(30):
-                writer.write(b" ")
-                await writer.drain()
-                await asyncio.sleep(1)
+            async with asyncio.timeout(VISIT_S):
+                while chunk := await reader.read(65536):
+                    received += chunk.lower()
+                    dripping = dripping or asyncio.create_task(_drip(writer))
+                    if not has_told and any(secret in received for secret in self._secrets):
+                        has_told = True
+                        self.num_secrets += 1
         except (OSError, TimeoutError):
             pass
         finally:
+            if dripping is not None:
+                dripping.cancel()
             writer.close()
+
+
+async def _drip(writer: asyncio.StreamWriter) -> None:
+    """Send an answer of one byte a second, which does not end, until the client closes the connection."""
+    with contextlib.suppress(OSError):
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n")
+        while True:
+            writer.write(b" ")
+            await writer.drain()
+            await asyncio.sleep(1)
 
 
 class Attackers:
