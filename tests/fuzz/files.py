@@ -59,7 +59,7 @@ class FileReport:
 def run(folder: Path, num_files: int, seed: int) -> FileReport:
     """Read so many files of each kind in turn. `report.failures` names each case that failed."""
     report, began = FileReport(), time.monotonic()
-    _make_sound(folder / "sound")
+    make_sound(folder / "sound")
     for first in range(0, num_files, BATCH):
         cases = list(range(first, min(first + BATCH, num_files)))
         while cases:
@@ -112,8 +112,7 @@ def main(folder: Path, seed: int, start: int, end: int) -> None:
 
     read_case(folder / "sound", "config")  # imports, before memory is bounded
     read_case(folder / "sound" / "model.gguf", "gguf")
-    used = _address_space()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    limit_memory()
     base = rss_mb()
     for case in range(start, end):
         kind = KINDS[case % len(KINDS)]
@@ -164,15 +163,18 @@ def read_case(path: Path, kind: Kind) -> None:
     kv_layout(spec, 16, dtype)
 
 
-def _address_space() -> int:
+def limit_memory() -> tuple[int, int]:
+    """Bound the address space of this process; returns the limits before, for `resource.setrlimit`."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    return pages * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY_BYTES, before[1]))
+    return before
 
 
 # ---------------------------------------------------------------------- the files
 
 
-def _make_sound(folder: Path) -> None:
+def make_sound(folder: Path) -> None:
     """A tiny checkpoint, as a directory and as a gguf file."""
     from tests.tiny import make_tiny
     from tests.unit.model.test_gguf import write_gguf
@@ -200,6 +202,38 @@ def make_case(folder: Path, rng: random.Random, kind: Kind, case: int) -> Path:
     else:
         (made / "config.json").write_text(json.dumps(config))
         (made / "model.safetensors").write_bytes(change_safetensors(weights, rng))
+    return made
+
+
+def sound_header(folder: Path, kind: Kind) -> bytes:
+    """What a sound checkpoint has before its weights; all of a `config.json`."""
+    if kind == "config":
+        return (folder / "sound" / "config.json").read_bytes()
+    if kind == "gguf":
+        data = (folder / "sound" / "model.gguf").read_bytes()
+        return data[: _end_of_gguf_header(data)]
+    data = (folder / "sound" / "model.safetensors").read_bytes()
+    return data[8 : 8 + struct.unpack("<Q", data[:8])[0]]
+
+
+def with_header(folder: Path, kind: Kind, header: bytes) -> Path:
+    """Write the sound checkpoint with another header of that kind; returns what a server would be given.
+
+    The length before a safetensors header is its own. Files are replaced, since those before may still be mapped.
+    """
+    sound, made = folder / "sound", folder / "with-header"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    weights = (sound / "model.safetensors").read_bytes()
+    if kind == "gguf":
+        data = (sound / "model.gguf").read_bytes()
+        (made / "model.gguf").write_bytes(header + data[_end_of_gguf_header(data) :])
+        return made / "model.gguf"
+    if kind == "safetensors":
+        rest = weights[8 + len(sound_header(folder, kind)) :]
+        weights = struct.pack("<Q", len(header)) + header + rest
+    (made / "config.json").write_bytes(header if kind == "config" else sound_header(folder, "config"))
+    (made / "model.safetensors").write_bytes(weights)
     return made
 
 
@@ -250,7 +284,7 @@ def _bounds(values: list[int], rng: random.Random) -> list[Any]:
 
 def change_gguf(data: bytes, rng: random.Random) -> bytes:
     """Counts, lengths and types in the header replaced, bytes changed, or a file that ends early."""
-    end = data.index(b"output_norm.weight") + 64
+    end = _end_of_gguf_header(data)
     header, rest = data[:end], data[end:]
     match rng.randrange(4):
         case 0:
@@ -266,6 +300,11 @@ def change_gguf(data: bytes, rng: random.Random) -> bytes:
             at = rng.randrange(0, len(header) - 4)
             value = struct.pack("<f", rng.choice((0.0, -1.0, math.nan, math.inf, 1e30)))
             return header[:at] + value + header[at + 4 :] + rest
+
+
+def _end_of_gguf_header(data: bytes) -> int:
+    """Where the entry of the last tensor ends; padding and weights follow."""
+    return data.index(b"output_norm.weight") + 64
 
 
 def _numbers(header: bytes) -> Iterator[tuple[int, int]]:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import resource
 import sys
 import tempfile
 import time
@@ -23,6 +24,7 @@ MAX_INPUT = 4096
 TIMEOUT_S = 20
 RSS_LIMIT_MB = 4096
 FRAMES_AN_EPISODE = 2000
+FILES_WARM_UP = 500
 MAX_GROWTH_MB = 256.0
 """More than the unguided targets may: libFuzzer keeps its corpus in this process."""
 
@@ -32,8 +34,8 @@ def run_guided(what: str, count: int, seed: int, corpus: Path | None) -> None:
     import atheris
 
     with contextlib.ExitStack() as stack:
-        with atheris.instrument_imports(include=["pdserve"]):
-            opened = {"frames": frames, "http": http, "files": configs}[what](seed)
+        with atheris.instrument_imports(include=["pdserve", "gguf"]):
+            opened = {"frames": frames, "http": http, "files": files}[what](seed)
             target, first = stack.enter_context(opened)
         folder = corpus or Path(tempfile.mkdtemp(prefix="pdserve-corpus-"))
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,20 +117,30 @@ def http(seed: int) -> Iterator[Target]:
 
 
 @contextlib.contextmanager
-def configs(seed: int) -> Iterator[Target]:
-    """Inputs are a `config.json`."""
-    from pdserve.errors import ModelError
-    from pdserve.model.config import spec_from_config
+def files(seed: int) -> Iterator[Target]:
+    """Inputs are the number of a kind of file, as one byte, and its header. Files are read in this process."""
+    from pdserve.errors import ConfigError, ModelError
+    from tests.fuzz.files import KINDS, MAX_CASE_S, limit_memory, make_sound, read_case, sound_header, with_header
     from tests.unit.model.test_config import BASE, MOE
 
-    def one(data: bytes) -> None:
-        try:
-            config = json.loads(data)
-        except (ValueError, RecursionError):
-            return
-        if isinstance(config, dict):
-            with contextlib.suppress(ModelError):
-                spec_from_config(config, config, where="fuzz")
+    growth = Growth(MAX_GROWTH_MB, FILES_WARM_UP)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pdserve-fuzz-")))
+        make_sound(folder / "sound")
+        headers = [bytes([number]) + sound_header(folder, kind) for number, kind in enumerate(KINDS)]
+        for data in headers:
+            read_case(with_header(folder, KINDS[data[0]], data[1:]), KINDS[data[0]])  # imports, too
+        stack.callback(resource.setrlimit, resource.RLIMIT_AS, limit_memory())
 
-    scaled = BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
-    yield one, [json.dumps(config).encode() for config in (BASE, BASE | MOE, scaled)]
+        def one(data: bytes) -> None:
+            kind = KINDS[data[0] % len(KINDS)] if data else KINDS[0]
+            path = with_header(folder, kind, data[1:])
+            began = time.perf_counter()
+            with contextlib.suppress(ConfigError, ModelError):
+                read_case(path, kind)
+            took = time.perf_counter() - began
+            assert took < MAX_CASE_S, f"{took:.1f} s for one file"
+            growth.look()
+
+        scaled = BASE | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}}
+        yield one, headers + [b"\0" + json.dumps(config).encode() for config in (BASE, BASE | MOE, scaled)]

@@ -91,9 +91,27 @@ def test_guided_targets_time_what_they_do(monkeypatch: pytest.MonkeyPatch) -> No
     with guided.http(1) as (one, first):
         for data in first:
             one(data)
+    with guided.files(1) as (one, first):
+        for data in first:
+            one(data)
     monkeypatch.setattr(frames, "MAX_HANDLE_S", -1.0)
     monkeypatch.setattr(http, "MAX_STALL_S", -1.0)
+    monkeypatch.setattr(files, "MAX_CASE_S", -1.0)
     with guided.frames(1) as (one, first), pytest.raises(AssertionError, match="for one frame"):
         one(first[0])
     with guided.http(1) as (one, first), pytest.raises(AssertionError, match="stood still"):
         one(first[0])
+    with guided.files(1) as (one, first), pytest.raises(AssertionError, match="for one file"):
+        one(first[0])
+
+
+def test_guided_files_are_read_by_their_headers(tmp_path: Path) -> None:
+    from pdserve.errors import ModelError
+
+    files.make_sound(tmp_path / "sound")
+    for kind in files.KINDS:
+        header = files.sound_header(tmp_path, kind)
+        assert len(header) < guided.MAX_INPUT
+        files.read_case(files.with_header(tmp_path, kind, header), kind)
+        with pytest.raises(ModelError):
+            files.read_case(files.with_header(tmp_path, kind, header[: len(header) // 2]), kind)
