@@ -7,6 +7,7 @@ a value and logs the reason.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from pdserve.base.hosts import HostPatterns, parse_host_patterns
@@ -228,7 +229,7 @@ class DisaggConfig:
     )
     disaggregation_decode_offload_gb: float = flag(4.0, help="host memory for the KV of retracted requests, in GB")
 
-    @property
+    @functools.cached_property
     def allowed_prefill(self) -> HostPatterns | None:
         """Bootstrap servers that decode may connect to; None: any."""
         if self.disaggregation_allowed_prefill is None:

@@ -42,7 +42,8 @@ class Profiler:
         self._trace: Trace | None = None
         self._writer: threading.Thread | None = None
         self._path = Path()
-        self._steps_left: int | None = None
+        self.steps_left: int | None = None
+        """Steps until the trace stops; None while it does not count."""
 
     def start(self, order: StartProfile) -> tuple[bool, str]:
         """Start a trace; returns whether it started, and a message."""
@@ -56,15 +57,15 @@ class Profiler:
             self._trace = self._begin(order)
         except (OSError, RuntimeError) as error:
             return False, f"cannot start a profile into {path.parent}: {error}"
-        self._path, self._steps_left = path, order.num_steps
+        self._path, self.steps_left = path, order.num_steps
         return True, f"profiling into {path}"
 
     def step(self) -> None:
         """Count a computed step; the trace stops after the requested number of steps."""
-        if self._trace is None or self._steps_left is None:
+        if self.steps_left is None:
             return
-        self._steps_left -= 1
-        if self._steps_left <= 0:
+        self.steps_left -= 1
+        if self.steps_left <= 0:
             self.stop()
 
     def stop(self) -> tuple[bool, str]:
@@ -72,6 +73,7 @@ class Profiler:
         if self._trace is None:
             return False, "no profile is running"
         trace, self._trace = self._trace, None
+        self.steps_left = None
         try:
             trace.stop()
         except RuntimeError as error:

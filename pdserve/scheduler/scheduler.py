@@ -205,7 +205,8 @@ class Scheduler:
         handle = self._under_way.popleft()
         result = self.context.executor.resolve(handle)
         self.context.resolved(handle.plan.step)
-        self._profiler.step()
+        if self._profiler.steps_left is not None:
+            self._profiler.step()
         self._end_failed(handle.plan, result)
         if handle.plan.rows:
             self._num_computed += 1

@@ -91,20 +91,22 @@ async def read_body(request: Request, max_bytes: int) -> list[bytes]:
     Raises:
         RequestError: 413 as soon as it is known to be larger than `max_bytes`.
     """
-    too_large = RequestError(
-        f"request body is larger than {max_bytes} bytes (--max-request-bytes)", status=413, code="request_too_large"
-    )
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
+        raise _too_large(max_bytes)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         parts.append(part)
     return parts
+
+
+def _too_large(max_bytes: int) -> RequestError:
+    text = f"request body is larger than {max_bytes} bytes (--max-request-bytes)"
+    return RequestError(text, status=413, code="request_too_large")
 
 
 async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
