@@ -88,32 +88,40 @@ class Played:
     failure: str | None = None
 
 
-def setting(seed: int, only: str | None = None) -> Setting:
-    """A seeded cluster, workload and choice of faults: one kind of every fourth seed, several of the others."""
+def setting(seed: int, only: str | None = None, *, without: str | None = None) -> Setting:
+    """A seeded cluster, workload and choice of faults: one kind of every fourth seed, several of the others.
+
+    `without` is a kind that is left out of the same cluster and workload: its faults, or the replicas or ranks.
+    """
     rng = random.Random(f"campaign {seed}")
     names = list(KINDS)
     if only is not None:
-        kinds = tuple(only.split("+"))
+        kinds = tuple(only.split("+")) if only else ()
     elif seed % 4 == 0:
         kinds = (names[seed // 4 % len(names)],)
     else:
         kinds = tuple(name for name in names if rng.random() < 0.3)
-    fields: dict[str, Any] = {}
-    for kind in kinds:
-        fields |= KINDS[kind](rng)
+    drawn = {kind: KINDS[kind](rng) for kind in kinds}
     prompts = _prompts(rng)
     late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
-    return Setting(kinds, *_cluster(rng, kinds), Faults(**fields), prompts, late if seed % 2 else ())
+    shape, layout = _cluster(rng, kinds)
+    if without == "replicas":
+        layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, divert=0.0)
+    elif without == "ranks":
+        layout = dataclasses.replace(layout, prefill_ranks=ParallelShape(), decode_ranks=ParallelShape())
+    drawn.pop(without or "", None)
+    fields = {name: value for of_kind in drawn.values() for name, value in of_kind.items()}
+    return Setting(tuple(drawn), shape, layout, Faults(**fields), prompts, late if seed % 2 else ())
 
 
-def play(seed: int, only: str | None = None) -> Counter[str]:
-    """Run a seed and hold it against the oracle; counts of what happened.
+def play(seed: int, only: str | None = None, *, without: str | None = None) -> Counter[str]:
+    """Run a seed and hold it against the oracle; counts of what happened. For `without` see `setting`.
 
     Raises:
         AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
             request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
     """
-    it = setting(seed, only)
+    it = setting(seed, only, without=without)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
     answers = cluster.run(it.prompts, MEETS, it.late)
