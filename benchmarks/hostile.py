@@ -2,11 +2,12 @@
 
     python -m benchmarks.hostile --write
     python -m benchmarks.hostile --only 'look-ups|/detokenize'
+    python -m benchmarks.hostile --only 'router'
 
 Starts a server and sends each request of `ATTACKS`, several at once where it says so, while a prober asks `/health` and
-a client reads a stream. Requests of `pair_attacks` go to the decode server of a pair, and the stream comes through the
-pair's router. Exit status 1 when a request is answered otherwise than documented (docs/limits.md), or leaves pages or
-rows behind.
+a client reads a stream. Requests of `pair_attacks` go to the decode server of a pair, those of `ROUTER_ATTACKS` to the
+pair's router, and the stream comes through the router. Exit status 1 when a request is answered otherwise than
+documented (docs/limits.md), or leaves pages or rows behind.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PROBE_S = 0.02
 TIMEOUT_S = 120.0
 NOTES = (
     "Times are elapsed: what else the machine does is in them.",
-    "RSS: of the API process, its peak beyond before; with look-ups of the decode server's engine, which does them.",
+    "RSS: of the API process, its peak beyond before; with look-ups of the decode server's engine, which does them; of "
+    "the router where requests go to it.",
 )
 
 
@@ -149,6 +151,15 @@ ATTACKS = (
     Attack("a schema of 250 levels", COMPLETIONS, _json(prompt="x", json_schema=_deep_schema(249)), times=4),
     Attack("a stop_regex that is slow on the answer", COMPLETIONS, bytes, times=8, each=_slow_pattern),
 )
+
+
+ROUTER_ATTACKS = (
+    Attack("router: nothing", CHAT, _json(messages=_messages(1)), 200),
+    Attack("router: chat of 20 MB", CHAT, _json(messages=_messages(1, "a b " * 5_000_000))),
+    Attack("router: chat of 20 MB, several", CHAT, _json(messages=_messages(1, "a b " * 5_000_000)), times=4),
+    Attack("router: JSON of 254 levels, 130,000 lists", COMPLETIONS, lambda: _nested(254, 515), times=4),
+)
+"""Requests to a router of two servers."""
 
 
 def pair_attacks(silent_port: int) -> tuple[Attack, ...]:
@@ -298,12 +309,20 @@ class Found:
         """Those whose name was asked for."""
         return [attack for attack in attacks if re.search(self._only, attack.name)]
 
-    def run(self, attacks: Sequence[Attack], client: Client, process: psutil.Process, streaming: Client) -> None:
-        """Run the chosen ones of `attacks`; `client` is settled now."""
-        before = client.accounts()
+    def run(
+        self,
+        attacks: Sequence[Attack],
+        client: Client,
+        process: psutil.Process,
+        streaming: Client,
+        server: Client | None = None,
+    ) -> None:
+        """Run the chosen ones of `attacks`. `server`, else `client`, is settled now, and has the accounts."""
+        server = server or client
+        before = server.accounts()
         for attack in self.chosen(attacks):
             found = run_attack(client, process, attack, streaming)
-            found["settled"] = settled(client, before)
+            found["settled"] = settled(server, before)
             self.all.append(found)
             print(row(found), "" if found["settled"] else "NOT SETTLED", flush=True)
 
@@ -321,7 +340,7 @@ def attack_monolith(args: argparse.Namespace, found: Found) -> None:
 
 
 def attack_pair(args: argparse.Namespace, found: Found, attacks: Sequence[Attack]) -> None:
-    """`attacks`, against the decode server of a pair, while the stream comes through the pair's router."""
+    """`attacks` against the decode server of a pair, `ROUTER_ATTACKS` against the pair's router."""
     children: list[Child] = []
 
     def start(name: str, module: str, flags: Sequence[str]) -> Server:
@@ -340,7 +359,9 @@ def attack_pair(args: argparse.Namespace, found: Found, attacks: Sequence[Attack
         router = start("router", "pdserve.launch_router", [*flags, "--decode", receiver.url, "--disable-pair-probes"])
         through = Client(router.wait().url)
         through.ask("POST", COMPLETIONS, _json(prompt="hi")())
-        found.run(attacks, Client(receiver.url), engine_of(decode.child.pid), through)
+        server = Client(receiver.url)
+        found.run(attacks, server, engine_of(decode.child.pid), through)
+        found.run(ROUTER_ATTACKS, through, psutil.Process(router.child.pid), through, server)
     finally:
         end_all(children, GRACE_S)
 
@@ -370,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if found.chosen(ATTACKS):
         attack_monolith(args, found)
     with silent_listener() as port:
-        if found.chosen(attacks := pair_attacks(port)):
+        if found.chosen([*(attacks := pair_attacks(port)), *ROUTER_ATTACKS]):
             attack_pair(args, found, attacks)
     header = ["request", "status", "worst `/health`", "longest pause of a stream", "RSS beyond before", "answered in"]
     facts = run.facts(attacks=found.all)
