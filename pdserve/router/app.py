@@ -11,6 +11,7 @@ import json
 import math
 import random
 from collections.abc import AsyncIterator
+from typing import Any
 
 import aiohttp
 import orjson
@@ -18,7 +19,10 @@ from aiohttp import web
 
 import pdserve
 from pdserve.base.stream_state import RESUME_FIELD
+from pdserve.errors import RequestError
 from pdserve.http.access import GENERATING
+from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
+from pdserve.http.errors import HttpRefusal
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
@@ -33,6 +37,7 @@ from pdserve.router.http import (
     CallTrace,
     error_response,
     json_response,
+    refused,
 )
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
@@ -64,6 +69,32 @@ FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
 TICK_S = 1.0
 EXPLAINED_BYTES = 1 << 20
 """Longer bodies are not parsed again to name the invalid field."""
+SHALLOW = 200
+"""A body with at most this many brackets is not nested too deeply to be serialized again."""
+
+
+def parse_object(data: bytes) -> tuple[dict[str, Any], bytes | None]:
+    """Return the JSON object in `data` without the field that only the router may set, and for large bodies its JSON.
+
+    That JSON is `data`, if the object is as it was sent, and is surely not nested too deeply.
+
+    Raises:
+        RequestError: 400, `data` is not JSON, or no object.
+        orjson.JSONEncodeError: a large body is nested too deeply.
+    """
+    try:
+        body = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(explain_not_json(data, error), code="invalid_request") from error
+    if not isinstance(body, dict):
+        message = f"the body must be a JSON object, got {type(body).__name__}"
+        raise RequestError(message, code="invalid_request")
+    num_fields = len(body)
+    body.pop(RESUME_FIELD, None)
+    if len(data) <= LARGE_BODY_BYTES:
+        return body, None
+    is_shallow = data.count(b"[") + data.count(b"{") <= SHALLOW
+    return body, data if is_shallow and len(body) == num_fields else orjson.dumps(body)
 
 
 def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
@@ -86,8 +117,9 @@ def _non_finite(value: object, name: str = "the body") -> str | None:
 class RouterApp:
     """The components of one router, and handlers that use several of them. Created inside a running event loop."""
 
-    def __init__(self, config: RouterConfig, session: aiohttp.ClientSession) -> None:
+    def __init__(self, config: RouterConfig, session: aiohttp.ClientSession, bodies: BodyBudget) -> None:
         rng = random.SystemRandom()
+        self.bodies = bodies
         self._config = config
         self.metrics = RouterMetrics()
         self.registry = Registry(config.breaker)
@@ -188,31 +220,34 @@ class RouterApp:
         deadline = begun + self._config.request_timeout_s
         data = request[BODY]
         try:
-            body = orjson.loads(data)
-        except orjson.JSONDecodeError as error:
-            return error_response(400, explain_not_json(data, error), "invalid_request")
-        if not isinstance(body, dict):
-            return error_response(400, f"the body must be a JSON object, got {type(body).__name__}", "invalid_request")
-        body.pop(RESUME_FIELD, None)  # only the router may set it
-        headers = forwarded_headers(request.headers, request.remote)
-        headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-        call = ProxiedCall(request.path, body, headers, deadline, trace)
-        try:
+            body, kept = parse_object(data) if len(data) <= LARGE_BODY_BYTES else await self._parse_large(data)
+            headers = forwarded_headers(request.headers, request.remote)
+            headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
+            routed = self._dispatcher.routed(request.path, body, headers)
+            call = ProxiedCall(request.path, body, kept, headers, routed, deadline, trace)
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
                     self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
                 return await relay(request, outcome, deadline)
+        except RequestError as error:
+            return refused(HttpRefusal.of(error))
         except orjson.JSONEncodeError as error:
             return error_response(400, f"the body is nested too deeply: {error}", "invalid_request")
         except TimeoutError:
             text = f"no answer within the router's --request-timeout-secs of {self._config.request_timeout_s:g} s"
             return error_response(504, text, "timeout")
 
+    async def _parse_large(self, data: bytes) -> tuple[dict[str, Any], bytes | None]:
+        """Call `parse_object` when it is the body's turn."""
+        async with self.bodies.turn(len(data)):
+            return parse_object(data)
+
     async def abort(self, request: web.Request) -> web.Response:
         """Abort requests: refuse those in the router's queue, and forward the command to every worker."""
         try:
-            body = orjson.loads(request[BODY] or b"{}")
+            async with self.bodies.turn(len(request[BODY])):
+                body = orjson.loads(request[BODY] or b"{}")
         except orjson.JSONDecodeError as error:
             return error_response(400, f"the body is not JSON: {error}", "invalid_request")
         if isinstance(body, dict):
@@ -292,9 +327,10 @@ ROUTER = web.AppKey("router", RouterApp)
 def make_app(config: RouterConfig) -> web.Application:
     """Build the aiohttp application; health checks run from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
-    Access(config.access, config.max_request_bytes).install(app)
+    access = Access(config.access, config.max_request_bytes)
+    access.install(app)
     session = make_session(config)
-    router = RouterApp(config, session)
+    router = RouterApp(config, session, access.bodies)
     app.add_routes(router.routes())
     app[ROUTER] = router
 

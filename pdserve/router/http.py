@@ -30,7 +30,15 @@ from pdserve.http.access import (
     framing_refusal,
     has_dots,
 )
-from pdserve.http.bodies import BODY_TIMEOUT_S, TOO_MANY_VALUES, BodyHold, body_timeout, has_too_many_values
+from pdserve.http.bodies import (
+    BODY_TIMEOUT_S,
+    LARGE_BODY_BYTES,
+    TOO_MANY_VALUES,
+    BodyBudget,
+    BodyHold,
+    body_timeout,
+    has_too_many_values,
+)
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.observe.tracing import CallSpan, Tracing
 from pdserve.router.config.config import RouterAccessConfig
@@ -119,6 +127,11 @@ class Access:
         most = config.max_concurrent_requests_per_client
         self._rules = AccessRules(config.keys, config.cors_allowed_origins, config.proxies, most, max_body_bytes)
 
+    @property
+    def bodies(self) -> BodyBudget:
+        """The budget of all request bodies."""
+        return self._rules.bodies
+
     def install(self, app: web.Application) -> None:
         """Install the rules on an application."""
 
@@ -169,9 +182,16 @@ class Access:
                 return refused(HttpRefusal.of(body_timeout()))
             except RequestError as error:
                 return refused(HttpRefusal.of(error))
-            if has_too_many_values(request[BODY]):
+            if await self._has_too_many_values(request[BODY]):
                 return error_response(400, TOO_MANY_VALUES, "invalid_request")
         return await self._handled(request, handler)
+
+    async def _has_too_many_values(self, body: bytes) -> bool:
+        """See `has_too_many_values`; large bodies take turns."""
+        if len(body) <= LARGE_BODY_BYTES:
+            return has_too_many_values(body)
+        async with self.bodies.turn(len(body)):
+            return has_too_many_values(body)
 
     def _take(self, request: web.Request, hold: BodyHold) -> bytes:
         """Return a body that has arrived completely."""

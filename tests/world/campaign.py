@@ -106,7 +106,7 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None) -
     late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
     shape, layout = _cluster(rng, kinds)
     if without == "replicas":
-        layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, divert=0.0)
+        layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, redirect=0.0)
     elif without == "ranks":
         layout = dataclasses.replace(layout, prefill_ranks=ParallelShape(), decode_ranks=ParallelShape())
     drawn.pop(without or "", None)

@@ -28,7 +28,7 @@ from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.room import ReceiveRoom, RemoteWritable, RemoteWritablePages
 from pdserve.transfer.sender import SendSide
 from pdserve.transfer.sessions import Sessions
-from pdserve.transfer.wire import TransferEnded, MemoryKey, TransferInfo, Reset
+from pdserve.transfer.wire import MemoryKey, Reset, TransferEnded, TransferInfo
 
 Patch = pytest.MonkeyPatch
 
@@ -307,7 +307,7 @@ def silence_by_the_clock(patch: Patch) -> None:
 
 
 def times_of_another_machine(patch: Patch) -> None:
-    """A TransferInfo says when it was published by the receiver's clock; the sender refuses one that is old by its own."""
+    """A receiver's message carries the time by its clock; the sender refuses one that is old by its own clock."""
     publish, on_transfer_info = ReceiveSide.publish, SendSide.on_transfer_info
     published_at: dict[MemoryKey, float] = {}
 

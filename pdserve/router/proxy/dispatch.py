@@ -65,14 +65,17 @@ PREFILL_GRACE_S = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class ProxiedCall:
-    """A client's request: path, JSON object, headers for the workers.
+    """A client's request: path, JSON object, headers for the workers, and its properties that policies use.
 
     `deadline`, in the event loop's time, holds for all attempts together.
     """
 
     path: str
     body: dict[str, Any]
+    data: bytes | None
+    """The JSON of `body`, which each attempt sends; None: `body` is small, and each attempt serializes it."""
     headers: CIMultiDict[str]
+    routed: RoutedRequest
     deadline: float
     trace: CallTrace | None = None
     continued: bool = False
@@ -111,6 +114,13 @@ class Dispatcher:
         self._uses_key = any(policy.uses_key for policy in admission.policies.values())
         self._uses_prompt = any(policy.uses_prompt for policy in admission.policies.values())
 
+    def routed(self, path: str, body: dict[str, Any], headers: Mapping[str, str]) -> RoutedRequest:
+        """Return the properties of a request that the policies use."""
+        return RoutedRequest(
+            key=conversation_key(path, body, headers) if self._uses_key else None,
+            prompt=prompt_of(path, body) if self._uses_prompt else None,
+        )
+
     def answer(self, call: ProxiedCall) -> AbstractAsyncContextManager[Outcome]:
         """Return a context manager with the final outcome, after retries; its end closes all open connections."""
         if self._config.retry.stream_retries and can_go_on(call.path, call.body):
@@ -121,7 +131,8 @@ class Dispatcher:
     async def _continued(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
         """Like `_with_retries`; a broken stream goes on at another pair."""
         body = with_seed(call.path, call.body, self._rng)
-        call = dataclasses.replace(call, body=body, continued=True)
+        data = call.data if body is call.body else _kept_again(call, body)
+        call = dataclasses.replace(call, body=body, data=data, continued=True)
         avoid: set[Worker] = set()
         async with contextlib.AsyncExitStack() as stack:
             outcome = await stack.enter_async_context(self._with_retries(call, avoid))
@@ -135,9 +146,8 @@ class Dispatcher:
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
                     await self._after_failure(ConnectionFailed(worker, error.message), 1)
-                    found = await stack.enter_async_context(
-                        self._with_retries(dataclasses.replace(call, body=body), avoid)
-                    )
+                    resumed = dataclasses.replace(call, body=body, data=_kept_again(call, body))
+                    found = await stack.enter_async_context(self._with_retries(resumed, avoid))
                     worker = found.worker if isinstance(found, WorkerStream) else worker
                     return (
                         found
@@ -152,10 +162,10 @@ class Dispatcher:
     @contextlib.asynccontextmanager
     async def _with_retries(self, call: ProxiedCall, avoid: set[Worker]) -> AsyncIterator[Outcome]:
         """Yield the outcome of the last attempt; retries failed attempts. Failed workers are added to `avoid`."""
-        request, rids = self._request(call), rids_of(call.body)
+        rids = rids_of(call.body)
         outcome: Outcome | None = None
         for attempt in range(1, self._config.retry.max_tries + 1):
-            entered = await self._admission.enter(request, avoid, again=attempt > 1, rids=rids)
+            entered = await self._admission.enter(call.routed, avoid, again=attempt > 1, rids=rids)
             if isinstance(entered, Refused):
                 outcome = outcome or entered
                 break
@@ -180,13 +190,6 @@ class Dispatcher:
         if isinstance(outcome, Refused):
             self._metrics.refused.labels(outcome.reason).inc()
         yield outcome
-
-    def _request(self, call: ProxiedCall) -> RoutedRequest:
-        """Return the properties of a request that the policies use."""
-        return RoutedRequest(
-            key=conversation_key(call.path, call.body, call.headers) if self._uses_key else None,
-            prompt=prompt_of(call.path, call.body) if self._uses_prompt else None,
-        )
 
     @contextlib.asynccontextmanager
     async def _attempt(
@@ -230,11 +233,11 @@ class Dispatcher:
                     slots.close()
 
     def _body_for(self, call: ProxiedCall, pair: Pair) -> bytes:
-        """Encode the body for both halves, with a new bootstrap room for a pair."""
-        body = call.body
-        if pair.prefill is not None:
-            body = with_rooms(call.path, body, pair.prefill.spec.host, pair.prefill.bootstrap_port, self._rng)
-        return orjson.dumps(body)
+        """Return the body for both halves, with a new bootstrap room for a pair."""
+        if pair.prefill is None:
+            return orjson.dumps(call.body) if call.data is None else call.data
+        host, port = pair.prefill.spec.host, pair.prefill.bootstrap_port
+        return with_rooms(call.path, call.body, call.data, host, port, self._rng)
 
     async def _wait(
         self,
@@ -363,6 +366,11 @@ class Dispatcher:
             late = slots.decode if prefill is None or prefill.done() else slots.prefill
             assert late is not None
             late.failed()
+
+
+def _kept_again(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
+    """Return the JSON of `body`, which replaces the body of `call`; None if each attempt serializes it."""
+    return None if call.data is None else orjson.dumps(body)
 
 
 async def _with_prompt_logprobs(

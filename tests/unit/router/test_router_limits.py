@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Coroutine
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import pytest
 from aiohttp import web
 
+from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
+from pdserve.router.app import ROUTER, parse_object
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
 from pdserve.router.workers.admission import Admission
 from tests.unit.router.answers import begin_stream, ok, silent
@@ -335,5 +339,71 @@ def test_without_health_checks_workers_are_believed_until_a_connection_breaks(ru
             await workers[0].stop()
             assert [await status_of(world, url) for _ in range(6)] == [200] * 6
         assert [worker.num_health for worker in workers] == [0, 0]
+
+    run_world(scenario)
+
+
+def test_large_bodies_take_turns_and_small_ones_do_not_wait(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w", ok)
+        async with world.router([], [worker]) as url:
+            bodies = world.app[ROUTER].bodies
+            async with bodies.turn(LARGE_BODY_BYTES + 1):
+                large = asyncio.create_task(status_of(world, url, text="a" * LARGE_BODY_BYTES))
+                await until(lambda: bodies.held_bytes > LARGE_BODY_BYTES)
+                assert [await status_of(world, url) for _ in range(5)] == [200] * 5
+                assert len(worker.bodies) == 5, "the large one waits for its turn"
+            assert await large == 200
+            assert len(worker.bodies[-1]["text"]) == LARGE_BODY_BYTES
+
+    run_world(scenario)
+
+
+def test_a_large_body_waits_for_its_turn_before_each_reading_of_it(
+    run_world: RunWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w", ok)
+        async with world.router([], [worker]) as url:
+            turns: list[int] = []
+            taken = BodyBudget.turn
+
+            def turn(self: BodyBudget, num_bytes: int) -> AbstractAsyncContextManager[None]:
+                turns.append(num_bytes)
+                return taken(self, num_bytes)
+
+            monkeypatch.setattr(BodyBudget, "turn", turn)
+            assert await status_of(world, url, text="a" * LARGE_BODY_BYTES) == 200
+            assert len(turns) == 2 and min(turns) > LARGE_BODY_BYTES, "counting its values, and parsing it"
+
+    run_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("extra", "is_kept"),
+    [
+        (b'"a": 1', True),
+        (b'"pdserve_resume": null', False),
+        (b'"pdserve\\u005fresume": {"head": {}}', False),
+        (b'"a": [' + b"[]," * 200 + b"[]]", False),
+    ],
+)
+def test_the_json_of_a_large_body_is_kept_if_the_worker_may_see_all_of_it(extra: bytes, is_kept: bool) -> None:
+    data = b'{"text": "' + b"a" * LARGE_BODY_BYTES + b'", ' + extra + b"}"
+    body, kept = parse_object(data)
+    assert kept is not None and json.loads(kept) == body and "pdserve_resume" not in body
+    assert (kept is data) is is_kept
+    assert parse_object(b'{"text": "a", ' + extra + b"}")[1] is None, "each attempt serializes a small body"
+
+
+def test_a_large_body_with_too_many_levels_is_refused(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        worker = await world.worker("w", ok)
+        async with world.router([], [worker]) as url:
+            data = b'{"text": "' + b"a" * LARGE_BODY_BYTES + b'", "a": ' + b"[" * 300 + b"]" * 300 + b"}"
+            headers = {"Content-Type": "application/json"}
+            async with world.session.post(url + GENERATE, data=data, headers=headers) as response:
+                assert response.status == 400 and "nested too deeply" in await response.text()
+            assert worker.bodies == []
 
     run_world(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -38,7 +39,7 @@ CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/gener
 )
 def test_batches_and_chat_n_get_lists_and_the_rest_one_room(path: str, body: dict[str, Any], size: int | None) -> None:
     assert batch_size(path, body) == size
-    fields = with_rooms(path, body, "10.0.0.1", None, random.Random(1))
+    fields = json.loads(with_rooms(path, body, json.dumps(body).encode(), "10.0.0.1", None, random.Random(1)))
     assert {key: value for key, value in fields.items() if not key.startswith("bootstrap_")} == body
     if size is None:
         assert fields["bootstrap_host"] == "10.0.0.1" and fields["bootstrap_port"] is None
@@ -67,6 +68,13 @@ def test_the_room_of_the_last_sequence_stays_within_63_bits() -> None:
 
 def test_the_clients_own_bootstrap_fields_are_replaced() -> None:
     body = {"text": "a", "bootstrap_host": "2.2.2.2", "bootstrap_room": 1, "bootstrap_port": 5}
-    fields = with_rooms(GENERATE, body, "127.0.0.1", 9, random.Random(3))
+    fields = json.loads(with_rooms(GENERATE, body, json.dumps(body).encode(), "127.0.0.1", 9, random.Random(3)))
+    assert len(fields) == 4
     assert (fields["bootstrap_host"], fields["bootstrap_port"]) == ("127.0.0.1", 9)
     assert fields["bootstrap_room"] != 1
+
+
+def test_the_clients_json_is_kept_as_it_is_beside_the_rooms() -> None:
+    data = b' {"text": "\\u00e4}", "n": 1e2, "a": {"b": []} }\n'
+    sent = with_rooms(GENERATE, json.loads(data), data, "h", None, random.Random(1))
+    assert sent.startswith(data.rstrip(b"}\n")) and json.loads(sent).items() > json.loads(data).items()
