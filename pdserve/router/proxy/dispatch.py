@@ -131,7 +131,7 @@ class Dispatcher:
     async def _continued(self, call: ProxiedCall) -> AsyncIterator[Outcome]:
         """Like `_with_retries`; a broken stream goes on at another pair."""
         body = with_seed(call.path, call.body, self._rng)
-        data = call.data if body is call.body else _kept_again(call, body)
+        data = call.data if body is call.body else _json_of(call, body)
         call = dataclasses.replace(call, body=body, data=data, continued=True)
         avoid: set[Worker] = set()
         async with contextlib.AsyncExitStack() as stack:
@@ -146,7 +146,7 @@ class Dispatcher:
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
                     await self._after_failure(ConnectionFailed(worker, error.message), 1)
-                    resumed = dataclasses.replace(call, body=body, data=_kept_again(call, body))
+                    resumed = dataclasses.replace(call, body=body, data=_json_of(call, body))
                     found = await stack.enter_async_context(self._with_retries(resumed, avoid))
                     worker = found.worker if isinstance(found, WorkerStream) else worker
                     return (
@@ -368,7 +368,7 @@ class Dispatcher:
             late.failed()
 
 
-def _kept_again(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
+def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
     """Return the JSON of `body`, which replaces the body of `call`; None if each attempt serializes it."""
     return None if call.data is None else orjson.dumps(body)
 
