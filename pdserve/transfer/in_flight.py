@@ -1,6 +1,6 @@
-"""Writes to receivers, by key, kept until no write runs any more, independent of the request.
+"""Tracks the writes of each key until the last one has ended, also after the request has ended.
 
-Source pages have the hold `send` meanwhile. It drops when the last job of the key has ended and failed writes have
+Until then the source pages keep the hold `send`. It drops when the last job of the key has ended and failed writes have
 drained. Then `OutgoingKeys` sends the final message of the key to the receiver. It sends
 `TransferEnded(quiesced=True)` only when no write of the key can still run.
 
