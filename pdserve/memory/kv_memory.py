@@ -207,7 +207,6 @@ class PageTable:
 
 
 NUM_NAMED = 8
-Pages = npt.NDArray[np.int64]
 
 
 def audit_pool(name: str, pool: LeasePool) -> list[str]:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
-DEFAULT_ENDPOINT = "http://localhost:4318/v1/traces"
 NANOS = 1_000_000_000
 STAGES = {
     "unified": {"queue": "queue", "prefill": "compute"},

@@ -85,7 +85,6 @@ def with_rooms(
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
-MAX_TOKEN = 0x10FFFF
 
 
 def prompt_of(path: str, body: Mapping[str, Any]) -> str | None:

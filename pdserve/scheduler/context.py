@@ -199,11 +199,6 @@ class SchedulerContext:
         """True while no step is under way."""
         return self._launched == self._resolved
 
-    @property
-    def deferred_rows(self) -> int:
-        """Rows that were released while a step was under way, and are not free yet."""
-        return sum(resources.row is not None for resources in self._deferred_frees)
-
     # ------------------------------------------------------------------ rows and pages of a request
 
     def assign_row(self, req: Req) -> bool:

@@ -118,11 +118,6 @@ class SimNet:
         """Whether any action is scheduled."""
         return bool(self._queue)
 
-    @property
-    def next_at(self) -> float | None:
-        """Time of the next action; None when none is scheduled."""
-        return self._queue[0][0] if self._queue else None
-
     def post(self, endpoint: str, event: Event) -> None:
         """Post to the mailbox of `endpoint`, if its process is alive."""
         mailbox = self.mailboxes.get(endpoint)

@@ -51,7 +51,7 @@ def place_heads(
 
 
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute `layers.rotary.angle_tables` in one launch."""
+    """Compute `layers.kernels.angle_tables` in one launch."""
     num_tokens, half = len(positions), len(inverse)
     cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
     if num_tokens:

@@ -22,9 +22,8 @@ from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.schemas import AbortBody
 from pdserve.server.sglang_api.generate import WEIGHT_VERSION
-from pdserve.server.sglang_api.health import replica_health
+from pdserve.server.sglang_api.health import STATE_TIMEOUT_S, replica_health
 
-STATE_TIMEOUT_S = 1.0
 FLUSH_TIMEOUT_S = 10.0
 FLUSH_RETRY_S = 0.02
 MAX_FLUSH_WAIT_S = 600.0

@@ -211,7 +211,7 @@ def replica_health(context: ServerContext) -> list[dict[str, object]]:
 
 MAX_PROBES = 64
 """Maximum number of concurrent probes; further probes are answered with the status busy."""
-STATE_S = 1.0
+PROBE_STATE_TIMEOUT_S = 1.0
 """Limit for the timeout of each of a probe's two state queries, in seconds."""
 BUSY: dict[WaitsFor, str] = {"memory": "waits for KV memory", "compute": "waits for its turn to be computed"}
 """Resources for which a probe may wait on a server that progresses."""
@@ -377,7 +377,7 @@ def make_probe(
 
 def _state_timeout_s(timeout_s: float) -> float:
     """Return the timeout of a state query of a probe with `timeout_s`."""
-    return min(STATE_S, timeout_s / 4)
+    return min(PROBE_STATE_TIMEOUT_S, timeout_s / 4)
 
 
 def _replica_states(before: EngineState, after: EngineState, rid: str) -> tuple[EngineState, EngineState]:

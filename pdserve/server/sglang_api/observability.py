@@ -21,9 +21,8 @@ from pdserve.protocol.messages import EngineState, Flow
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import json_response
 from pdserve.server.http.middleware import CallMiddleware
-from pdserve.server.sglang_api.health import replica_health
+from pdserve.server.sglang_api.health import STATE_TIMEOUT_S, replica_health
 
-STATE_TIMEOUT_S = 1.0
 KINDS = {"null": "unified", "prefill": "prefill", "decode": "decode"}
 
 

@@ -1,6 +1,6 @@
 """Stop patterns: regular expressions of clients, searched in text that arrives in pieces.
 
-`Detokenizer` makes a `RegexMatcher` for each sequence. Patterns are untrusted: `grammar_check` compiles a pattern in
+`Detokenizer` makes a `RegexMatcher` for each sequence. Patterns are untrusted: `GrammarCheck` compiles a pattern in
 the compile worker before a thread compiles it here. Each search has a time limit, and so have all slow searches of a
 sequence together. The searches of all sequences run on the event loop, so they share one more budget, `SlowLooks`. A
 search looks back at most `CONTEXT_CHARS` characters, so its cost per token does not grow with the output.
