@@ -202,6 +202,7 @@ def server_edges(url: str) -> list[dict[str, object]]:
 @pytest.mark.slow
 def test_a_stopped_scheduler_is_ill_and_well_again(pair: Pair) -> None:
     """Last, since the other side takes the stopped one for silent. The rest of the server runs on."""
+    ask(pair)
     scheduler = next(child for child in children(pair.prefill.child.pid) if "spawn_main" in child[1])[0]
     paths = ("/health", "/ready")
     assert [requests.get(f"{pair.prefill.url}{path}", timeout=30).status_code for path in paths] == [200, 200]
