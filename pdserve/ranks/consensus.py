@@ -1,6 +1,6 @@
 """Consensus of a replica's ranks on the outcomes of transfers: one MIN reduction over the states of all pending items.
 
-    rank 0            all copies of a transfer have ended, or one failed: begin ───┐ Turn.reduction
+    rank 0            all copies of a transfer have ended, or one failed: begin ───┐ Tick.reduction
     all ranks         poll ── MIN over gloo ──> the same states on all ────────────┴─> the same events, in the same turn
 
 No reduction runs while no item is pending, or no report is new. No turn waits for a late rank: a reduction that takes

@@ -1,9 +1,9 @@
 """Failure detector of the other ranks: the last message and state of each, and the error when one is lost. Pure.
 
-Time is an argument. Owned by the link thread of a rank (`links`), which requests a verdict a few times a second. The
+Time is an argument. Owned by the link thread of a rank (`links`), which calls `root_cause` a few times a second. The
 first trouble seen is rarely its cause: when a rank dies, other ranks fail in an exchange with it, and final messages
-may arrive after the end of the connection. So the verdict waits `grace_s`, and names ranks that ended without a message
-first.
+may arrive after the end of the connection. So `root_cause` waits `grace_s`, and names ranks that ended without a
+message first.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class FailureDetector:
         state.failure = state.failure or error
         state.trouble_at = now if state.trouble_at is None else state.trouble_at
 
-    def verdict(self, now: float) -> PdserveError | None:
+    def root_cause(self, now: float) -> PdserveError | None:
         """Return the error that ends the replica; None while no loss is known.
 
         Call it after all received messages were handled. After a long pause between calls, this process was held up

@@ -2,8 +2,8 @@
 
 The input log has the inputs of all schedulers of a replica that they do not compute: time, events, results of steps.
 
-    rank 0     turn, launched, step_ended, answer: reads its input, writes an entry, and goes on ──> all followers
-    follower   turn, launched, step_ended, answer: reads the next entry
+    rank 0     tick, launched, step_ended, answer: reads its input, writes an entry, and goes on ──> all followers
+    follower   tick, launched, step_ended, answer: reads the next entry
 
 So every rank runs the same role on the same messages and the same `now`. A scheduler has no other input: any state that
 differs between ranks must be hidden from it, or go through this log. Scheduler thread.
@@ -19,7 +19,7 @@ from pdserve.base.clock import Clock
 from pdserve.errors import PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.messages import GenerateRequest
-from pdserve.ranks.messages import Answer, Entry, Launched, More, SharedEvent, StepEnded, Turn, Value
+from pdserve.ranks.messages import Answer, Entry, Launched, PartialTick, SharedEvent, StepEnded, Tick, Value
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import FrameArrived
 
@@ -47,7 +47,7 @@ class InputLog(Protocol):
         """Return the time of the newest turn or end of a step."""
         ...
 
-    def turn(self, look: TickInput) -> TickInput:
+    def tick(self, tick_input: TickInput) -> TickInput:
         """Begin a turn of the loop; return the input of rank 0's turn."""
         ...
 
@@ -76,14 +76,14 @@ class LeaderLog:
         """See `InputLog.now`."""
         return self._now
 
-    def turn(self, look: TickInput) -> TickInput:
-        """See `InputLog.turn`."""
+    def tick(self, tick_input: TickInput) -> TickInput:
+        """See `InputLog.tick`."""
         self._now = self._clock.now()
-        *first, last = _parts(look.events)
+        *first, last = _parts(tick_input.events)
         for part in first:
-            self._send(More(tuple(part)))
-        self._send(Turn(self._now, tuple(last), look.reduction, look.num_pending))
-        return look
+            self._send(PartialTick(tuple(part)))
+        self._send(Tick(self._now, tuple(last), tick_input.reduction, tick_input.num_pending))
+        return tick_input
 
     def launched(self, step: int, seen: int) -> None:
         """See `InputLog.launched`."""
@@ -117,16 +117,16 @@ class FollowerLog:
         """See `InputLog.now`."""
         return self._now
 
-    def turn(self, look: TickInput) -> TickInput:
-        """See `InputLog.turn`."""
+    def tick(self, tick_input: TickInput) -> TickInput:
+        """See `InputLog.tick`."""
         events: list[SharedEvent] = []
-        while isinstance(entry := self._receive(), More):
+        while isinstance(entry := self._receive(), PartialTick):
             events += entry.events
-        turn = self._check(entry, Turn)
-        if turn.reduction and turn.num_pending != look.num_pending:
-            raise self._apart(f"has {look.num_pending} pending transfer items, rank 0 has {turn.num_pending}")
-        self._now = turn.now
-        return TickInput([*events, *turn.events], turn.reduction, turn.num_pending)
+        tick = self._check(entry, Tick)
+        if tick.reduction and tick.num_pending != tick_input.num_pending:
+            raise self._apart(f"has {tick_input.num_pending} pending transfer items, rank 0 has {tick.num_pending}")
+        self._now = tick.now
+        return TickInput([*events, *tick.events], tick.reduction, tick.num_pending)
 
     def launched(self, step: int, seen: int) -> None:
         """See `InputLog.launched`."""

@@ -194,7 +194,7 @@ class RankLink(Generic[Out, In]):
             peer.rank: _Line(self._context, self.rank, peer, frame_seal(token, self.nonce, peer.nonce))
             for peer in peers
         }
-        self._watch = FailureDetector(peers, self.times, time.monotonic())
+        self._failure_detector = FailureDetector(peers, self.times, time.monotonic())
         self._alive = self._outgoing.encode(alive)
         self._on_message, self._on_lost, self._final_message = on_message, on_lost, final_message
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
@@ -212,7 +212,7 @@ class RankLink(Generic[Out, In]):
 
     def report(self, rank: int, error: PdserveError) -> None:
         """Record that `rank` reported a failure. Called by `on_message`."""
-        self._watch.failed(rank, error, time.monotonic())
+        self._failure_detector.failed(rank, error, time.monotonic())
 
     def expect_end(self) -> None:
         """Allow peers to end from now on."""
@@ -270,7 +270,7 @@ class RankLink(Generic[Out, In]):
                 beat_at = now + self.times.beat_s
                 for line in self._lines.values():
                     line.send(self._alive)
-            lost = self._failing or self._watch.verdict(now)
+            lost = self._failing or self._failure_detector.root_cause(now)
             if lost is not None and not self._ending:
                 return lost
         return None
@@ -308,15 +308,17 @@ class RankLink(Generic[Out, In]):
         now = time.monotonic()
         expected = self._counts[rank] = self._counts[rank] + 1
         if count != expected:
-            self._watch.failed(rank, RankError(f"its message {count} came where {expected} was expected"), now)
+            self._failure_detector.failed(
+                rank, RankError(f"its message {count} came where {expected} was expected"), now
+            )
             return
         try:
             message = self._incoming.decode(body)
         except ProtocolError as error:
-            self._watch.failed(rank, RankError(f"its message cannot be decoded: {error}"), now)
+            self._failure_detector.failed(rank, RankError(f"its message cannot be decoded: {error}"), now)
             return
         self.num_heard += 1
-        self._watch.heard(rank, type(message).__name__, now)
+        self._failure_detector.heard(rank, type(message).__name__, now)
         self._on_message(rank, message)
 
     def _look_for_closed(self, now: float) -> None:
@@ -324,11 +326,11 @@ class RankLink(Generic[Out, In]):
             while line.monitor.poll(0):
                 event = recv_monitor_message(line.monitor)["event"]
                 if event == zmq.EVENT_DISCONNECTED:
-                    self._watch.closed(rank, now)
+                    self._failure_detector.closed(rank, now)
                 elif event == zmq.EVENT_CONNECT_RETRIED:
-                    self._watch.refused(rank, now)
+                    self._failure_detector.refused(rank, now)
                 else:
-                    self._watch.reached(rank)
+                    self._failure_detector.reached(rank)
 
 
 def _prepare(socket: zmq.Socket[bytes], endpoint: str) -> None:

@@ -1,11 +1,11 @@
 """Messages between rank 0 of a replica and the other ranks, its followers. Pure; `links` carries them.
 
 rank 0                                    follower
-  | <----------------------------- Sized |   the weights are loaded; number of pages that fit
-  | Agreed ----------------------------> |   number of pages of every rank's pool
+  | <---------------------- PageCapacity |   the weights are loaded; number of pages that fit
+  | PoolSize --------------------------> |   number of pages of every rank's pool
   | <------------------------- RankReady |   pool and transport are open
   | Begin -----------------------------> |   the parameters of a scheduler equal to rank 0's
-  | Turn, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
+  | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <-- Alive, in both directions -----> |
@@ -44,13 +44,13 @@ SharedEvent = ToScheduler | FrameArrived | PrefillFound | PrefillNotFound | Peer
 Value = bool | bytes | tuple[RankDigest, ...]
 
 
-class More(msgspec.Struct, frozen=True, tag=True):
-    """Events since the last turn, except the last part, which is in the `Turn`: one frame has a size limit."""
+class PartialTick(msgspec.Struct, frozen=True, tag="More"):
+    """Events since the last turn, except the last part, which is in the `Tick`: one frame has a size limit."""
 
     events: tuple[SharedEvent, ...]
 
 
-class Turn(msgspec.Struct, frozen=True, tag=True):
+class Tick(msgspec.Struct, frozen=True, tag="Turn"):
     """Start of a turn of the loop.
 
     `now` is the time, `events` came since the last turn. `reduction` are the actions of a `Reduction` that are due,
@@ -83,7 +83,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     value: Value
 
 
-Entry = More | Turn | Launched | StepEnded | Answer
+Entry = PartialTick | Tick | Launched | StepEnded | Answer
 """One entry of the log that all schedulers of a replica read."""
 
 
@@ -117,7 +117,7 @@ class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     transfer: TransferStart | None
 
 
-class Agreed(msgspec.Struct, frozen=True, tag=True):
+class PoolSize(msgspec.Struct, frozen=True, tag="Agreed"):
     """The number of pages of every rank's pool."""
 
     num_pages: Count
@@ -133,7 +133,7 @@ class Alive(msgspec.Struct, frozen=True, tag=True):
     """Heartbeat, in both directions."""
 
 
-class Sized(msgspec.Struct, frozen=True, tag=True):
+class PageCapacity(msgspec.Struct, frozen=True, tag="Sized"):
     """The number of pages that would fit. Nothing is allocated yet."""
 
     num_pages: Count
@@ -209,9 +209,9 @@ class RankFailed(msgspec.Struct, frozen=True, tag=True):
     trouble: Trouble
 
 
-ToFollower = Entry | Begin | Agreed | Stop | Alive
+ToFollower = Entry | Begin | PoolSize | Stop | Alive
 ToLeader = (
-    Sized
+    PageCapacity
     | RankReady
     | StepDone
     | Offloaded

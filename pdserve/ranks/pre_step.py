@@ -168,7 +168,7 @@ class DpRounds(Protocol):
         ...
 
 
-class Sleeper(Protocol):
+class WaitableMailbox(Protocol):
     """The part of a mailbox that `IdleBatches` waits on, for events of any type."""
 
     def drain(self) -> object:
@@ -192,7 +192,7 @@ class IdleBatches:
         """
         return BatchPlan(step, ()) if self._rounds.is_behind else None
 
-    def run_idle_until_all_stop(self, step: int, executor: Executor, mailbox: Sleeper) -> None:
+    def run_idle_until_all_stop(self, step: int, executor: Executor, mailbox: WaitableMailbox) -> None:
         """Compute empty batches after `step`, until all replicas have stopped or `END_TIMEOUT_S` has passed."""
         self._rounds.leave()
         deadline = time.monotonic() + END_TIMEOUT_S

@@ -18,24 +18,24 @@ from pdserve.errors import PdserveError, RankError
 from pdserve.ranks.failure_detector import LinkTimes
 from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
-    Agreed,
     Alive,
     Answer,
     Begin,
     Digested,
     Entry,
     Launched,
-    More,
     Offloaded,
+    PageCapacity,
+    PartialTick,
+    PoolSize,
     RankFailed,
-    Sized,
     StepDone,
     StepEnded,
     Stop,
+    Tick,
     ToFollower,
     ToLeader,
     Trouble,
-    Turn,
     follower_codec,
     leader_codec,
 )
@@ -101,7 +101,7 @@ class Rank0Link:
         Raises:
             PdserveError: the error that ends the replica.
         """
-        self.report(Sized(num_pages))
+        self.report(PageCapacity(num_pages))
         match self._agreed.get():
             case int() as agreed:
                 return agreed
@@ -121,7 +121,7 @@ class Rank0Link:
     def next_entry(self) -> Entry:
         """Wait for the next entry of the log. Raises Stopped."""
         match self._received.get():
-            case More() | Turn() | Launched() | StepEnded() | Answer() as entry:
+            case PartialTick() | Tick() | Launched() | StepEnded() | Answer() as entry:
                 return entry
             case Stop():
                 raise Stopped
@@ -177,7 +177,7 @@ class Rank0Link:
         match message:
             case Alive():
                 pass
-            case Agreed(num_pages=num_pages):
+            case PoolSize(num_pages=num_pages):
                 self._agreed.put(num_pages)
             case Stop(trouble=None):
                 self._links.expect_end()

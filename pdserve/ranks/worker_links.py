@@ -18,13 +18,13 @@ from pdserve.ranks.copies import Outcome
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
-    Agreed,
     Alive,
     Digested,
     Offloaded,
+    PageCapacity,
+    PoolSize,
     RankFailed,
     RankReady,
-    Sized,
     StepDone,
     Stop,
     ToFollower,
@@ -59,7 +59,7 @@ class WorkerLinks:
         self._peers = {peer.rank: peer for peer in peers}
         self._links = links
         self._changed = LinkCondition(on_lost)
-        self._sized: dict[int, int] = {}
+        self._capacities: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
@@ -87,9 +87,9 @@ class WorkerLinks:
             ConfigError, ModelError: a rank could not be started with this configuration.
             RankError: a rank is lost.
         """
-        self._changed.wait_until(lambda: len(self._sized) == len(self._peers), "loaded its weights")
-        agreed = min(num_pages, *self._sized.values())
-        self.broadcast(Agreed(agreed))
+        self._changed.wait_until(lambda: len(self._capacities) == len(self._peers), "loaded its weights")
+        agreed = min(num_pages, *self._capacities.values())
+        self.broadcast(PoolSize(agreed))
         return agreed
 
     def wait_ready(self) -> tuple[RankReady, ...]:
@@ -147,8 +147,8 @@ class WorkerLinks:
                 return
         with self._changed:
             match report:
-                case Sized(num_pages=num_pages):
-                    self._sized[rank] = num_pages
+                case PageCapacity(num_pages=num_pages):
+                    self._capacities[rank] = num_pages
                 case RankReady():
                     self._ready[rank] = report
                 case Digested(number=number, digest=digest):

@@ -51,11 +51,11 @@ class LeaderInputSource:
         shared = [cast(SharedEvent, event) for event in events if not isinstance(event, OWN)]
         consensus = self._consensus
         if consensus is None:
-            self._log.turn(TickInput(shared))
+            self._log.tick(TickInput(shared))
             return events
         num_pending = consensus.num_pending  # before `due` takes a reduction, as on followers
         due = consensus.due()
-        self._log.turn(TickInput(shared, due, num_pending))
+        self._log.tick(TickInput(shared, due, num_pending))
         return [*events, *consensus.poll_and_all_reduce(due)]
 
     def wait(self, timeout_s: float) -> bool:
@@ -78,10 +78,10 @@ class FollowerInputSource:
     def drain(self) -> Sequence[Event]:
         """See `InputSource.drain`."""
         consensus = self._consensus
-        turn = self._log.turn(TickInput(num_pending=0 if consensus is None else consensus.num_pending))
+        tick = self._log.tick(TickInput(num_pending=0 if consensus is None else consensus.num_pending))
         if consensus is None:
-            return turn.events
-        return [*turn.events, *consensus.poll_and_all_reduce(Reduction(turn.reduction))]
+            return tick.events
+        return [*tick.events, *consensus.poll_and_all_reduce(Reduction(tick.reduction))]
 
     def wait(self, timeout_s: float) -> bool:
         """See `InputSource.wait`."""

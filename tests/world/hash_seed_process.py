@@ -6,7 +6,7 @@ import zlib
 
 from pdserve.executor.input_batch import Seeds
 from pdserve.ranks import messages
-from pdserve.ranks.messages import ToFollower, Turn
+from pdserve.ranks.messages import Tick, ToFollower
 from pdserve.scheduler import input_source as shared_mail
 from tests.world import shadow
 from tests.world.test_shadow import FAULTS, play
@@ -23,7 +23,7 @@ class Summing:
     def encode(self, message: ToFollower) -> bytes:
         global total
         encoded = self._codec.encode(message)
-        if isinstance(message, Turn):  # frames have addresses of memory, which each process has its own of
+        if isinstance(message, Tick):  # frames have addresses of memory, which each process has its own of
             names = [type(event).__name__ for event in message.events]
             total = zlib.crc32(repr((message.now, names, message.reduction, message.num_pending)).encode(), total)
         else:

@@ -16,7 +16,7 @@ from pdserve.protocol.messages import AbortRequest, FlushCache, GenerateRequest,
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Reduction
 from pdserve.ranks.input_log import PART_BYTES, FollowerLog, LeaderLog, TickInput
-from pdserve.ranks.messages import Entry, SharedEvent, Turn, follower_codec
+from pdserve.ranks.messages import Entry, SharedEvent, Tick, follower_codec
 from pdserve.ranks.pre_step import StepRebalancer
 from pdserve.ranks.rank_executor import SharedMetadata
 from pdserve.scheduler.input_source import OWN, FollowerInputSource, LeaderInputSource
@@ -53,14 +53,14 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
     assert logs.leader.now() == logs.follower.now() == 5.0
     logs.clock.advance(1.0)
     assert logs.leader.now() == 5.0, "nobody else would know"
-    look = TickInput([AbortRequest(rid="a")], 2, 3)
-    assert logs.leader.turn(look) is look
+    tick_input = TickInput([AbortRequest(rid="a")], 2, 3)
+    assert logs.leader.tick(tick_input) is tick_input
     logs.leader.launched(3, 17)
     logs.clock.advance(1.0)
     result = StepResult(3, ())
     assert logs.leader.step_ended(result) is result and logs.leader.now() == 7.0
     assert logs.leader.answer(lambda: True)
-    assert logs.follower.turn(TickInput(num_pending=3)) == look and logs.follower.now() == 6.0
+    assert logs.follower.tick(TickInput(num_pending=3)) == tick_input and logs.follower.now() == 6.0
     logs.follower.launched(3, 17)
     assert logs.follower.step_ended(StepResult(3, ())) == result and logs.follower.now() == 7.0
     assert logs.follower.answer(lambda: False), "the leader's answer"
@@ -69,8 +69,8 @@ def test_all_ranks_have_the_same_time_and_it_moves_with_what_is_said(logs: Logs)
 
 def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
     logs.leader.answer(lambda: True)
-    with pytest.raises(RankError, match="rank 1 expects Turn, but rank 0 sent Answer: the schedulers of the ranks"):
-        logs.follower.turn(TickInput())
+    with pytest.raises(RankError, match="rank 1 expects Tick, but rank 0 sent Answer: the schedulers of the ranks"):
+        logs.follower.tick(TickInput())
     for step, seen in ((4, 17), (3, 18)):
         logs.leader.launched(3, 17)
         with pytest.raises(RankError, match=f"rank 1 has planned step {step} differently than rank 0, .* at step 3"):
@@ -78,9 +78,9 @@ def test_a_follower_that_is_elsewhere_says_so(logs: Logs) -> None:
     logs.leader.step_ended(StepResult(3, ()))
     with pytest.raises(RankError, match="rank 1 has computed step 4, rank 0 has computed step 3"):
         logs.follower.step_ended(StepResult(4, ()))
-    logs.leader.turn(TickInput((), Reduction.BEGIN, 2))
+    logs.leader.tick(TickInput((), Reduction.BEGIN, 2))
     with pytest.raises(RankError, match="rank 1 has 1 pending transfer items, rank 0 has 2"):
-        logs.follower.turn(TickInput(num_pending=1))
+        logs.follower.tick(TickInput(num_pending=1))
 
 
 def test_what_came_in_is_told_in_parts_where_it_is_much(logs: Logs) -> None:
@@ -88,10 +88,10 @@ def test_what_came_in_is_told_in_parts_where_it_is_much(logs: Logs) -> None:
     large = [FrameArrived(bytes([number]) * (3 << 20)) for number in range(7)]
     long = [GenerateRequest(rid=str(n), input_ids=[1] * 500_000, sampling=CoreSamplingParams(seed=1)) for n in range(5)]
     events = [*large, *long, AbortRequest(rid="0")]
-    logs.leader.turn(TickInput(events, 0, 0))
+    logs.leader.tick(TickInput(events, 0, 0))
     sizes = [len(follower_codec().encode(entry)) for entry in logs.said]
     assert len(sizes) > 3 and max(sizes) < PART_BYTES + (1 << 20)
-    assert logs.follower.turn(TickInput()).events == events and not logs.said
+    assert logs.follower.tick(TickInput()).events == events and not logs.said
 
 
 def test_questions_to_the_leader_and_what_only_wakes_it_are_its_own_affair(logs: Logs) -> None:
@@ -113,7 +113,7 @@ def test_every_event_that_a_loop_hears_is_shared_or_the_leader_s_own() -> None:
         CopyDone | Notified | PeerConnected | ReceiverOpened | PeerFenced
     )  # each rank has its own, see `RankCopies`
     assert set(get_args(Event)) == {*get_args(SharedEvent), *get_args(OWN), *get_args(of_copies)}
-    entry = Turn(now=0.0, events=(PeerHandshakeFailed("127.0.0.1:1"),))
+    entry = Tick(now=0.0, events=(PeerHandshakeFailed("127.0.0.1:1"),))
     assert follower_codec().decode(follower_codec().encode(entry)) == entry
 
 

@@ -20,7 +20,7 @@ from pdserve.config.groups import MemoryConfig, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
-from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
+from pdserve.ranks.messages import Alive, PoolSize, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rank0_link import Rank0Link
 from pdserve.ranks.rendezvous import Facts, Introduction, facts_of, rank_names
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
@@ -233,12 +233,12 @@ def test_a_host_that_is_not_ours_is_refused() -> None:
 def test_a_lost_order_is_not_passed_over(tap: Tap) -> None:
     """The second of three frames does not arrive."""
     with talking(tap=tap.endpoint) as (leader, follower, got, losses):
-        leader.broadcast(Agreed(1))
-        leader.broadcast(Agreed(2))
+        leader.broadcast(PoolSize(1))
+        leader.broadcast(PoolSize(2))
         first, _, third = tap.take(3)
         tap.send(follower, [first, third])
         assert "rank 0 failed: its message 3 came where 2 was expected" in str(losses.wait())
-        assert Agreed(2) not in got
+        assert PoolSize(2) not in got
 
 
 def test_a_rank_that_computes_for_long_is_not_silent() -> None:

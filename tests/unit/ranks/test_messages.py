@@ -14,13 +14,13 @@ from pdserve.ranks.messages import (
     Answer,
     Begin,
     Launched,
-    More,
+    PartialTick,
     RankReady,
     StepEnded,
     Stop,
+    Tick,
     TransferStart,
     Trouble,
-    Turn,
     follower_codec,
     leader_codec,
 )
@@ -47,7 +47,7 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
     token = SampledToken(7, -0.5, ((7, -0.5), (8, -1.0)), (0.25,))
     prompts = {1: PromptLogprobs(start=3, own=b"1234", ranks=b"5678")}
     for message in (
-        Turn(
+        Tick(
             1.5,
             (
                 GenerateRequest(rid="r", input_ids=[1, 2], sampling=sampling),
@@ -62,7 +62,7 @@ def test_what_is_said_comes_out_as_it_went_in() -> None:
             2,
             7,
         ),
-        More((FrameArrived(b"frame"),)),
+        PartialTick((FrameArrived(b"frame"),)),
         Launched(9, -(1 << 62)),
         StepEnded(2.5, StepResult(9, (token, None), prompts, (1,))),
         Answer(True),

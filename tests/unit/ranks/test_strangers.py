@@ -13,7 +13,7 @@ from pdserve.errors import ProtocolError, RankError
 from pdserve.protocol.codec import Seal
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import RankLink
-from pdserve.ranks.messages import Agreed, Alive, ToFollower, ToLeader, follower_codec, leader_codec
+from pdserve.ranks.messages import Alive, PoolSize, ToFollower, ToLeader, follower_codec, leader_codec
 from pdserve.ranks.rendezvous import Introduction
 from tests.unit.ranks.kit import HOST, TIMES, TOKEN, Losses, Tap, talking
 from tests.waiting import wait_until
@@ -28,9 +28,9 @@ def test_frames_of_strangers_are_refused_and_orders_keep_their_order(tap: Tap) -
     with talking() as (leader, follower, got, losses):
         tap.send(follower, [b"", b"x", b"y" * 100, Seal("guess").close(b"y" * 100)])
         for number in range(500):
-            leader.broadcast(Agreed(number))
+            leader.broadcast(PoolSize(number))
         wait_until(lambda: len(got) == 500 and follower.refused == 4, "all orders, and none of the stranger's")
-        assert got == [Agreed(number) for number in range(500)]
+        assert got == [PoolSize(number) for number in range(500)]
         assert not losses.errors
 
 
@@ -38,13 +38,13 @@ def test_a_recorded_frame_counts_once(tap: Tap) -> None:
     with talking(tap=tap.endpoint) as (leader, follower, got, losses):
         frames: list[bytes] = []
         for number in range(10):
-            leader.broadcast(Agreed(number))
+            leader.broadcast(PoolSize(number))
         while len(got) < 10:
             frames += tap.take(1)
             tap.send(follower, [frames[-1], frames[-1], frames[0]])
             heard = len(frames)
             wait_until(lambda heard=heard: follower.refused == 2 * heard, "both repeats are refused")
-        assert got == [Agreed(number) for number in range(10)]
+        assert got == [PoolSize(number) for number in range(10)]
         assert not losses.errors
 
 
