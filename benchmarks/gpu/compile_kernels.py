@@ -36,11 +36,16 @@ from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.gpu import decode_attention, elementwise, experts, extend_attention, routes
+from pdserve.model.gpu import (
+    decode_attention,
+    elementwise,
+    experts,
+    extend_attention,
+    routes,
+    sampling,
+    small_batch_gemm,
+)
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
-from pdserve.model.gpu import sampling as likeliest
-from pdserve.model.gpu import small_batch_gemm as few_rows
-from pdserve.model.gpu.sampling import least_of_nucleus
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
 
@@ -173,10 +178,10 @@ def launches(compiler: Compiler) -> Iterator[str]:
     compiler.case = "likeliest, 64 rows"
     yield compiler.case
     logits, best = torch.empty(64, 151936, dtype=torch.bfloat16), torch.empty(64, dtype=torch.int64)
-    likeliest.keep_best(logits, logits, best, torch.empty(65, 1024, dtype=torch.int32), best, best)
+    sampling.keep_argmax(logits, logits, best, torch.empty(65, 1024, dtype=torch.int32), best, best)
     compiler.case = "top-p, 64 rows"
     yield compiler.case
-    least_of_nucleus(torch.empty(64, 151936), torch.empty(64))
+    sampling.top_p_threshold(torch.empty(64, 151936), torch.empty(64))
     for tokens in (1, 64, 2048):
         compiler.case = f"experts, {tokens} tokens"
         yield compiler.case
@@ -224,11 +229,14 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
     chained = {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
-        for module in (decode_attention, elementwise, experts, extend_attention, few_rows, heads, likeliest, routes):
+        chained_modules = (decode_attention, elementwise, experts, extend_attention, heads, routes, sampling)
+        for module in (*chained_modules, small_batch_gemm):
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))
-        for module in (decode_attention, few_rows):
+        for module in (decode_attention, small_batch_gemm):
             patches.enter_context(mock.patch.object(module, "num_cores", return_value=_CORES))
-        patches.enter_context(mock.patch.object(few_rows, "shared_bytes", return_value=SHARED_BYTES[capability]))
+        patches.enter_context(
+            mock.patch.object(small_batch_gemm, "shared_bytes", return_value=SHARED_BYTES[capability])
+        )
         for _ in launches(compiler):
             pass
     limit = SHARED_BYTES[capability]

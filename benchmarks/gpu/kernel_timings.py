@@ -20,7 +20,7 @@ from benchmarks.gpu.kernel_checks import AttentionShape, heads_of, step_of
 from benchmarks.gpu.timings import Limits
 from pdserve.config.groups import AttentionBackend
 from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
-from pdserve.model.gpu.sampling import least_of_nucleus
+from pdserve.model.gpu.sampling import top_p_threshold
 
 _FLUSH_BYTES = 256 << 20
 _NUM_RUNS = 15
@@ -198,4 +198,4 @@ def _passes(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator[
     for num_rows in sizes.drawn:
         probs = torch.randn(num_rows, sizes.vocab, device=device).softmax(-1)
         top_p = torch.full((num_rows,), 0.95, device=device)
-        yield Case(f"top-p {num_rows}", partial(least_of_nucleus, probs, top_p), probs.nbytes)
+        yield Case(f"top-p {num_rows}", partial(top_p_threshold, probs, top_p), probs.nbytes)

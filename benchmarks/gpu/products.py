@@ -4,8 +4,8 @@
 
 A product is captured into a graph with a norm before it, as in a step, over as many copies of its weights as no cache
 holds; the time is that of a product and a norm. Beside it torch's product, which is cuBLAS's, the tiling that
-`few_rows` has for it, and what the weights take at the copy's rate. Kernels are compiled first, in processes side by
-side. Prints, writes nothing. Three minutes on one GPU.
+`small_batch_gemm` has for it, and what the weights take at the copy's rate. Kernels are compiled first, in processes
+side by side. Prints, writes nothing. Three minutes on one GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ from torch import Tensor
 
 from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
 from benchmarks.gpu.timings import measure_limits
-from pdserve.model.gpu import elementwise
-from pdserve.model.gpu import small_batch_gemm as few_rows
+from pdserve.model.gpu import elementwise, small_batch_gemm
 from pdserve.model.gpu.runtime import num_cores, shared_bytes
 from pdserve.model.gpu.small_batch_gemm import SmallBatchTiling
 from pdserve.model.layers.kernels import FastKernels
@@ -57,7 +56,7 @@ class Product:
 
     def mine(self, x: Tensor, weight: Tensor) -> Tensor:
         """By our kernel."""
-        return few_rows.gated(x, weight, None) if self.is_gate else few_rows.linear(x, weight, None)
+        return small_batch_gemm.gated(x, weight, None) if self.is_gate else small_batch_gemm.linear(x, weight, None)
 
     def library(self, x: Tensor, weight: Tensor) -> Tensor:
         """By torch's product."""
@@ -65,7 +64,7 @@ class Product:
         return elementwise.swiglu(*found.chunk(2, -1)) if self.is_gate else found
 
     def tiling(self, num_rows: int, device: torch.device) -> SmallBatchTiling:
-        """What `few_rows` takes."""
+        """What `small_batch_gemm` takes."""
         return SmallBatchTiling.of(num_rows, self.num_outs, device, is_gate=self.is_gate)
 
 
@@ -83,7 +82,7 @@ Kernel = tuple[SmallBatchTiling, int, bool]
 
 def candidates(product: Product, num_rows: int, num_cores: int, shared: int) -> Iterator[SmallBatchTiling]:
     """Tilings whose programs are there all at once, or in many turns, and that fit into `shared` bytes."""
-    rows, halves = few_rows.padded(num_rows), 1 + product.is_gate
+    rows, halves = small_batch_gemm.padded(num_rows), 1 + product.is_gate
     for outs, depth, warps, stages in itertools.product((16, 32, 64, 128), (64, 128, 256), (2, 4, 8), range(3, 9)):
         if (warps == 2 and (outs > 16 or rows >= _TENSOR_ROWS)) or (warps == 8 and outs < 64):
             continue
@@ -207,7 +206,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, rows in itertools.product(args.only, args.rows)
     ]
     kernels = {
-        (tiling, few_rows.padded(rows), PRODUCTS[name].is_gate) for name, rows, tilings in cases for tiling in tilings
+        (tiling, small_batch_gemm.padded(rows), PRODUCTS[name].is_gate)
+        for name, rows, tilings in cases
+        for tiling in tilings
     }
     compile_all(sorted(kernels, key=str))
     for name, rows, tilings in cases:

@@ -24,8 +24,7 @@ from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
 from benchmarks.gpu.shapes import MODELS, TINY_MODELS
 from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_limits
 from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
-from pdserve.model.gpu import decode_attention
-from pdserve.model.gpu import small_batch_gemm as few_rows
+from pdserve.model.gpu import decode_attention, small_batch_gemm
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 
 Change = tuple[Any, str, Any]
@@ -46,7 +45,7 @@ def alternatives() -> dict[str, list[Change]]:
         "attention: parts of 64 keys": [(decode_attention, "_PART_TOKENS", 64)],
         "attention: parts of 256 keys": [(decode_attention, "_PART_TOKENS", 256)],
         "attention: 8 programs a multiprocessor": [(decode_attention, "_WAVES", 8)],
-        "products: all by cuBLAS": [(few_rows, "MAX_ROWS", 0)],
+        "products: all by cuBLAS": [(small_batch_gemm, "MAX_ROWS", 0)],
         "as it is, again": [],
     }
 

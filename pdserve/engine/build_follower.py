@@ -205,7 +205,9 @@ def _executor(
 ) -> Executor:
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
-    executor: Executor = RankExecutor(own, built.table, built.layout, built.coord, leader, inputs, at_once=not overlap)
+    executor: Executor = RankExecutor(
+        own, built.table, built.layout, built.coord, leader, inputs, compute_at_launch=not overlap
+    )
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)

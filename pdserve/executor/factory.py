@@ -144,8 +144,10 @@ def build_executor(
     if batch_invariant:
         _keep_bits(device)
     with startup.part(WEIGHTS):
-        placement = _placement(config.parallel, spec, parallel, device)
-        decoder = empty_model(spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, placement=placement)
+        expert_map = _expert_map(config.parallel, spec, parallel, device)
+        decoder = empty_model(
+            spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, expert_map=expert_map
+        )
         model: Decoder | NativeDecoder = decoder
         if level is not None:  # the native model takes over the weights during the load
             model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
@@ -180,7 +182,7 @@ def build_executor(
         model, layout, pools, attention, table, context_length=context_length, device=device, overlap=overlap,
         grammars=_grammars(config, path, spec, coord), returns_results=returns_results,
         choose=choose_with_torch if native is None else native.chooser(),
-        decode=None if native is None else (native.decode, native.most_at_once),
+        decode=None if native is None else (native.decode, native.max_native_rows),
         returns_prompt_results=not batch_invariant,
     )  # fmt: skip
     with startup.part(WARM_UP):
@@ -253,7 +255,7 @@ def _grammars(config: ServerConfig, path: Path, spec: ModelSpec, coord: RankCoor
     return GrammarRows(open_vocabulary if wanted else None, JsonRules.of(config.grammar), spec.eos_token_ids)
 
 
-def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> ExpertMap | None:
+def _expert_map(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, device: torch.device) -> ExpertMap | None:
     """The initial placement of whole experts, equal on all ranks; None where each tensor rank has a part of every
     expert.
     """
@@ -265,16 +267,16 @@ def _placement(config: ParallelConfig, spec: ModelSpec, parallel: Parallel, devi
             f"--enable-eplb needs experts in the first stage; its layers {leads.start} to {leads.stop - 1} have none",
             field="enable_eplb",
         )
-    placement = first_placement(
+    expert_map = first_placement(
         spec.moe, spec.moe_layers, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location
     )
-    own = torch.tensor([placement.digest()], device=device)
+    own = torch.tensor([expert_map.digest()], device=device)
     if bool((parallel.dp_attention_group.all_gather_rows(own, [1] * parallel.dp_attention_group.size) != own).any()):
         raise ConfigError(
             f"--init-expert-location {config.init_expert_location} differs between the hosts of this server",
             field="init_expert_location",
         )
-    return placement
+    return expert_map
 
 
 @dataclasses.dataclass(frozen=True)

@@ -199,23 +199,23 @@ class DecodeGraphs:
             ids = self._tokens[columns[0], columns[1]].long()
             batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
             logits = self._model.forward(batch, attention)
-            _keep_best(logits, self._logits[:size], self._argmax[:size], self._tokens, columns[0], columns[1])
+            _keep_argmax(logits, self._logits[:size], self._argmax[:size], self._tokens, columns[0], columns[1])
 
         return _Sized(columns, attention, capture(work))
 
 
-def _keep_best(
-    logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
+def _keep_argmax(
+    logits: Tensor, kept: Tensor, argmax: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
 ) -> None:
-    """Copy the logits and store the argmax tokens; see `keep_best` in `model/gpu/sampling.py`."""
+    """Copy the logits and store the argmax tokens; see `keep_argmax` in `model/gpu/sampling.py`."""
     if tokens.device.type == "cuda" and runtime.is_installed():
-        from pdserve.model.gpu import sampling as likeliest
+        from pdserve.model.gpu.sampling import keep_argmax
 
-        likeliest.keep_best(logits, kept, best, tokens, table_rows, positions)
+        keep_argmax(logits, kept, argmax, tokens, table_rows, positions)
         return
     kept.copy_(logits)
-    torch.argmax(kept, -1, out=best)
-    tokens[table_rows, positions + 1] = best.int()
+    torch.argmax(kept, -1, out=argmax)
+    tokens[table_rows, positions + 1] = argmax.int()
 
 
 def _free_bytes(device: torch.device) -> int:

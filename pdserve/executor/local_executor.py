@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from pdserve.base.parallel import RankCoord
-from pdserve.executor import kv_pages as host_pages
+from pdserve.executor import kv_pages
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
@@ -287,7 +287,7 @@ class LocalExecutor:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         assert not self._launched, "offload while a step is unresolved"
         with self._runner.behind():
-            saved = host_pages.save(self.pools, pages)
+            saved = kv_pages.save(self.pools, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         return saved
@@ -295,14 +295,14 @@ class LocalExecutor:
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, host_pages.OffloadedPages), "these pages were saved by another executor"
+        assert isinstance(saved, kv_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
-            host_pages.load(self.pools, saved, pages)
+            kv_pages.load(self.pools, saved, pages)
 
     def zero(self, pages: Sequence[int]) -> None:
         """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
         with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
-            host_pages.zero(self.pools, pages)
+            kv_pages.zero(self.pools, pages)
 
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""

@@ -221,30 +221,30 @@ def _least_probability(probs: Tensor, columns: Columns) -> Tensor | None:
     if (columns["min_p"] > 0).any():
         least = probs.amax(-1) * to_device(columns["min_p"].copy(), device)
     only_p = by_p & ~by_k
-    for rows, floor_of in ((np.flatnonzero(by_k), _floor_of_best), (np.flatnonzero(only_p), _floor_of_nucleus)):
+    for rows, threshold_of in ((np.flatnonzero(by_k), _top_k_threshold), (np.flatnonzero(only_p), _top_p_threshold)):
         if len(rows):
             index = to_device(rows, device)
-            found = floor_of(probs.index_select(0, index), columns[rows])
+            found = threshold_of(probs.index_select(0, index), columns[rows])
             floor = torch.zeros(len(columns), device=device).index_copy_(0, index, found)
             least = floor if least is None else torch.maximum(least, floor)
     return least
 
 
-def _floor_of_best(probs: Tensor, columns: Columns) -> Tensor:
+def _top_k_threshold(probs: Tensor, columns: Columns) -> Tensor:
     """Return the probability of the last token that top-k keeps, and top-p where the row has it."""
     deepest = int(columns["top_k"].max())
     return _floor(probs.topk(deepest, sorted=True).values, columns)
 
 
-def _floor_of_nucleus(probs: Tensor, columns: Columns) -> Tensor:
+def _top_p_threshold(probs: Tensor, columns: Columns) -> Tensor:
     """Return the probability of the last token that top-p keeps, for rows without top-k.
 
     Only the CPU checks whether a window suffices: on a device that check would wait for it.
     """
     if probs.device.type == "cuda" and runtime.is_installed():
-        from pdserve.model.gpu.sampling import least_of_nucleus
+        from pdserve.model.gpu.sampling import top_p_threshold
 
-        return least_of_nucleus(probs, to_device(columns["top_p"].copy(), probs.device))
+        return top_p_threshold(probs, to_device(columns["top_p"].copy(), probs.device))
     if probs.device.type == "cpu" and probs.shape[1] > _WINDOW:
         ranked = probs.topk(_WINDOW, sorted=True).values
         if bool((ranked.sum(-1) >= torch.from_numpy(columns["top_p"].copy())).all()):

@@ -88,10 +88,10 @@ def warm_up(
         batch = build_batch(host, tokens)
         model.forward(batch, attention.begin(batch)).argmax(-1)
     if tokens.device.type == "cuda":
-        from pdserve.model.gpu.sampling import least_of_nucleus
+        from pdserve.model.gpu.sampling import top_p_threshold
 
         vocab = model.spec.vocab_size
-        least_of_nucleus(torch.full((1, vocab), 1.0 / vocab, device=tokens.device), tokens.new_ones(1).float())
+        top_p_threshold(torch.full((1, vocab), 1.0 / vocab, device=tokens.device), tokens.new_ones(1).float())
         torch.cuda.current_stream(tokens.device).synchronize()
     for moe in model.moe_layers.values():
         moe.counts.zero_()

@@ -40,7 +40,7 @@ from pdserve.model.placement import ExpertMap
 class Decoder:
     """Implements `Model` with torch. Weights are allocated here, uninitialised, and filled through `params`.
 
-    `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `placement` each
+    `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `expert_map` each
     rank has whole experts; with None it has a part of every expert.
     """
 
@@ -51,7 +51,7 @@ class Decoder:
         device: torch.device,
         kernels: Kernels | None = None,
         parallel: Parallel | None = None,
-        placement: ExpertMap | None = None,
+        expert_map: ExpertMap | None = None,
     ) -> None:
         self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
@@ -62,7 +62,7 @@ class Decoder:
         self.rotary = Rotary(spec.attention.rope, spec.attention.head_dim, dtype, device)
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
-        build = _LayerBuilder(spec, self.params, kernels, self.parallel, placement)
+        build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map)
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {
             index: op
@@ -241,7 +241,7 @@ class _LayerBuilder:
     params: ParamSlots
     kernels: Kernels
     parallel: Parallel
-    placement: ExpertMap | None
+    expert_map: ExpertMap | None
 
     def layer(self, index: int, local: int) -> DecoderLayer:
         """Build the layer with index `index` in the model and `local` on this rank."""
@@ -267,9 +267,9 @@ class _LayerBuilder:
             return Attention(op, local, hidden_size, eps, names, params, kernels, self.parallel)
         if isinstance(op, MLPSpec):
             return DenseMLP(kernels, params, names, hidden_size, op, group)
-        if self.placement is None:
+        if self.expert_map is None:
             return TPMoE(kernels, params, names, hidden_size, op, group)
-        return ExpertParallelMoe(kernels, params, names, hidden_size, op, group, self.placement.rows[index])
+        return ExpertParallelMoe(kernels, params, names, hidden_size, op, group, self.expert_map.rows[index])
 
 
 def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:

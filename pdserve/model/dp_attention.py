@@ -52,7 +52,7 @@ class DPAttentionGroup(Protocol):
         """Begin `step` on all ranks. This rank's replica computes `num_tokens` tokens."""
         ...
 
-    def hand(self, num_tokens: int) -> TokenShare:
+    def token_share(self, num_tokens: int) -> TokenShare:
         """Return the token shares of all ranks. The replica's batch has `num_tokens` tokens."""
         ...
 

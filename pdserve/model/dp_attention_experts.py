@@ -48,7 +48,7 @@ class AllReplicas:
         self._gather_own = gather_own
         self._with_others = with_others
         self._numbers = numbers
-        self._hand = TokenShare([0] * self.size, slice(0, 0))
+        self._token_share = TokenShare([0] * self.size, slice(0, 0))
 
     def begin(self, step: int, num_tokens: int) -> None:
         """See `DPAttentionGroup.begin`. Blocks until all ranks have begun `step`."""
@@ -61,21 +61,21 @@ class AllReplicas:
         if any(there != step for there, _ in facts) or any(facts[i] != firsts[i // tp_size] for i in range(self.size)):
             raise RankError(f"the ranks are not in the same round: rank {self.rank} is in {step}, all are in {facts}")
         sizes = [size for _, count in firsts for size in dealt(count, tp_size)]
-        self._hand = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._coord.in_replica.tp_rank))
+        self._token_share = TokenShare(sizes, own_slice(dealt(num_tokens, tp_size), self._coord.in_replica.tp_rank))
 
-    def hand(self, num_tokens: int) -> TokenShare:
-        """See `DPAttentionGroup.hand`. Returns the shares that `begin` computed."""
-        return self._hand
+    def token_share(self, num_tokens: int) -> TokenShare:
+        """See `DPAttentionGroup.token_share`. Returns the shares that `begin` computed."""
+        return self._token_share
 
     def gather(self, x: Tensor) -> Tensor:
         """See `DPAttentionGroup.gather`."""
-        return self.all_gather_rows(x[self._hand.mine], self._hand.sizes)
+        return self.all_gather_rows(x[self._token_share.mine], self._token_share.sizes)
 
     def reduce_sum(self, x: Tensor) -> Tensor:
         """See `DPAttentionGroup.reduce_sum`. Adds in float32 and in rank order: the same bits in any batch."""
         if not len(x):
             return x
-        sizes, num_mine = self._hand.sizes, self._hand.sizes[self.rank]
+        sizes, num_mine = self._token_share.sizes, self._token_share.sizes[self.rank]
         parts = self.all_to_all(x, sizes, [num_mine] * self.size).view(self.size, num_mine, *x.shape[1:])
         total = parts[0].float()
         for part in parts[1:]:

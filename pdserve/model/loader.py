@@ -64,17 +64,17 @@ def load_model(
     seed: int,
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
-    placement: ExpertMap | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> Decoder:
     """Build the model of `spec` with the weights at `path`, or with random weights.
 
-    `kernels`, `parallel`, `placement`: see `Decoder`.
+    `kernels`, `parallel`, `expert_map`: see `Decoder`.
 
     Raises:
         ConfigError: `kernels` cannot provide their guarantee on this device.
         ModelError: a file or tensor is missing, damaged, of another shape, or not of this architecture.
     """
-    model = empty_model(spec, dtype, device, kernels=kernels, parallel=parallel, placement=placement)
+    model = empty_model(spec, dtype, device, kernels=kernels, parallel=parallel, expert_map=expert_map)
     fill_model(model, path, load_format=load_format, seed=seed)
     return model
 
@@ -86,11 +86,11 @@ def empty_model(
     *,
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
-    placement: ExpertMap | None = None,
+    expert_map: ExpertMap | None = None,
 ) -> Decoder:
     """Build the model of `spec` without weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
-        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, placement)
+        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, expert_map)
 
 
 def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dummy"], seed: int) -> None:

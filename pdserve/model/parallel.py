@@ -99,8 +99,8 @@ class StageRanks:
     def begin(self, step: int, num_tokens: int) -> None:
         """See `DPAttentionGroup.begin`. Does nothing."""
 
-    def hand(self, num_tokens: int) -> TokenShare:
-        """See `DPAttentionGroup.hand`."""
+    def token_share(self, num_tokens: int) -> TokenShare:
+        """See `DPAttentionGroup.token_share`."""
         sizes = dealt(num_tokens, self.size)
         return TokenShare(sizes, own_slice(sizes, self.rank))
 

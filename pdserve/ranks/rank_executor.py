@@ -44,8 +44,8 @@ class RankExecutor:
     """Implements `Executor` over `local`, the executor of this rank, which is at `coord`. `layout` is the whole
     model's.
 
-    `at_once`: compute a step at its launch, so that other ranks need not wait for `resolve`: for followers that compute
-    on the calling thread.
+    `compute_at_launch`: compute a step at its launch, so that other ranks need not wait for `resolve`. For followers
+    that compute on the calling thread.
 
     A step is resolved when every rank has computed it. Without pipeline stages the end of the local part proves that:
     each layer ends with an exchange between all ranks, after their writes. With stages the last stage reports it.
@@ -60,14 +60,14 @@ class RankExecutor:
         rank_group: RankGroup,
         log: InputLog,
         *,
-        at_once: bool = False,
+        compute_at_launch: bool = False,
     ) -> None:
         self._local = local
         self._table = table
         self._layout = layout
         self._rank_group = rank_group
         self._log = log
-        self._calls_at_once = at_once
+        self._computes_at_launch = compute_at_launch
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
         coords = [coord.shape.coord(rank) for rank in range(coord.shape.num_ranks)]
@@ -109,7 +109,7 @@ class RankExecutor:
         step = _Step(StepHandle(plan, own.layer_events, own.finish), own)
         ahead = any(other.result is None for other in self._under_way)
         self._under_way.append(step)
-        if self._calls_at_once and own.layer_events is None and not ahead:
+        if self._computes_at_launch and own.layer_events is None and not ahead:
             self._compute(step)
         return step.handle
 

@@ -159,7 +159,7 @@ class PrefillManager:
             return []
         whole = self._context.limits.chunk_tokens is None
         rows: list[BatchRow] = []
-        long = next((req for req in self.active.values() if _left(req) > budget), None)
+        long = next((req for req in self.active.values() if _num_unplanned(req) > budget), None)
         if long is not None:
             spent = self._short_ones(budget // 2, long, rows)
             self._chunk(long, rows, budget - spent)
@@ -171,7 +171,7 @@ class PrefillManager:
                 break
             if not self._start(req):
                 break
-            budget -= self._chunk(req, rows, _left(req) if whole else budget)
+            budget -= self._chunk(req, rows, _num_unplanned(req) if whole else budget)
         return rows
 
     @property
@@ -230,11 +230,11 @@ class PrefillManager:
         for req in self.active.values():
             if req is long:
                 continue
-            if _left(req) <= budget - spent:
+            if _num_unplanned(req) <= budget - spent:
                 spent += self._chunk(req, rows, budget)
             else:
                 partial = partial or req
-        most = budget if partial is None else budget - min(_left(partial), budget // 2)
+        most = budget if partial is None else budget - min(_num_unplanned(partial), budget // 2)
         for req in self._candidates():
             if spent >= most:
                 break
@@ -243,7 +243,7 @@ class PrefillManager:
                 if not self._start(req):
                     break
                 spent += self._chunk(req, rows, budget)
-            elif partial is None and missing <= _left(long) // 2:
+            elif partial is None and missing <= _num_unplanned(long) // 2:
                 partial = req
         if partial is not None and spent < budget and (partial.rid in self.active or self._start_alone(partial)):
             spent += self._chunk(partial, rows, budget - spent)
@@ -346,8 +346,8 @@ class PrefillManager:
     def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
         """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary."""
         assert req.row is not None
-        take = min(_left(req), budget)
-        if take < _left(req):
+        take = min(_num_unplanned(req), budget)
+        if take < _num_unplanned(req):
             layout = self._context.memory.layout
             aligned = layout.tokens_in(layout.whole_pages(req.planned + take)) - req.planned
             take = aligned if aligned > 0 else take
@@ -359,7 +359,7 @@ class PrefillManager:
         return take
 
 
-def _left(req: Req) -> int:
+def _num_unplanned(req: Req) -> int:
     return req.seq_len - req.planned
 
 

@@ -105,7 +105,7 @@ class Scheduler:
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
         self._found: list[str] = []
-        self._pace = RetryAfterEstimator(context.clock)
+        self._retry_after = RetryAfterEstimator(context.clock)
         self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
@@ -294,9 +294,9 @@ class Scheduler:
                     f"{self._max_queued} requests wait already",
                     status=503,
                     code="queue_full",
-                    retry_after_s=self._pace.retry_after_s(self._num_ended()),
+                    retry_after_s=self._retry_after.retry_after_s(self._num_ended()),
                 )
-            self._pace.sample(self._num_ended())
+            self._retry_after.sample(self._num_ended())
             self._audited = False
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             self.role.admit(req)

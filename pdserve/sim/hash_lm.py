@@ -85,7 +85,7 @@ class HashExecutor:
                 self._held.setdefault((layer, head), []).append(entry)
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
-        self._wishes: dict[int, tuple[int, Logprobs]] = {}
+        self._logprob_params: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities: number of prompt tokens, and the request's `Logprobs`."""
         self.late = False
         self._last_step = 0
@@ -132,12 +132,12 @@ class HashExecutor:
         """See `Executor`."""
         self._tokens[row] = list(token_ids)
         if logprobs is not None:
-            self._wishes[row] = (num_prompt_tokens, logprobs)
+            self._logprob_params[row] = (num_prompt_tokens, logprobs)
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
         del self._tokens[row]
-        self._wishes.pop(row, None)
+        self._logprob_params.pop(row, None)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`.
@@ -172,7 +172,7 @@ class HashExecutor:
         """Compute one row of a step. `pages` is the row's page-table line at launch."""
         tokens = self._tokens[row.row]
         told: dict[int, int] = {}
-        num_prompt, logprob_params = self._wishes.get(row.row, (0, None))
+        num_prompt, logprob_params = self._logprob_params.get(row.row, (0, None))
         first = None if logprob_params is None else logprob_params.prompt_from
         last = 0
         for position in range(row.start, row.end):

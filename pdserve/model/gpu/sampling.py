@@ -1,6 +1,6 @@
 """Argmax of every row in one pass that also copies the logits to a fixed tensor, and the threshold of top-p sampling.
 
-`keep_best` is called by captured decode steps between the head and the next step.
+`keep_argmax` is called by captured decode steps between the head and the next step.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pdserve.model.gpu.runtime import chaining, power_of_2
 _BLOCK = 4096
 
 
-def keep_best(
-    logits: Tensor, kept: Tensor, best: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
+def keep_argmax(
+    logits: Tensor, kept: Tensor, argmax: Tensor, tokens: Tensor, table_rows: Tensor, positions: Tensor
 ) -> None:
-    """Copy `logits` `[N, vocab]` to `kept` and write each row's argmax to `best`; ties go to the lower index.
+    """Copy `logits` `[N, vocab]` to `kept` and write each row's argmax to `argmax`; ties go to the lower index.
 
     Also writes the argmax to `tokens` int32 `[rows, width]`, in row `table_rows[n]` after position `positions[n]`.
-    `best`, `table_rows` and `positions` are int64 `[N]`.
+    `argmax`, `table_rows` and `positions` are int64 `[N]`.
     """
     num_rows, vocab = logits.shape
     blocks = triton.cdiv(vocab, _BLOCK)
@@ -33,7 +33,7 @@ def keep_best(
         logits, kept, peaks, places, logits.stride(0), kept.stride(0), vocab, BLOCK=_BLOCK, num_warps=4, **chained
     )
     _best[(num_rows,)](
-        peaks, places, best, tokens, table_rows, positions, tokens.stride(0), blocks, vocab, BLOCK=power_of_2(blocks),
+        peaks, places, argmax, tokens, table_rows, positions, tokens.stride(0), blocks, vocab, BLOCK=power_of_2(blocks),
         num_warps=1, **chained,
     )  # fmt: skip
 
@@ -77,7 +77,7 @@ def _best(
     tl.store(tokens + tl.load(table_rows + row) * token_stride + tl.load(positions + row) + 1, place)
 
 
-def least_of_nucleus(probs: Tensor, top_p: Tensor) -> Tensor:
+def top_p_threshold(probs: Tensor, top_p: Tensor) -> Tensor:
     """Return the smallest probability in each row's top-p nucleus: float32 `[R]`.
 
     `probs` is float32 `[R, vocab]`, with rows that add up to 1; `top_p` is float32 `[R]`. The result is the largest

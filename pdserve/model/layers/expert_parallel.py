@@ -103,12 +103,12 @@ class ExpertParallelMoe:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
-        hand = self._group.hand(len(x))
-        mine = x[hand.mine]
+        token_share = self._group.token_share(len(x))
+        mine = x[token_share.mine]
         routes = self.route(mine)
-        experts = self._group.all_gather_rows(routes.experts, hand.sizes)
+        experts = self._group.all_gather_rows(routes.experts, token_share.sizes)
         count(self.counts, experts)
-        dispatch = plan_dispatch(self._table.places(experts), hand.sizes, self._group.rank, self._table)
+        dispatch = plan_dispatch(self._table.places(experts), token_share.sizes, self._group.rank, self._table)
         top_k = experts.shape[1]
         arrived = self._group.all_to_all(mine[dispatch.rows // top_k], dispatch.send, dispatch.receive)
         computed = self.experts(arrived, dispatch.slots)

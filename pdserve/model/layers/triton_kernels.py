@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pdserve.model.gpu import elementwise, experts, routes
+from pdserve.model.gpu import elementwise, experts, routes, small_batch_gemm
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
-from pdserve.model.gpu import small_batch_gemm as few_rows
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -19,14 +18,14 @@ class TritonKernels(FastKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
-        if few_rows.fits(x, weight):
-            return few_rows.linear(x, weight, bias)
+        if small_batch_gemm.fits(x, weight):
+            return small_batch_gemm.linear(x, weight, bias)
         return super().linear(x, weight, bias)
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated`."""
-        if few_rows.fits(x, weight):
-            return few_rows.gated(x, weight, bias)
+        if small_batch_gemm.fits(x, weight):
+            return small_batch_gemm.gated(x, weight, bias)
         return super().gated(x, weight, bias)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 The executor factory makes it from a `Decoder`, preferably before the weights are loaded. Each layer's weights are then
 packed as they arrive, and the originals are released. `bind` builds the program over the KV pool. An operation that
-needs other ranks is a *stop* (`SyncPoint`): the program runs up to it, Python runs its part on the program's buffers,
-and the program continues.
+needs other ranks is a *sync point* (`SyncPoint`): the program runs up to it, Python runs its part on the program's
+buffers, and the program continues.
 
     x = embedding                             float32, [tokens, hidden]
     the sublayers of each layer, in the order of its `DecoderLayerSpec`:
@@ -56,7 +56,7 @@ caches of the threads that wrote them.
 
 @dataclasses.dataclass(frozen=True)
 class SyncPoint:
-    """A stop of the program: after the operations before `at`, `action` runs in Python with the number of tokens."""
+    """A pause of the program: after the operations before `at`, `action` runs in Python with the number of tokens."""
 
     at: int
     action: Callable[[int], None]
@@ -94,8 +94,9 @@ class NativeDecoder:
         self._model, self._threads, self._level = model, threads, level
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
-        self._stops: list[SyncPoint] = []
-        self._marks: list[int] = []
+        self._sync_points: list[SyncPoint] = []
+        self._kv_write_ends: list[int] = []
+        """By layer of this rank: number of operations up to the end of its KV write."""
         packer = Packer(Arena(), format, model.params, packing)
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head: Packed | None = None
@@ -186,14 +187,14 @@ class NativeDecoder:
         program.begin(batch)
         if not self._embeds_itself:
             program.view(self._x, num_tokens).copy_(self._begins_with(batch, hidden))
-        stops = self._stops
+        sync_points = self._sync_points
         if on_layer is not None:
-            stops = sorted(stops + self._mark_stops(on_layer), key=lambda stop: stop.at)
+            sync_points = sorted(sync_points + self._layer_sync_points(on_layer), key=lambda point: point.at)
         done = 0
-        for stop in stops:
-            program.run(done, stop.at)
-            stop.action(num_tokens)
-            done = stop.at
+        for point in sync_points:
+            program.run(done, point.at)
+            point.action(num_tokens)
+            done = point.at
         if self._head is None or on_hidden is not None:
             program.run(done, self._body)
             done = self._body
@@ -209,10 +210,10 @@ class NativeDecoder:
         return program.view(self._logits, num_samples)
 
     @property
-    def most_at_once(self) -> int:
+    def max_native_rows(self) -> int:
         """Maximum rows of `decode`; 0 when a step needs Python or other ranks."""
         is_whole = self._embeds_itself and self._head is not None and self.parallel.coord.shape.num_ranks == 1
-        return FEW_SAMPLES if is_whole and not self._stops else 0
+        return FEW_SAMPLES if is_whole and not self._sync_points else 0
 
     def decode(self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> list[int]:
         """Run a whole greedy decode step in one call.
@@ -246,9 +247,9 @@ class NativeDecoder:
         assert hidden is not None, "this stage takes hidden states"
         return hidden
 
-    def _mark_stops(self, on_layer: Callable[[int], None]) -> list[SyncPoint]:
-        """Return a stop after each layer's KV write, which calls `on_layer`."""
-        return [SyncPoint(at, partial(_mark, on_layer, layer)) for layer, at in enumerate(self._marks)]
+    def _layer_sync_points(self, on_layer: Callable[[int], None]) -> list[SyncPoint]:
+        """Return a sync point after each layer's KV write, which calls `on_layer`."""
+        return [SyncPoint(at, partial(_report_layer, on_layer, layer)) for layer, at in enumerate(self._kv_write_ends)]
 
     def _record(self, local: int, norm: RMSNorm, weights: PackedOperation) -> None:
         """Record one sublayer of this rank's layer `local`."""
@@ -257,7 +258,7 @@ class NativeDecoder:
             return
         if isinstance(weights, PackedOutside):
             self._program.norm(self._x, norm.weight, norm.eps, self._normed)
-            self._stop(partial(self._add_outside, weights.op))
+            self._add_sync_point(partial(self._add_outside, weights.op))
             return
         alone = self.parallel.dp_attention_group.size == 1
         out = self._x if alone else self._part
@@ -267,7 +268,7 @@ class NativeDecoder:
         else:
             self._record_moe(norm, weights, out, add=alone)
         if not alone:
-            self._stop(self._add_feed_forward)
+            self._add_sync_point(self._add_feed_forward)
 
     def _record_attention(self, local: int, norm: RMSNorm, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
@@ -276,13 +277,13 @@ class NativeDecoder:
         q_norm = None if op.q_norm is None else op.q_norm.weight
         k_norm = None if op.k_norm is None else op.k_norm.weight
         program.place(self._qkv, local, q_norm, k_norm, norm.eps)
-        self._marks.append(program.num_ops)
+        self._kv_write_ends.append(program.num_ops)
         program.attend(local, self._mixed)
         if self.parallel.coord.shape.tp_size == 1:
             program.linear(self._mixed, weights.out, self._x, add=True)
         else:
             program.linear(self._mixed, weights.out, self._part)
-            self._stop(self._add_attention)
+            self._add_sync_point(self._add_attention)
 
     def _record_moe(self, norm: RMSNorm, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
         """Record the router and the experts of one layer."""
@@ -294,9 +295,9 @@ class NativeDecoder:
             norm=norm.weight, eps=norm.eps, counts=op.counts, add=add,
         )  # fmt: skip
 
-    def _stop(self, action: Callable[[int], None]) -> None:
-        """Stop the program here for `action`."""
-        self._stops.append(SyncPoint(self._program.num_ops, action))
+    def _add_sync_point(self, action: Callable[[int], None]) -> None:
+        """Run `action` at this point of the program."""
+        self._sync_points.append(SyncPoint(self._program.num_ops, action))
 
     def _add_attention(self, num_tokens: int) -> None:
         """Add the attention output, summed over the tensor ranks, to the hidden states."""
@@ -314,6 +315,6 @@ class NativeDecoder:
         self._program.view(self._x, num_tokens).add_(op(normed))
 
 
-def _mark(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
+def _report_layer(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:
     """Call `on_layer`; a `SyncPoint.action` after a layer's KV write."""
     on_layer(layer)

@@ -53,7 +53,7 @@ class PackedMoe:
 
 @dataclasses.dataclass(frozen=True)
 class PackedOutside:
-    """A feed-forward that runs in Python at a stop of the program. It calls the CPU kernels on packed weights."""
+    """A feed-forward that runs in Python at a sync point of the program. It calls the CPU kernels on packed weights."""
 
     op: FeedForward
 

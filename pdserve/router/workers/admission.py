@@ -133,7 +133,7 @@ class Admission:
         self._registry = registry
         self._rng = rng
         self._waiting: deque[_Waiter] = deque()
-        self._pace = QueueWaitEstimator()
+        self._queue_wait = QueueWaitEstimator()
         self.metrics = metrics
         self.pairs = Pairs(registry)
         self.num_inside = 0
@@ -208,7 +208,7 @@ class Admission:
 
     def on_slot_released(self, worker: Worker) -> None:
         """A slot was released."""
-        self._pace.note(self.now())
+        self._queue_wait.note(self.now())
         self._registry.remove_if_drained(worker)
         self.wake()
 
@@ -238,7 +238,7 @@ class Admission:
                 given.close()
 
     def _refuse_full(self, message: str, reason: str) -> Refused:
-        return Refused(reason, message, self._pace.retry_after_s(self.now(), len(self._waiting)))
+        return Refused(reason, message, self._queue_wait.retry_after_s(self.now(), len(self._waiting)))
 
     def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Refused | Full:
         limit, now = self._limits.max_concurrent_requests, self.now()

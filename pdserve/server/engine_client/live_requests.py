@@ -156,7 +156,7 @@ class WaitingRequests:
     def __init__(self, most: int, num_replicas: int, clock: Clock) -> None:
         self._most = most
         self._num_replicas = num_replicas
-        self._pace = RetryAfterEstimator(clock)
+        self._retry_after = RetryAfterEstimator(clock)
         self._tokens: dict[str, int] = {}
         """Prompt tokens of each waiting sequence, by rid."""
         self._num_tokens = 0
@@ -197,7 +197,7 @@ class WaitingRequests:
         else:
             return
         self._num_refused += len(requests)
-        retry_after_s = self._pace.retry_after_s(self._num_begun)
+        retry_after_s = self._retry_after.retry_after_s(self._num_begun)
         raise RequestError(message, status=503, code=QUEUE_FULL, retry_after_s=retry_after_s)
 
     def counters(self) -> dict[str, float]:
@@ -206,7 +206,7 @@ class WaitingRequests:
 
     def add(self, request: GenerateRequest) -> None:
         """Count a sequence that is sent to the scheduler."""
-        self._pace.sample(self._num_begun)
+        self._retry_after.sample(self._num_begun)
         num_tokens = self._tokens[request.rid] = len(request.given_ids)
         self._num_tokens += num_tokens
 

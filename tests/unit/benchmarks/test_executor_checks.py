@@ -19,7 +19,7 @@ from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import TINY_MODELS
 from benchmarks.report import ROOT
 from pdserve.executor.factory import LoadedEngine
-from pdserve.model.gpu import small_batch_gemm as few_rows
+from pdserve.model.gpu import small_batch_gemm
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 from tests import ahead
 from tests.tiny import Family
@@ -174,7 +174,7 @@ def test_products_are_timed_by_every_tiling_beside_torch_s(capsys: pytest.Captur
     assert len(lines) == 10 and sum("(its own)" in line for line in lines) == 2
     errors = [float(line.split("error ")[1].split()[0]) for line in lines if "error" in line]
     assert len(errors) == 8 and max(errors) < 2e-3
-    assert few_rows.SmallBatchTiling.of(2, 48, torch.device("cpu"), is_gate=False).outs == 64
+    assert small_batch_gemm.SmallBatchTiling.of(2, 48, torch.device("cpu"), is_gate=False).outs == 64
 
 
 def test_products_have_tilings_that_fit_the_device() -> None:

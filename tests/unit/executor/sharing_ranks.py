@@ -141,10 +141,10 @@ def gathered(parallel: Parallel, sizes: Sequence[int]) -> bool:
     everyone = torch.cat(rows)
     for step in range(2):
         group.begin(step, sizes[replica])
-        hand = group.hand(sizes[replica])
-        assert len(hand.sizes) == len(sizes) * tp_size and sum(hand.sizes) == sum(sizes)
+        token_share = group.token_share(sizes[replica])
+        assert len(token_share.sizes) == len(sizes) * tp_size and sum(token_share.sizes) == sum(sizes)
         assert torch.equal(group.gather(rows[replica]), everyone)
-        assert torch.equal(group.rejoin(rows[replica][hand.mine], sizes[replica]), rows[replica])
+        assert torch.equal(group.rejoin(rows[replica][token_share.mine], sizes[replica]), rows[replica])
         factors = sum(range(1, group.size + 1))
         assert torch.equal(group.reduce_sum(everyone * (1.0 + group.rank)), rows[replica] * factors)
     return True

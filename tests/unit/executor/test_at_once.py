@@ -65,7 +65,7 @@ def test_tokens_and_kv_are_the_same_to_the_bit(
     path = tiny_checkpoint(family)
     one = driver_of(path, page_size=page_size, quantization=quantization)
     with monkeypatch.context() as patch:
-        patch.setattr(NativeDecoder, "most_at_once", 0)
+        patch.setattr(NativeDecoder, "max_native_rows", 0)
         two = driver_of(path, page_size=page_size, quantization=quantization)
     choice = random.Random(page_size)
     prompts = [random_prompt(choice.randrange(1, 70), VOCAB_SIZE, seed) for seed in range(MOST_ROWS)]
@@ -216,4 +216,4 @@ def test_a_model_that_python_has_a_part_in_computes_no_step_at_once(
     decoder = empty_model(read_spec(path), "bfloat16", torch.device("cpu"), parallel=parallel)
     model = make_native(decoder, ModelConfig(model_path=str(path)), best_level(), nullcontext)
     model.bind(KVPool(kv_layout(decoder.spec, 16, "bfloat16").groups[0], 4, torch.device("cpu")))
-    assert model.most_at_once == most
+    assert model.max_native_rows == most

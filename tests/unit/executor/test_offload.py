@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.executor import kv_pages as host_pages
+from pdserve.executor import kv_pages
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, run
 from pdserve.memory.layout import GroupKind, KVGroup
@@ -52,14 +52,14 @@ def test_every_byte_comes_back_into_other_pages_of_every_group(
     dtype: str, num_pages_per_piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools = [random_pool(dtype), random_pool(dtype, page_tokens=1)]
-    monkeypatch.setattr(host_pages, "PIECE_BYTES", num_pages_per_piece * pools[0].group.page_bytes)
+    monkeypatch.setattr(kv_pages, "PIECE_BYTES", num_pages_per_piece * pools[0].group.page_bytes)
     before = [page_bytes(pool) for pool in pools]
     source, target = [3, 17, 0, 9, 10, 11, 19], [5, 4, 17, 0, 12, 1, 2]
-    saved = host_pages.save(pools, source)
+    saved = kv_pages.save(pools, source)
     assert saved.num_bytes == len(source) * sum(pool.group.page_bytes for pool in pools)
     for pool in pools:
         pool.pages.view(pool.num_pages, -1).view(torch.uint8)[source] = 0xFF
-    host_pages.load(pools, saved, target)
+    kv_pages.load(pools, saved, target)
     for pool, old in zip(pools, before, strict=True):
         expected = old.clone()
         expected[source] = 0xFF
@@ -73,16 +73,16 @@ def test_only_the_named_pages_are_cleared(dtype: str) -> None:
     expected = [page_bytes(pool) for pool in pools]
     for content in expected:
         content[[3, 0, 19]] = 0
-    host_pages.zero(pools, [3, 0, 19])
-    host_pages.zero(pools, [])
+    kv_pages.zero(pools, [3, 0, 19])
+    kv_pages.zero(pools, [])
     assert all(torch.equal(page_bytes(pool), content) for pool, content in zip(pools, expected, strict=True))
 
 
 def test_no_pages_take_no_memory() -> None:
     pool = random_pool("float32")
     before = page_bytes(pool)
-    saved = host_pages.save([pool], [])
-    host_pages.load([pool], saved, [])
+    saved = kv_pages.save([pool], [])
+    kv_pages.load([pool], saved, [])
     assert saved.num_bytes == 0
     assert torch.equal(page_bytes(pool), before)
 
@@ -90,7 +90,7 @@ def test_no_pages_take_no_memory() -> None:
 def test_another_number_of_pages_is_a_mistake() -> None:
     pool = random_pool("float16")
     with pytest.raises(AssertionError, match="2 pages were saved, 3 are given"):
-        host_pages.load([pool], host_pages.save([pool], [1, 2]), [1, 2, 3])
+        kv_pages.load([pool], kv_pages.save([pool], [1, 2]), [1, 2, 3])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

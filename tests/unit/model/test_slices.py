@@ -144,17 +144,17 @@ def test_a_rank_with_whole_experts_reads_no_others(tmp_path: Path, monkeypatch: 
     spec = read_spec(path)
     assert spec.moe is not None
     whole = _load(path, ParallelShape().coord(0)).params.samples()
-    placement, ranks = first_placement(spec.moe, spec.moe_layers, 4, 0, "trivial"), []
+    expert_map, ranks = first_placement(spec.moe, spec.moe_layers, 4, 0, "trivial"), []
     for rank in range(4):
         recorder = Recorder()
         monkeypatch.setattr(loader, "safe_open", recorder)
         standing = Standing(shape.coord(rank))
         model = load_model(
-            path, spec, "float32", CPU, load_format="auto", seed=3, parallel=standing, placement=placement
+            path, spec, "float32", CPU, load_format="auto", seed=3, parallel=standing, expert_map=expert_map
         )
         assert recorder.read.total() * 4 == model.params.num_bytes
         found = {int(match[1]) for name in recorder.read if (match := re.search(r"experts\.(\d+)\.", name))}
-        assert found == set(slots_of(placement.rows[0], 4, rank)) and len(found) == 2
+        assert found == set(slots_of(expert_map.rows[0], 4, rank)) and len(found) == 2
         ranks.append(model.params.samples())
     assert fingerprint_of(ranks) == fingerprint_of([whole])
 

@@ -8,10 +8,10 @@ import torch
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
-from pdserve.model.gpu import small_batch_gemm as few_rows
+from pdserve.model.gpu import small_batch_gemm
 from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
-from pdserve.model.gpu.sampling import keep_best
+from pdserve.model.gpu.sampling import keep_argmax
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels, Rotary
 from pdserve.model.layers.triton_kernels import TritonKernels
@@ -153,7 +153,7 @@ def test_products_of_few_rows_are_torch_s(
     x = torch.randn(rows, 2 * num_in, generator=generator).to(DEVICE, dtype)[:, :num_in]
     weight = (torch.randn(num_out, num_in, generator=generator) * num_in**-0.5).to(DEVICE, dtype)
     bias = torch.randn(num_out, generator=generator).to(DEVICE, dtype) if with_bias else None
-    assert few_rows.fits(x, weight)
+    assert small_batch_gemm.fits(x, weight)
     close(TritonKernels().linear(x, weight, bias), FastKernels().linear(x, weight, bias))
     close(TritonKernels().gated(x, weight, bias), FastKernels().gated(x, weight, bias))
 
@@ -164,7 +164,7 @@ def test_products_of_few_rows_are_torch_s(
 )
 def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(rows, num_in, device=DEVICE).to(dtype), torch.randn(6, num_in, device=DEVICE).to(dtype)
-    assert not few_rows.fits(x, weight)
+    assert not small_batch_gemm.fits(x, weight)
     close(TritonKernels().linear(x, weight, None), FastKernels().linear(x, weight, None))
     close(TritonKernels().gated(x, weight, None), FastKernels().gated(x, weight, None))
 
@@ -180,7 +180,7 @@ def test_the_likeliest_are_kept_and_put_behind_their_rows(dtype: torch.dtype) ->
     kept, best = torch.zeros_like(logits), torch.zeros(3, dtype=torch.int64, device=DEVICE)
     tokens = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)
     lines, positions = (torch.tensor(x, device=DEVICE) for x in ([4, 0, 2], [3, 0, 6]))
-    keep_best(logits, kept, best, tokens, lines, positions)
+    keep_argmax(logits, kept, best, tokens, lines, positions)
     assert torch.equal(kept.nan_to_num(1.0), logits.nan_to_num(1.0))
     assert best.tolist()[:2] == [17, vocab - 1] and 0 <= int(best[2]) < vocab
     expected = torch.zeros(5, 8, dtype=torch.int32, device=DEVICE)

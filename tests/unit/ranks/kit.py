@@ -89,7 +89,9 @@ class FollowerThread:
             leader.agree(100 + self.coord.rank)
             leader.report(RankReady(facts={}, memory=None, samples={}, drain_timeout_s=0.0, fence_drain_timeout_s=0.0))
             log = FollowerLog(f"rank {self.coord.rank}", leader.wait_begin().now, leader.next_entry)
-            executor = RankExecutor(self.own, self.table, self.own.layout, self.coord, leader, log, at_once=True)
+            executor = RankExecutor(
+                self.own, self.table, self.own.layout, self.coord, leader, log, compute_at_launch=True
+            )
             self._work(Rank(self.coord, executor, self.own, self.table, leader, log))
             leader.wait_stop()
         except Stopped:
