@@ -31,7 +31,7 @@ class Attempt:
     `reason` is set when a lost worker or the shutdown ended the attempt.
     """
 
-    __slots__ = ("_can_recompute", "_changed", "_drain", "_live", "begun", "pair", "reason")
+    __slots__ = ("_can_recompute", "_changed", "_drain", "_upstream", "begun", "pair", "reason")
 
     def __init__(self, pair: Pair, drain: Drain, can_recompute: Callable[[Pair], bool] = lambda pair: False) -> None:
         """`can_recompute`: whether decode computes the prompt itself when the pair's prefill server is lost."""
@@ -39,7 +39,7 @@ class Attempt:
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain
-        self._live: WorkerStream | None = None
+        self._upstream: WorkerStream | None = None
         self._changed: asyncio.Future[None] | None = None
         self.reason: ConnectionFailed | Refused | None = None
 
@@ -58,14 +58,14 @@ class Attempt:
         pair.decode.attempts.discard(self)
         if pair.prefill is not None:
             pair.prefill.attempts.discard(self)
-        if self._live is not None:
-            self._live.worker.ended_bytes += self.num_bytes(self._live.worker)
+        if self._upstream is not None:
+            self._upstream.worker.ended_bytes += self.num_bytes(self._upstream.worker)
         self._drain.leave(self)
 
     @property
     def waits(self) -> bool:
         """Whether no answer has begun and the attempt was not ended."""
-        return self._live is None and self.reason is None
+        return self._upstream is None and self.reason is None
 
     async def change(self) -> None:
         """Wait for the next call of `wake`."""
@@ -84,34 +84,35 @@ class Attempt:
         """End the attempt, see `RunningAttempt`. A lost prefill does not end an answer that decode has begun."""
         if worker is self.pair.prefill and self._can_recompute(self.pair):
             return
-        if self._live is None or self._live.worker is worker:
+        if self._upstream is None or self._upstream.worker is worker:
             self._end(ConnectionFailed(worker, reason, lost=True))
 
     def abort(self) -> None:
         """End the attempt, because the router shuts down."""
         self._end(SHUTTING_DOWN)
 
-    def answers(self, live: WorkerStream) -> None:
+    def answers(self, upstream: WorkerStream) -> None:
         """Register decode's answer, so that `lost` and `abort` can end it."""
-        self._live = live
+        self._upstream = upstream
         if self.reason is not None:
-            self._break(live, self.reason)
+            self._break(upstream, self.reason)
 
     def num_bytes(self, worker: Worker) -> int:
         """Return the bytes of the answer that `worker` has sent so far."""
-        return 0 if self._live is None or self._live.worker is not worker else self._live.response.content.total_bytes
+        upstream = self._upstream
+        return 0 if upstream is None or upstream.worker is not worker else upstream.response.content.total_bytes
 
     def _end(self, why: ConnectionFailed | Refused) -> None:
         if self.reason is None:
             self.reason = why
             self.wake()
-            if self._live is not None:
-                self._break(self._live, why)
+            if self._upstream is not None:
+                self._break(self._upstream, why)
 
     @staticmethod
-    def _break(live: WorkerStream, why: ConnectionFailed | Refused) -> None:
+    def _break(upstream: WorkerStream, why: ConnectionFailed | Refused) -> None:
         """Make the reader of the answer get an `EndedError`."""
-        if live.response.content.is_eof():
+        if upstream.response.content.is_eof():
             return
         if isinstance(why, Refused):
             error = EndedError(why.message, why.status, why.reason)
@@ -119,7 +120,7 @@ class Attempt:
             error = EndedError(
                 f"the router ended the request at the {why.worker.spec.role} worker: {why.message}", 502, WORKER_FAILED
             )
-        live.response.content.set_exception(error)
+        upstream.response.content.set_exception(error)
 
 
 class Drain:

@@ -49,9 +49,9 @@ from pdserve.router.workers.outcome import (
     describe,
     ends_both,
     failed,
-    open_live,
+    open_stream,
     own_headers,
-    read_whole,
+    read_response,
     resolve_outcome,
     retryable,
 )
@@ -282,7 +282,7 @@ class Dispatcher:
         spec = slot.worker.spec
         with half_of(call.trace, spec.role, spec.url) as more:
             headers = self._headers(slot.worker, call, more)
-            answer = await read_whole(self._session, slot.worker, call.path, data, headers)
+            answer = await read_response(self._session, slot.worker, call.path, data, headers)
         if not failed(answer):
             slot.completed()
             slot.close()
@@ -293,7 +293,7 @@ class Dispatcher:
         self, worker: Worker, call: ProxiedCall, data: bytes
     ) -> WorkerStream | WorkerResponse | ConnectionFailed:
         with half_of(call.trace, worker.spec.role, worker.spec.url) as more:
-            return await open_live(self._session, worker, call.path, data, self._headers(worker, call, more))
+            return await open_stream(self._session, worker, call.path, data, self._headers(worker, call, more))
 
     def _headers(self, worker: Worker, call: ProxiedCall, more: Mapping[str, str]) -> CIMultiDict[str]:
         """Return the client's headers plus the expected role; a key for the worker replaces the client's key."""
@@ -374,22 +374,22 @@ def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
 
 
 async def _with_prompt_logprobs(
-    live: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
+    upstream: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
 ) -> WorkerStream | WorkerResponse | ConnectionFailed:
     """Return decode's answer merged with prefill's prompt log probabilities, or prefill's failure."""
     answer = await prefill
     if isinstance(answer, ConnectionFailed) or failed(answer):
         return answer
     metas = prefill_metas(answer.body)
-    headers = live.headers.copy()
+    headers = upstream.headers.copy()
     headers.popall("Content-Length", None)
-    if live.response.content_type == EVENT_STREAM:
-        return dataclasses.replace(live, headers=headers, change=event_merger(metas))
+    if upstream.response.content_type == EVENT_STREAM:
+        return dataclasses.replace(upstream, headers=headers, change=event_merger(metas))
     try:
-        body = live.first + await live.response.read()
+        body = upstream.first + await upstream.response.read()
     except (aiohttp.ClientError, OSError) as error:
-        return ConnectionFailed(live.worker, describe(error))
-    return WorkerResponse(live.worker, live.response.status, headers, merged_body(body, metas))
+        return ConnectionFailed(upstream.worker, describe(error))
+    return WorkerResponse(upstream.worker, upstream.response.status, headers, merged_body(body, metas))
 
 
 async def close_halves(

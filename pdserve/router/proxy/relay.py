@@ -26,7 +26,7 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
     """Send the outcome to the client; `deadline` is in the event loop's time."""
     match outcome:
         case WorkerStream():
-            return await _relay_live(request, outcome, deadline)
+            return await _relay_stream(request, outcome, deadline)
         case WorkerResponse():
             return web.Response(status=outcome.status, headers=outcome.headers, body=outcome.body)
         case ConnectionFailed():
@@ -46,16 +46,16 @@ def refusal(refused: Refused) -> web.Response:
     return error_response(refused.status, refused.message, refused.reason, after)
 
 
-async def _relay_live(request: web.Request, live: WorkerStream, deadline: float) -> web.StreamResponse:
+async def _relay_stream(request: web.Request, upstream: WorkerStream, deadline: float) -> web.StreamResponse:
     """Relay decode's answer chunk by chunk; a client that stops reading is disconnected at the deadline."""
-    response = web.StreamResponse(status=live.response.status, headers=live.headers)
+    response = web.StreamResponse(status=upstream.response.status, headers=upstream.headers)
     await response.prepare(request)
     client = _ClientWriter(response)
     try:
-        if live.stream is None:
-            await _pass_on(live, client, deadline)
+        if upstream.stream is None:
+            await _pass_on(upstream, client, deadline)
         else:
-            async for piece in _continued(live, live.stream, deadline):
+            async for piece in _continued(upstream, upstream.stream, deadline):
                 async with asyncio.timeout_at(deadline):
                     await client.write(piece)
     except EndedError as error:
@@ -87,20 +87,20 @@ class _ClientWriter:
             self.tail = (self.tail + piece[-2:])[-2:]
 
 
-async def _pass_on(live: WorkerStream, client: _ClientWriter, deadline: float) -> None:
+async def _pass_on(upstream: WorkerStream, client: _ClientWriter, deadline: float) -> None:
     """Write an answer, with one timer for all its pieces.
 
     Raises:
         EndedError: the answer is incomplete, also at the deadline.
         TimeoutError: the client did not read its answer before the deadline.
     """
-    change = live.change
+    change = upstream.change
     try:
         async with asyncio.timeout_at(deadline):
-            chunk = live.first
+            chunk = upstream.first
             while chunk:
                 await client.write(chunk if change is None else change(chunk, False))
-                chunk = await _read(live)
+                chunk = await _read(upstream)
             if change is not None:
                 await client.write(change(b"", True))
     except TimeoutError:
@@ -109,27 +109,27 @@ async def _pass_on(live: WorkerStream, client: _ClientWriter, deadline: float) -
         raise _late() from None
 
 
-async def _continued(live: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
+async def _continued(upstream: WorkerStream, stream: ContinuedStream, deadline: float) -> AsyncIterator[bytes]:
     """Yield the pieces of a stream that another pair continues if its worker dies; some may be empty.
 
     Raises:
         EndedError: the answer is incomplete, and no other pair continues it.
     """
-    chunk = live.first
+    chunk = upstream.first
     while True:
         try:
             while chunk:
                 yield stream.feed(chunk)
                 if stream.failure is not None:
                     raise stream.failure
-                chunk = await _next_chunk(live, deadline)
+                chunk = await _next_chunk(upstream, deadline)
             yield stream.end()
             return
         except EndedError as error:
             ending = stream.ending
             again = await _go_on(stream, error, deadline) if ending is None else None
             if again is not None:
-                live, chunk = again, again.first
+                upstream, chunk = again, again.first
                 continue
             if ending is None and not stream.error_event:
                 raise
@@ -146,11 +146,11 @@ async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) ->
         return None
 
 
-async def _next_chunk(live: WorkerStream, deadline: float) -> bytes:
+async def _next_chunk(upstream: WorkerStream, deadline: float) -> bytes:
     """Return the next bytes, empty at the end. Raises EndedError on a failure or at the deadline."""
     try:
         async with asyncio.timeout_at(deadline):
-            return await _read(live)
+            return await _read(upstream)
     except TimeoutError:
         raise _late() from None
 
@@ -160,10 +160,10 @@ def _late() -> EndedError:
     return EndedError(text, 502, WORKER_FAILED)
 
 
-async def _read(live: WorkerStream) -> bytes:
+async def _read(upstream: WorkerStream) -> bytes:
     """Return the next bytes, empty at the end. Raises EndedError on a failure."""
     try:
-        return await live.response.content.readany()
+        return await upstream.response.content.readany()
     except EndedError:
         raise
     except (aiohttp.ClientError, OSError) as error:

@@ -103,10 +103,10 @@ class StreamProgress:
         if not can or error.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
             return None
         self._num_left -= 1
-        live = await self._again(self._resumed_body(), error)
-        if live is not None:
+        upstream = await self._again(self._resumed_body(), error)
+        if upstream is not None:
             self._rest, self.failure, self.error_event = b"", None, b""
-        return live
+        return upstream
 
     @property
     def _may_go_on(self) -> bool:

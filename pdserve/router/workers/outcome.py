@@ -186,7 +186,7 @@ def returned_headers(headers: CIMultiDictProxy[str]) -> CIMultiDict[str]:
     )
 
 
-async def read_whole(
+async def read_response(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
 ) -> WorkerResponse | ConnectionFailed:
     """POST and read the complete answer. Cancellation closes the connection."""
@@ -194,15 +194,15 @@ async def read_whole(
     if isinstance(response, ConnectionFailed):
         return response
     try:
-        whole = await response.read()
+        content = await response.read()
     except (aiohttp.ClientError, OSError) as error:
         return ConnectionFailed(worker, describe(error))
     finally:
         response.close()
-    return WorkerResponse(worker, response.status, returned_headers(response.headers), whole)
+    return WorkerResponse(worker, response.status, returned_headers(response.headers), content)
 
 
-async def open_live(
+async def open_stream(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
 ) -> WorkerStream | WorkerResponse | ConnectionFailed:
     """POST and wait for the first bytes of a good answer, or for a complete error response (status 400 or more).
