@@ -116,7 +116,7 @@ def pool_tokens(
             + (f" ({reserved_bytes >> 20} MB are left to steps and graphs)" if reserved_bytes else ""),
             field="max_total_tokens",
         )
-    return layout.tokens_in(layout.whole_pages(wanted))
+    return layout.round_down(wanted)
 
 
 def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:

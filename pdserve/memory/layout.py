@@ -89,6 +89,10 @@ class KVGroup:
         """Return the tokens that `num_pages` pages hold."""
         return num_pages * self.page_tokens
 
+    def bytes_of(self, num_pages: int) -> int:
+        """Return the bytes of `num_pages` pages."""
+        return num_pages * self.page_bytes
+
     def pages_in(self, num_bytes: int) -> int:
         """Return how many pages fit in `num_bytes` bytes, at least 1."""
         return max(1, num_bytes // self.page_bytes)
@@ -133,6 +137,10 @@ class KVLayout:
         """KV bytes of one page over all groups."""
         return sum(group.page_bytes for group in self.groups)
 
+    def bytes_of(self, num_pages: int) -> int:
+        """Return the KV bytes of `num_pages` pages over all groups."""
+        return num_pages * self.page_bytes
+
     def pages_for(self, num_tokens: Count) -> Count:
         """Return the pages that hold `num_tokens` tokens."""
         return pages_for(num_tokens, self.page_tokens)
@@ -140,6 +148,10 @@ class KVLayout:
     def whole_pages(self, num_tokens: int) -> int:
         """Return the pages that `num_tokens` tokens fill completely."""
         return num_tokens // self.page_tokens
+
+    def round_down(self, num_tokens: int) -> int:
+        """Return the tokens in the pages that `num_tokens` tokens fill completely."""
+        return self.tokens_in(self.whole_pages(num_tokens))
 
     def tokens_in(self, num_pages: int) -> int:
         """Return the tokens that `num_pages` pages hold."""

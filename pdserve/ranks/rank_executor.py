@@ -71,7 +71,7 @@ class RankExecutor:
         self._under_way: deque[_Step] = deque()
         self._offloads = itertools.count()
         coords = [coord.shape.coord(rank) for rank in range(coord.shape.num_ranks)]
-        self._page_bytes = sum(layout.of_rank(each).page_bytes for each in coords)
+        self._rank_layouts = [layout.of_rank(each) for each in coords]
         self._num_seen = [0] * table.num_rows
         """Number of pages of each row that a fingerprint has covered."""
         self.close_row = local.close_row
@@ -127,7 +127,7 @@ class RankExecutor:
         """See `Executor.offload`. When rank 0's call returns, every rank has its copy."""
         saved = self._local.offload(pages)
         self._rank_group.offloaded(next(self._offloads))
-        return _AllRanksPages(saved, len(pages) * self._page_bytes)
+        return _AllRanksPages(saved, sum(own.bytes_of(len(pages)) for own in self._rank_layouts))
 
     def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
         """See `Executor.restore`."""

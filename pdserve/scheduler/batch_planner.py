@@ -349,7 +349,7 @@ class PrefillManager:
         take = min(_num_unplanned(req), budget)
         if take < _num_unplanned(req):
             layout = self._context.memory.layout
-            aligned = layout.tokens_in(layout.whole_pages(req.planned + take)) - req.planned
+            aligned = layout.round_down(req.planned + take) - req.planned
             take = aligned if aligned > 0 else take
         if take <= 0:
             return 0

@@ -281,7 +281,7 @@ class SchedulerContext:
         lease = req.lease
         assert lease is not None and self.no_step_in_flight
         pages = lease.pages[: self.memory.num_pages(req.computed)]
-        num_bytes = len(pages) * self.memory.layout.page_bytes
+        num_bytes = self.memory.layout.bytes_of(len(pages))
         if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
             return False
         req.saved = self.executor.offload(pages)

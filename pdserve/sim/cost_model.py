@@ -77,7 +77,7 @@ class CostModelExecutor:
         self._clock = clock
         self._num_tokens = vocab_size - FIRST_TOKEN
         self._pools: list[npt.NDArray[np.uint8]] = [
-            np.zeros(num_pages * group.page_bytes, dtype=np.uint8) for group in layout.groups
+            np.zeros(group.bytes_of(num_pages), dtype=np.uint8) for group in layout.groups
         ]
         self._rows: set[int] = set()
         self._free_at = clock.now()
@@ -121,7 +121,7 @@ class CostModelExecutor:
 
     def offload(self, pages: Sequence[int]) -> HostPages:
         """See `Executor`."""
-        saved = _Saved(len(pages) * self._layout.page_bytes, len(pages))
+        saved = _Saved(self._layout.bytes_of(len(pages)), len(pages))
         self._copy(saved.num_bytes)
         return saved
 

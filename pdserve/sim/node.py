@@ -161,7 +161,7 @@ class SimNode:
             mixed_chunk_tokens=shape.mixed_chunk_tokens,
             saturation_tokens=shape.saturation_tokens,
             reserved_decode_tokens=shape.reserved_decode_tokens,
-            offload_bytes=shape.offload_pages * self.layout.page_bytes,
+            offload_bytes=self.layout.bytes_of(shape.offload_pages),
             prealloc_timeout_s=400.0,
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
             num_stages=shape.num_stages,

@@ -296,7 +296,7 @@ def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux
         for i, (num_bytes, region) in enumerate(zip(page_bytes, memory.kv_regions, strict=True)):
             if (last_pages[i] + 1) * num_bytes > region.num_bytes:
                 return f"page {last_pages[i]} lies outside the pool of group {layout.groups[i].name}"
-    if info.cached_tokens % layout.page_tokens:
+    if layout.round_down(info.cached_tokens) != info.cached_tokens:
         return f"cached_tokens is {info.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
     if (info.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {info.aux_slot} lies outside its buffer"

@@ -90,7 +90,7 @@ class KVPool:
         self.num_pages = num_pages
         self.null_page = num_pages
         dtype = torch_dtype(group.dtype)
-        raw = _allocate((num_pages + 1) * group.page_bytes, device, shareable)
+        raw = _allocate(group.bytes_of(num_pages + 1), device, shareable)
         self._all = raw.view(dtype).view(num_pages + 1, *group.page_shape)
         self.pages = self._all[:num_pages]
         self._block_rows = self._all.view(-1, group.page_tokens * group.head_dim)
@@ -99,7 +99,7 @@ class KVPool:
     @property
     def buffer(self) -> tuple[int, int]:
         """`(address, size in bytes)` of the pages, without the null page."""
-        return self.pages.data_ptr(), self.num_pages * self.group.page_bytes
+        return self.pages.data_ptr(), self.group.bytes_of(self.num_pages)
 
     @property
     def pages_as_bytes(self) -> Tensor:

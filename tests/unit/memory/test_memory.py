@@ -149,6 +149,8 @@ def test_positions_and_pages_are_numbers_or_arrays() -> None:
     assert index.tolist() == [0, 0, 1] and slots.tolist() == [0, 15, 0]
     assert GROUP.pages_for(np.array([0, 16, 17])).tolist() == [0, 1, 2]
     assert layout.pages_for(17) == 2 and layout.whole_pages(31) == 1 and layout.tokens_in(3) == 48
+    assert [layout.round_down(num_tokens) for num_tokens in (15, 16, 31, 32)] == [0, 16, 16, 32]
+    assert layout.bytes_of(3) == 48 * layout.token_bytes and layout.bytes_of(0) == 0
 
 
 @pytest.mark.parametrize(
