@@ -1,4 +1,6 @@
-"""The chaos run judges rightly: a wrong, a lost and a late answer are told apart, and each makes the run fail."""
+"""The chaos run judges rightly: it tells wrong, lost and late answers apart, and each fails the run. So does a
+secret that a stranger gets.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ from aiohttp import web
 from benchmarks.chaos import HealthWatch
 from benchmarks.chaos_farm import Use
 from benchmarks.chaos_faults import Injected
+from benchmarks.chaos_hostile import Trap
 from benchmarks.chaos_load import (
     ABORTED,
     CHAT,
@@ -266,3 +269,25 @@ async def test_health_is_measured_of_each_server_that_is_under_no_fault_itself()
     await runner.cleanup()
     assert {name for name, took in watch.worst.items() if took is not None} == {"sound", "broken"}
     assert set(watch.failures) == {"broken: status 503"}
+
+
+@pytest.mark.parametrize(
+    ("second_part", "num_secrets"),
+    [(b"X: y", 0), (b"Authorization: Bearer The-Token", 1), (b"pdserve-PROOF: 1", 1), (b"A: The-Token, The-Token", 1)],
+)
+async def test_a_secret_is_seen_in_all_that_a_visitor_sends(second_part: bytes, num_secrets: int) -> None:
+    trap = Trap("The-Token")
+    await trap.open("127.0.0.1")
+    reader, writer = await asyncio.open_connection("127.0.0.1", trap.port)
+    writer.write(b"GET /challenge HTTP/1.1\r\n\r\n")
+    assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+    assert (trap.num_visits, trap.num_secrets) == (1, 0)
+    half = len(second_part) // 2
+    writer.write(second_part[:half])
+    await writer.drain()
+    writer.write(second_part[half:] + b"\r\n\r\n")
+    writer.write_eof()
+    await reader.read()  # the trap has ended the visit
+    assert trap.num_secrets == num_secrets
+    writer.close()
+    await trap.close()
