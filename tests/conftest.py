@@ -5,6 +5,7 @@ Imports nothing heavy: with several workers the process that deals out the tests
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import os
 import zlib
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
     from tests.tiny import Family
@@ -60,6 +62,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
         dropped = set(left_out)
         items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Where a test has a longer time limit, pytest's `faulthandler_timeout` ends the process that much later."""
+    limit = item.get_closest_marker("timeout")
+    usual, hung = float(item.config.getini("timeout")), float(item.config.getini("faulthandler_timeout"))
+    if limit is not None and limit.args[0] > usual:
+        stderr = item.config.stash[fault_handler_stderr_fd_key]
+        faulthandler.dump_traceback_later(hung + limit.args[0] - usual, file=stderr, exit=True)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
