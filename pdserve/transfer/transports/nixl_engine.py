@@ -139,10 +139,13 @@ class Agent:
 
     def register(self, region: MemoryRegion, kind: KindOfMemory) -> None:
         """Register one region. Raises TransferError."""
+        failure = None
         try:
             self.native.register_memory([(region.address, region.num_bytes, kind.device, "")], kind.name)
         except Exception as error:
-            raise TransferError(f"nixl refuses {region}: {error!r}", code="bad_region", retryable=False) from None
+            failure = TransferError(f"nixl refuses {region}: {error!r}", code="bad_region", retryable=False)
+        if failure is not None:
+            raise failure  # without the engine's traceback, which would keep the agent alive
 
     def metadata(self) -> bytes:
         """Return the metadata that a sender needs to write here, with the regions registered so far."""
@@ -197,13 +200,16 @@ class Sender:
         """
         for region, kind in self._regions:
             self._agent.register(region, kind)
+        failure = None
         try:
             name = self._agent.native.add_remote_agent(metadata)
         except Exception as error:
             if type(error).__name__ == NO_CONNECTION:
-                message = f"nixl cannot connect to the peer. {UNREACHABLE_HINT}"
-                raise TransferError(message, code="peer_unreachable") from None
-            raise TransferError(f"nixl refuses the peer: {error!r}", code="bad_address", retryable=False) from None
+                failure = TransferError(f"nixl cannot connect to the peer. {UNREACHABLE_HINT}", code="peer_unreachable")
+            else:
+                failure = TransferError(f"nixl refuses the peer: {error!r}", code="bad_address", retryable=False)
+        if failure is not None:
+            raise failure  # without the engine's traceback, which would keep the agent alive
         self.peer = name.decode() if isinstance(name, bytes) else str(name)
         self._there = there
 
