@@ -86,16 +86,22 @@ class Operator:
 
 
 async def swap(url: str, crowd: Crowd, swaps: list[tuple[str, Server, Server]]) -> list[Outcome]:
-    """The crowd talks; meanwhile each (role, old, new) is swapped, when the old one has something to do."""
+    """The crowd talks; meanwhile each (role, old, new) is swapped, when the old one has something to do.
+
+    All at once: the crowd may have ended before a second swap after the first.
+    """
     async with aiohttp.ClientSession() as session:
         operator = Operator(session, url)
+
+        async def swap_one(role: str, old: Server, new: Server) -> None:
+            least = 4 if role == "decode" else 1
+            await operator.until(old, lambda state: state is not None and state["load"] >= least)
+            await operator.add(new, role)
+            await operator.drain(old)
+
         talking = asyncio.create_task(crowd.talk(url))
         async with asyncio.timeout(OPERATOR_S):
-            for role, old, new in swaps:
-                least = 4 if role == "decode" else 1
-                await operator.until(old, lambda state, least=least: state is not None and state["load"] >= least)
-                await operator.add(new, role)
-                await operator.drain(old)
+            await asyncio.gather(*(swap_one(*each) for each in swaps))
         return await talking
 
 
