@@ -433,7 +433,7 @@ def a_drain_that_cuts_requests_frees_all_pages(patch: Patch) -> None:
 
 
 def a_successor_is_its_predecessor(patch: Patch) -> None:
-    """A session is with whoever is at an endpoint."""
+    """A session belongs to an endpoint, whichever instance listens there."""
     found = Sessions.found
 
     def faithful(self: Sessions, event: PrefillFound) -> list[Notice]:

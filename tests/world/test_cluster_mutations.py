@@ -50,7 +50,7 @@ MUTANTS: list[tuple[Bug, str, int]] = [
     (bugs.a_drain_that_cuts_requests_frees_all_pages, "switches", 0),
     (bugs.a_successor_is_its_predecessor, "switches", 5),
 ]
-"""A bug; the kinds of faults that show it, of which it needs the first (empty: it needs none); a seed."""
+"""A bug, the kinds of faults that reveal it, and a seed. The bug needs the first kind; without kinds it needs none."""
 RAISES: dict[Bug, type[Exception]] = {bugs.an_ended_request_may_still_publish: KeyError}
 """What ends a seed with that bug, where no condition of the campaign fails before."""
 SLOW = {bugs.an_end_is_not_told}

@@ -127,7 +127,7 @@ def test_senders_to_a_peer_that_does_not_answer_are_destroyed(monkeypatch: pytes
 
         def connect(self, metadata: bytes, there: object) -> None:
             if len(made) == 2:
-                raise TransferError("nobody answers", code="peer_unreachable")
+                raise TransferError("no peer answers", code="peer_unreachable")
 
         def destroy(self) -> None:
             self.is_destroyed = True
@@ -138,7 +138,7 @@ def test_senders_to_a_peer_that_does_not_answer_are_destroyed(monkeypatch: pytes
     try:
         transport.register([MemoryRegion(memory.ctypes.data, memory.nbytes)])
         monkeypatch.setattr(nixl, "Sender", Sender)
-        with pytest.raises(TransferError, match="nobody answers"):
+        with pytest.raises(TransferError, match="no peer answers"):
             transport.connect(transport.address())
         assert [sender.is_destroyed for sender in made] == [True, True]
     finally:

@@ -49,7 +49,7 @@ def test_only_pages_that_the_receiver_lacks_are_published_and_sent(num_cached: i
     pair = Pair(net, prefill, decode, cached_tokens=num_cached * PAGE_TOKENS)
     (info,) = net.said(TransferInfo)
     assert isinstance(info, TransferInfo)
-    assert info.pages == (tuple(pair.theirs[0].pages[num_cached:]),), "shared pages are nobody's business"
+    assert info.pages == (tuple(pair.theirs[0].pages[num_cached:]),), "cached pages are not published"
     assert pair.sender.num_cached_tokens == info.cached_tokens == num_cached * PAGE_TOKENS
     assert decode.kv.counts()["pages_held_remote"] == 3 - num_cached + 1
     assert all(lease.held_by("remote") for lease in pair.theirs)
