@@ -193,7 +193,8 @@ def rank_main(start: RankStartInfo) -> None:
     if may_compute_natively(start.config):
         keep_openmp_from_spinning()
     try:
-        if start.config.kernels.device == "cuda" and start.config.parallel.dp_size > 1:
+        kernels, dp_size = start.config.kernels, start.config.parallel.dp_size
+        if kernels.device == "cuda" and (dp_size > 1 or kernels.base_gpu_id):
             os.environ[CUDA_DEVICES] = own_devices(start, os.environ.get(CUDA_DEVICES))
         if start.rank == 0:
             _lead(start)
@@ -224,7 +225,8 @@ def may_compute_natively(config: ServerConfig) -> bool:
 
 
 def own_devices(start: RankStartInfo, visible: str | None) -> str:
-    """Return the CUDA devices of this replica, one per rank on this host, after those of lower replicas.
+    """Return the CUDA devices of this replica, one per rank on this host, from `--base-gpu-id` on, after those of lower
+    replicas.
 
     `visible` is the given `CUDA_VISIBLE_DEVICES`; None: not set. The result must be set before torch is imported.
 
@@ -233,13 +235,15 @@ def own_devices(start: RankStartInfo, visible: str | None) -> str:
     """
     parallel = start.config.parallel
     count = parallel.shape.num_ranks // parallel.nnodes
-    first = start.dp_rank * count
+    base = start.config.kernels.base_gpu_id
+    first = base + start.dp_rank * count
     if visible is None:
         return ",".join(str(first + index) for index in range(count))
     devices = [name.strip() for name in visible.split(",") if name.strip()]
     if len(devices) < first + count:
-        needed = parallel.dp_size * count
-        raise ConfigError(f"{needed} ranks need a CUDA device each, {CUDA_DEVICES} has {visible!r}", field="dp_size")
+        needed, after = parallel.dp_size * count, f" from --base-gpu-id {base} on" if base else ""
+        message = f"{needed} ranks need a CUDA device each{after}, {CUDA_DEVICES} has {visible!r}"
+        raise ConfigError(message, field="base_gpu_id" if base else "dp_size")
     return ",".join(devices[first : first + count])
 
 

@@ -131,21 +131,45 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
         ConfigError: a flag is unknown or not supported, or its value is malformed or out of range.
     """
     _refuse_foreign_flags(argv)
-    values = _from_environment() | _parse(argv)
+    given = _parse(argv)
+    variables = {flag.field: flag for flag in _flags_in_environment() if flag.field not in given}
+    values = {field: _value_of_variable(flag) for field, flag in variables.items()} | given
     groups = {
         group: group_class(**{f.name: values[f.name] for f in dataclasses.fields(group_class) if f.name in values})
         for group, group_class in group_classes().items()
     }
     assert isinstance(groups["model"], ModelConfig)
     config = ServerConfig(**groups)
-    check(config)
+    try:
+        check(config)
+    except ConfigError as error:
+        if error.field not in variables:
+            raise
+        raise ConfigError(f"{variables[error.field].env}: {error}", field=error.field) from error
     return config
 
 
-def _from_environment() -> dict[str, str]:
-    """Return the values of flags that are set as environment variables, by field."""
-    given = ((flag.field, os.environ.get(flag.env, "").strip()) for flag in flags() if flag.env is not None)
-    return {field: value for field, value in given if value}
+def _flags_in_environment() -> Iterator[Flag]:
+    """Yield the flags whose environment variable is set."""
+    return (flag for flag in flags() if flag.env is not None and os.environ.get(flag.env, "").strip())
+
+
+def _value_of_variable(flag: Flag) -> int | float | str:
+    """Return the value of a flag from its environment variable, which is set. ConfigError names the variable.
+
+    The case of a value with choices does not matter.
+    """
+    assert flag.env is not None and flag.kind is not bool
+    text = os.environ[flag.env].strip()
+    if flag.choices:
+        if text.lower() not in flag.choices:
+            raise ConfigError(f"{flag.env} is {text!r}, but must be one of {', '.join(flag.choices)}", field=flag.field)
+        return text.lower()
+    try:
+        return flag.kind(text)
+    except ValueError as error:
+        kind = "a whole number" if flag.kind is int else "a number"
+        raise ConfigError(f"{flag.env} is {text!r}, but must be {kind}", field=flag.field) from error
 
 
 def _parse(argv: Sequence[str]) -> dict[str, Any]:

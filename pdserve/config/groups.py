@@ -12,6 +12,7 @@ from typing import Literal
 
 from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
+from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
 
 DisaggMode = Literal["null", "prefill", "decode"]
@@ -152,6 +153,17 @@ class ScheduleConfig:
     schedule_conservativeness: float = flag(
         1.0, help="above 1 reserves more memory for running requests: fewer retractions, smaller batches"
     )
+    init_new_token_ratio: float = flag(
+        0.7,
+        help="on a monolith: initial share of their remaining output tokens that memory is kept free for, for running "
+        "requests; times --schedule-conservativeness",
+        env="SGLANG_INIT_NEW_TOKEN_RATIO",
+    )
+    clip_max_new_tokens_estimation: int = flag(
+        4096,
+        help="on a monolith: most remaining output tokens of a request that this share is taken of",
+        env="SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION",
+    )
     num_reserved_decode_tokens: int = flag(512, help="tokens kept free for each request admitted by decode")
     disable_overlap_schedule: bool | None = flag(
         None, help="process each step's results before the next step is launched"
@@ -174,7 +186,9 @@ class DisaggConfig:
         "can reach, else mooncake",
     )
     disaggregation_bootstrap_port: int | None = flag(
-        None, help="port of the prefill server's bootstrap server; 0 picks a free one, 8998 when absent"
+        None,
+        help="on prefill: port of its bootstrap server, 0 picks a free one; on decode: port of the prefill servers "
+        "that requests without bootstrap_port name. 8998 when absent",
     )
     enable_pd_role_switch: bool = flag(
         True, help="POST /pd_role_switch may change disaggregation_mode while the server runs"
@@ -188,12 +202,22 @@ class DisaggConfig:
         help="on decode: comma-separated hosts, *.domains and networks, each with or without :port, that a request's "
         "bootstrap_host and bootstrap_port may name; any when absent",
     )
-    disaggregation_bootstrap_timeout_s: float = flag(300.0, help="seconds a request waits for its peer")
-    disaggregation_waiting_timeout_s: float = flag(
-        300.0, help="seconds decode waits for the KV cache after it has sent its page list"
+    disaggregation_bootstrap_timeout_s: float = flag(
+        300.0, help="seconds a request waits for its peer", env="SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
     )
-    disaggregation_heartbeat_interval_s: float = flag(2.0, help="seconds between heartbeats to a peer")
-    disaggregation_heartbeat_misses: int = flag(3, help="missed heartbeats after which a peer counts as dead")
+    disaggregation_waiting_timeout_s: float = flag(
+        300.0,
+        help="seconds decode waits for the KV cache after it has sent its page list",
+        env="SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+    )
+    disaggregation_heartbeat_interval_s: float = flag(
+        2.0, help="seconds between heartbeats to a peer", env="SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
+    )
+    disaggregation_heartbeat_misses: int = flag(
+        3,
+        help="missed heartbeats after which a peer counts as dead",
+        env="SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE",
+    )
     disaggregation_silent_peer_timeout_s: float = flag(
         30.0, help="seconds after which the session with a silent peer ends and decode fences that peer's writes"
     )
@@ -220,7 +244,9 @@ class DisaggConfig:
         None, help="on prefill: the only accepted dp_size of decode servers; detected when absent"
     )
     disaggregation_prefill_pp: int | None = flag(
-        None, help="on prefill: its own pp_size, for compatibility with SGLang; must equal pp_size"
+        None,
+        help="on decode: the only accepted pp_size of prefill servers, detected when absent; on prefill: must equal "
+        "its own pp_size",
     )
     disaggregation_load_failure_policy: LoadFailurePolicy = flag(
         "fail",
@@ -247,6 +273,9 @@ class KernelConfig:
     """Device, kernels and CPU threads of the model."""
 
     device: Literal["auto", "cpu", "cuda"] = flag("auto", help="auto: cuda if torch finds a GPU, else cpu")
+    base_gpu_id: int = flag(
+        0, help="on CUDA: the server's first GPU; with CUDA_VISIBLE_DEVICES, its index in that list"
+    )
     attention_backend: AttentionBackend = flag(
         "auto",
         help="implementation of paged attention. auto: on CUDA flashinfer if it is installed and supports the model, "
@@ -255,6 +284,7 @@ class KernelConfig:
     cuda_graph_max_bs: int | None = flag(
         None,
         help="on CUDA: largest decode batch captured as a CUDA graph; --max-running-requests, at most 256, when absent",
+        names=("--cuda-graph-max-bs-decode",),
     )
     disable_cuda_graph: bool = flag(False, help="on CUDA: run decode steps without CUDA graphs")
     cpu_kernels: Literal["auto", "native", "torch"] = flag(
@@ -353,7 +383,9 @@ class ObserveConfig:
         help="log hashes of each request's KV, before it is sent and after it has arrived, as JSON lines to stdout, a "
         "directory, or a .jsonl file; python -m pdserve.observe.compare_kv compares them",
     )
-    log_level: Literal["debug", "info", "warning", "error"] = flag("info", help="minimum level of log messages")
+    log_level: Literal["debug", "info", "warning", "error"] = flag(
+        "info", help="minimum level of log messages", env="SGLANG_LOG_LEVEL"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -370,3 +402,4 @@ class ServerConfig:
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()
+    accepted: AcceptedConfig = AcceptedConfig()

@@ -26,7 +26,6 @@ PREFILL_FIELDS = frozenset(
         "disaggregation_layerwise_groups",
         "disaggregation_decode_tp",
         "disaggregation_decode_dp",
-        "disaggregation_prefill_pp",
     }
 )
 DECODE_FIELDS = frozenset({"num_reserved_decode_tokens", "mixed_chunk_size"})

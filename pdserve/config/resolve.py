@@ -62,6 +62,8 @@ def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfi
     resolved, choices = fill_in(config, look_at_machine() if machine is None else machine)
     for choice in choices:
         log.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+    for line in without_effect(resolved):
+        log.warning("%s", line)
     return resolved
 
 
@@ -76,6 +78,28 @@ def fill_in(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, list[
     check(config)
     _check_together(config, machine)
     return config, choices
+
+
+def without_effect(config: ServerConfig) -> list[str]:
+    """Return a line for each given flag that changes nothing on this server, with the reason. Other flags of SGLang
+    that pdserve does not honour are refused.
+    """
+    lines = list(config.accepted.notes())
+    kernels, schedule, mode = config.kernels, config.schedule, config.disagg.disaggregation_mode
+    defaults = ServerConfig()
+    if kernels.device == "cpu":
+        for field in ("base_gpu_id", "cuda_graph_max_bs", "disable_cuda_graph"):
+            if getattr(kernels, field) != getattr(defaults.kernels, field):
+                lines.append(f"--{field.replace('_', '-')} has no effect: --device is cpu")
+    reasons = {
+        "prefill": "a prefill server generates one token of a request",
+        "decode": "a decode server keeps --num-reserved-decode-tokens free for each request, and room for the largest",
+    }
+    if mode in reasons:
+        for field in ("init_new_token_ratio", "clip_max_new_tokens_estimation"):
+            if getattr(schedule, field) != getattr(defaults.schedule, field):
+                lines.append(f"--{field.replace('_', '-')} has no effect: {reasons[mode]}")
+    return lines
 
 
 def _device(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
@@ -134,9 +158,13 @@ def _disaggregation_host(config: ServerConfig, machine: Machine) -> tuple[Server
 
 
 def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
-    if config.disagg.disaggregation_bootstrap_port is not None or config.disagg.disaggregation_mode != "prefill":
-        return None
-    return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, "SGLang's default")
+    port, mode = config.disagg.disaggregation_bootstrap_port, config.disagg.disaggregation_mode
+    if mode == "prefill" and port is None:
+        return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, "SGLang's default")
+    if mode == "decode" and not port:
+        reason = "SGLang's default, for requests without bootstrap_port"
+        return _set(config, "disagg", "disaggregation_bootstrap_port", BOOTSTRAP_PORT, reason)
+    return None
 
 
 STEPS: tuple[Step, ...] = (
@@ -154,7 +182,7 @@ MODES: Mapping[str, tuple[DisaggMode, ...]] = {
     "disaggregation_layerwise_transfer": ("prefill",),
     "disaggregation_decode_tp": ("prefill",),
     "disaggregation_decode_dp": ("prefill",),
-    "disaggregation_prefill_pp": ("prefill",),
+    "disaggregation_prefill_pp": ("prefill", "decode"),
     "disaggregation_decode_enable_radix_cache": ("decode",),
     "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
     "disaggregation_allowed_prefill": ("decode", "prefill"),  # a prefill server may become a decode server
@@ -171,6 +199,8 @@ def for_mode(given: ServerConfig, mode: DisaggMode) -> ServerConfig:
     defaults = {field.name: field.default for field in dataclasses.fields(DisaggConfig)}
     left_out = {field: defaults[field] for field, modes in MODES.items() if mode not in modes}
     changes: dict[str, Any] = left_out | {"disaggregation_mode": mode}
+    if mode != given.disagg.disaggregation_mode:
+        changes["disaggregation_prefill_pp"] = None  # it means this server on prefill, and its peers on decode
     return dataclasses.replace(given, disagg=dataclasses.replace(given.disagg, **changes))
 
 
@@ -207,7 +237,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             "this host",
             field="disaggregation_host",
         )
-    if disagg.disaggregation_prefill_pp not in (None, config.parallel.pp_size):
+    if mode == "prefill" and disagg.disaggregation_prefill_pp not in (None, config.parallel.pp_size):
         raise ConfigError(
             f"--disaggregation-prefill-pp is {disagg.disaggregation_prefill_pp}, but --pp-size is "
             f"{config.parallel.pp_size}",

@@ -8,15 +8,15 @@ from __future__ import annotations
 _NAMES = """
 abort-on-priority-when-disabled allow-auto-truncate allowed-media-domains
 asr-max-buffer-seconds asr-max-concurrent-sessions attention-context-parallel-size attention-data-parallel-size
-attn-cp-size attn-dp-size base-gpu-id batch-notify-size bf16-gemm-backend boundary-reduction
+attn-cp-size attn-dp-size batch-notify-size bf16-gemm-backend boundary-reduction
 bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
 checkpoint-engine-wait-weights-before-ready collect-tokens-histogram completion-template config
 context-bucket cp-strategy cpu-offload-gb crash-dump-folder cuda-graph-backend-decode cuda-graph-backend-prefill
-cuda-graph-bs cuda-graph-bs-decode cuda-graph-bs-prefill cuda-graph-config cuda-graph-max-bs-decode
+cuda-graph-bs cuda-graph-bs-decode cuda-graph-bs-prefill cuda-graph-config
 cuda-graph-max-bs-prefill cuda-graph-max-seq-len-prefill cuda-graph-prefill-max-context custom-weight-loader
 dcp-comm-backend dcp-replicate-q-proj dcp-size debug-cuda-graph debug-tensor-dump-inject debug-tensor-dump-input-file
 debug-tensor-dump-layers debug-tensor-dump-output-folder decode-attention-backend decode-context-parallel-size
-decode-log-interval decoupled-spec-bind-endpoint decoupled-spec-connect-endpoints decoupled-spec-rank
+decoupled-spec-bind-endpoint decoupled-spec-connect-endpoints decoupled-spec-rank
 decoupled-spec-role decrypted-config-file decrypted-draft-config-file deepep-config deepep-dispatcher-output-dtype
 deepep-mode deepep-v2-mode default-chat-template-kwargs default-priority-value delete-ckpt-after-loading
 detokenizer-worker-num disable-aiter-allreduce-fusion-in-decode disable-aiter-allreduce-fusion-in-prefill
@@ -25,7 +25,7 @@ disable-custom-all-reduce disable-decode-cuda-graph disable-fast-image-processor
 disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory disable-outlines-disk-cache
 disable-prefill-cuda-graph disable-priority-preemption disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
-disaggregation-decode-host-receive-threshold disaggregation-decode-polling-interval
+disaggregation-decode-host-receive-threshold
 disaggregation-decode-retraction-backup dist-timeout dllm-algorithm
 dllm-algorithm-config dllm-block-size dllm-fdfo download-dir ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
@@ -36,7 +36,7 @@ enable-aiter-allreduce-fusion enable-amd-monokernel enable-attn-tp-input-scatter
 enable-cache-report enable-cp-decode-attn-tp enable-cudagraph-gc enable-custom-logit-processor
 enable-decoder-swa-bounded-replay enable-deepseek-v4-fp4-indexer enable-dense-mlp-attn-tp enable-double-sparsity
 enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weights-cpu-backup
-enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer enable-dynamic-chunking
+enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer
 enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-expert-distribution-metrics
 enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics
 enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache
@@ -44,12 +44,12 @@ enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-ht
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
 enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache enable-lora
 enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
-enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis enable-mixed-chunk
+enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis
 enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection
 enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
 enable-page-major-kv-layout enable-paged-experts enable-pdmux enable-piecewise-cuda-graph
 enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
-enable-priority-scheduling enable-profile-cuda-graph enable-quant-communications enable-request-time-stats-logging
+enable-priority-scheduling enable-profile-cuda-graph enable-quant-communications
 enable-response-store enable-return-aux-hidden-states enable-return-hidden-states enable-return-indexer-topk
 enable-return-routed-experts enable-scattered-sconv enable-session-radix-cache enable-shared-experts-attn-tp
 enable-single-batch-overlap enable-ssl-refresh enable-streaming-session enable-strict-thinking enable-symm-mem
@@ -88,8 +88,8 @@ mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-chec
 model-loader-extra-config modelexpress-config modelopt-checkpoint-restore-path modelopt-checkpoint-save-path
 modelopt-export-path modelopt-quant moe-a2a-backend moe-data-parallel-size moe-dense-tp-size moe-dp-size
 moe-runner-backend monokernel-backend mooncake-ib-device msprobe-dump-config multi-item-scoring-delimiter
-nccl-init-addr nccl-port nsa-decode-backend nsa-prefill-backend num-continuous-decode-steps numa-node
-offload-group-size offload-mode offload-num-in-group offload-prefetch-step optimistic-prefill-attempts
+nccl-init-addr nsa-decode-backend nsa-prefill-backend num-continuous-decode-steps numa-node
+offload-group-size offload-mode offload-num-in-group offload-prefetch-step
 otlp-service-name paged-experts-num-resident pdmux-config-path piecewise-cuda-graph-compiler
 piecewise-cuda-graph-max-tokens piecewise-cuda-graph-tokens ple-offload-backend ple-offload-dir ple-offload-embedding
 pp-async-batch-depth pp-max-micro-batch-size pre-warm-nccl preferred-sampling-params prefill-attention-backend
@@ -128,7 +128,7 @@ triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-conten
 unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
 use-ray uvicorn-access-log-exclude-prefixes warmups watermark-config weight-cache-mode
 weight-cache-socket weight-cache-timeout weight-loader-disable-mmap weight-loader-drop-cache-after-load
-weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads weight-version
+weight-loader-prefetch-checkpoints weight-loader-prefetch-num-threads
 """
 
 SGLANG_FLAGS: frozenset[str] = frozenset(f"--{name}" for name in _NAMES.split())

@@ -42,6 +42,7 @@ def check(config: ServerConfig) -> None:
     _between("cpu_nice", config.kernels.cpu_nice, 0, MAX_NICENESS)
     if config.kernels.cpu_pin is not None:
         check_cores(config.kernels.cpu_pin)
+    _between("base_gpu_id", config.kernels.base_gpu_id, 0, MAX_RANKS)
     _between("cuda_graph_max_bs", config.kernels.cuda_graph_max_bs, 1, MAX_GRAPH_ROWS)
     _check_grammar(config.grammar)
     _between("port", config.serving.port, 0, 65535)
@@ -49,6 +50,7 @@ def check(config: ServerConfig) -> None:
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
     _check_host("host", config.serving.host)
     config.access.check()
+    config.accepted.check()
     _check_observe(config.observe)
 
 
@@ -130,6 +132,9 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
         _at_least("max_queued_requests", schedule.max_queued_requests, 1, "at least 1, or -1 for no bound")
     _at_least("max_prefill_tokens", schedule.max_prefill_tokens, 1)
     _at_least("num_reserved_decode_tokens", schedule.num_reserved_decode_tokens, 0)
+    _at_least("clip_max_new_tokens_estimation", schedule.clip_max_new_tokens_estimation, 1)
+    if not 0 < schedule.init_new_token_ratio <= 1:
+        _refuse("init_new_token_ratio", schedule.init_new_token_ratio, "must be above 0 and at most 1")
     for field, number in (
         ("schedule_aging_s", schedule.schedule_aging_s),
         ("schedule_conservativeness", schedule.schedule_conservativeness),

@@ -150,6 +150,8 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
         prefill_tokens=schedule.max_prefill_tokens,
         reserved_decode_tokens=schedule.num_reserved_decode_tokens,
         conservativeness=schedule.schedule_conservativeness,
+        init_new_token_ratio=schedule.init_new_token_ratio,
+        clip_tokens=schedule.clip_max_new_tokens_estimation,
         offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
         layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
         prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,

@@ -178,7 +178,7 @@ def make_manager(
         shape=config.parallel.shape,
         dp_size=config.parallel.dp_size,
         dp_attention=config.parallel.enable_dp_attention,
-        decode_sizes=_decode_sizes(config),
+        peer_sizes=_peer_sizes(config),
         ranks=start.ranks,
         aux=aux,
         facts=start.handshake,
@@ -239,10 +239,13 @@ def _register(
     register_route(own_address, bootstrap_port, route, token)
 
 
-def _decode_sizes(config: ServerConfig) -> dict[str, int]:
-    """The TP and DP sizes that decode servers must have, where flags fix them."""
+def _peer_sizes(config: ServerConfig) -> dict[str, int]:
+    """The parallel sizes that peers must have, where flags fix them."""
+    disagg = config.disagg
     given = {
-        "disaggregation_decode_tp": config.disagg.disaggregation_decode_tp,
-        "disaggregation_decode_dp": config.disagg.disaggregation_decode_dp,
+        "disaggregation_decode_tp": disagg.disaggregation_decode_tp,
+        "disaggregation_decode_dp": disagg.disaggregation_decode_dp,
     }
+    if disagg.disaggregation_mode == "decode":
+        given["disaggregation_prefill_pp"] = disagg.disaggregation_prefill_pp
     return {field: size for field, size in given.items() if size is not None}

@@ -82,6 +82,10 @@ class StepLimits:
     prefill_tokens: int = 16384
     reserved_decode_tokens: int = 512
     conservativeness: float = 1.0
+    init_new_token_ratio: float = 0.7
+    """See `NewTokenRatio`."""
+    clip_tokens: int = 4096
+    """Most remaining output tokens a request is charged for; few requests use up a larger `max_new_tokens`."""
     offload_bytes: int = 0
     prealloc_timeout_s: float = 300.0
     """Seconds that decode lets a request wait for its session and memory."""

@@ -15,21 +15,21 @@ from pdserve.scheduler.request import Req
 
 RETRACT_STEPS = 16
 """Retraction frees enough memory for this many further steps of the remaining requests, so that it stays rare."""
-CLIP_TOKENS = 4096
-"""Most remaining output tokens a request is charged for; few requests use up a larger `max_new_tokens`."""
 
 
 class NewTokenRatio:
     """The share of their remaining output that running requests are expected to use (as SGLang's `new_token_ratio`).
 
-    The ratio starts high and falls with each decode step. Retraction raises it to the measured use.
+    The ratio starts high, at `init` times `conservativeness`, and falls with each decode step. Retraction raises it to
+    the measured use. `clip_tokens`: see `StepLimits`.
     """
 
-    INIT, LEAST, DECAY_STEPS = 0.7, 0.098, 600
+    LEAST_SHARE, DECAY_STEPS = 0.14, 600
 
-    def __init__(self, conservativeness: float) -> None:
-        self._init = min(1.0, self.INIT * conservativeness)
-        self._least = min(self._init, self.LEAST * conservativeness)
+    def __init__(self, init: float, conservativeness: float, clip_tokens: int) -> None:
+        self._clip_tokens = clip_tokens
+        self._init = min(1.0, init * conservativeness)
+        self._least = min(self._init, self.LEAST_SHARE * init * conservativeness)
         self._decay = (self._init - self._least) / self.DECAY_STEPS
         self.value = self._init
 
@@ -48,7 +48,7 @@ class NewTokenRatio:
         each.
         """
         used = sum(len(req.output_ids) + RETRACT_STEPS for req in reqs)
-        allowed = sum(len(req.output_ids) + min(req.num_remaining, CLIP_TOKENS) for req in reqs)
+        allowed = sum(len(req.output_ids) + min(req.num_remaining, self._clip_tokens) for req in reqs)
         self.value = max(self.value, min(1.0, used / max(1, allowed)))
 
 
@@ -58,7 +58,8 @@ class DecodeBatch:
     def __init__(self, context: SchedulerContext, retract: Callable[[Req], None]) -> None:
         self._context = context
         self._retract = retract
-        self.ratio = NewTokenRatio(context.limits.conservativeness)
+        limits = context.limits
+        self.ratio = NewTokenRatio(limits.init_new_token_ratio, limits.conservativeness, limits.clip_tokens)
         self.reqs: dict[str, Req] = {}
 
     def add(self, req: Req) -> None:
@@ -73,7 +74,7 @@ class DecodeBatch:
 
     def expected_tokens(self) -> float:
         """KV token slots that the running requests are still expected to take: whole pages."""
-        left = sum(min(req.num_remaining, CLIP_TOKENS) for req in self.reqs.values())
+        left = sum(min(req.num_remaining, self._context.limits.clip_tokens) for req in self.reqs.values())
         return self.ratio.value * left + self._context.memory.layout.tokens_in(len(self.reqs))
 
     def plan(self) -> list[BatchRow]:

@@ -107,6 +107,7 @@ class ServerContext:
             stream=stream,
             dp_size=self.config.parallel.dp_size,
             allowed_prefill=self.config.disagg.allowed_prefill,
+            default_port=self.config.disagg.disaggregation_bootstrap_port,
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
         )
 

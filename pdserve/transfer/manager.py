@@ -73,7 +73,7 @@ class KVArgs:
     shape: ParallelShape = ParallelShape()
     dp_size: int = 1
     dp_attention: bool = False
-    decode_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    peer_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """See `check_hello`."""
     ranks: tuple[RankMemory, ...]
     aux: MetadataBuffers
@@ -137,7 +137,7 @@ class KVManager:
             self.receivers,
             lambda session: self.send_side.outgoing.writes_in(session),
             args.secret,
-            args.decode_sizes,
+            args.peer_sizes,
         )
         self.send_side = SendSide(
             ChunkPlanner(

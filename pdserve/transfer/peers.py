@@ -187,11 +187,10 @@ class SenderQuiesced:
 Notice = PeerReady | DialFailed | PeerLost | SenderQuiesced | Message
 
 
-def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> None:
+def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int]) -> None:
     """Check that a session may begin: all facts are equal, and the parallel sizes of both replicas work together.
 
-    `decode_sizes` maps flag names to the sizes that a decode server must have, where a prefill server was started with
-    such flags.
+    `peer_sizes` maps flag names to the sizes that the peer must have, where this server was started with such flags.
 
     Raises:
         HandshakeError: naming the first field that does not match.
@@ -203,8 +202,12 @@ def check_hello(ours: Hello, theirs: Hello, decode_sizes: Mapping[str, int]) -> 
     decode, prefill = (ours, theirs) if theirs.answer else (theirs, ours)  # decode dials, prefill answers
     check_shapes(prefill.shape, decode.shape)
     tp_size = decode.tp_size * decode.dp_size if decode.dp_attention else decode.tp_size  # the value of its flag
-    sizes = {"disaggregation_decode_tp": tp_size, "disaggregation_decode_dp": decode.dp_size}
-    for field, size in decode_sizes.items():
+    sizes = {
+        "disaggregation_decode_tp": tp_size,
+        "disaggregation_decode_dp": decode.dp_size,
+        "disaggregation_prefill_pp": prefill.pp_size,
+    }
+    for field, size in peer_sizes.items():
         if sizes[field] != size:
             raise HandshakeError(field, size, sizes[field])
 

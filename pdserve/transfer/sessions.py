@@ -56,7 +56,7 @@ ACK_DELAY_S = 0.02
 
 
 class Sessions:
-    """All peers of this process. `me` is our handshake; for `decode_sizes` see `check_hello`.
+    """All peers of this process. `me` is our handshake; for `peer_sizes` see `check_hello`.
 
     `secret` is shared by our ranks only. `writes_in(session)` is True while we may still write to pages that a peer
     published in that session.
@@ -75,10 +75,10 @@ class Sessions:
         receivers: SessionReceivers,
         writes_in: Callable[[int], bool],
         secret: str,
-        decode_sizes: Mapping[str, int] | None = None,
+        peer_sizes: Mapping[str, int] | None = None,
     ) -> None:
         self.instance = instance
-        self._decode_sizes = decode_sizes or {}
+        self._peer_sizes = peer_sizes or {}
         self._me = me
         self._wire = wire
         self._socket = socket
@@ -356,7 +356,7 @@ class Sessions:
         notices += self._heard(peer)
         self._owe_ack(peer, packet.seq)
         try:
-            check_hello(self._me, hello, self._decode_sizes)
+            check_hello(self._me, hello, self._peer_sizes)
         except HandshakeError as error:
             self.send(peer, Refusal(field=error.field, message=str(error)))
             return notices + self._refused(peer, error.field, str(error))

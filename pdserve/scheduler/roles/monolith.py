@@ -9,7 +9,6 @@ from __future__ import annotations
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
-from pdserve.scheduler.decode_batch import CLIP_TOKENS
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import MixedBatchRole
 
@@ -51,7 +50,8 @@ class MonolithRole(MixedBatchRole):
     def _headroom_tokens(self, req: Req) -> float:
         """Return the token slots that must stay free when `req` starts."""
         running, active = self._batch_planner.running, self._batch_planner.prefilling.active
-        starting = sum(min(other.num_remaining, CLIP_TOKENS) for other in (req, *active.values()))
+        clip_tokens = self._context.limits.clip_tokens
+        starting = sum(min(other.num_remaining, clip_tokens) for other in (req, *active.values()))
         return running.expected_tokens() + running.ratio.value * starting
 
     def _timing(self, req: Req) -> RequestTiming:

@@ -172,13 +172,15 @@ def rooms_of(
     n: int,
     allowed: HostPatterns | None = None,
     *,
+    default_port: int | None = None,
     fake_rooms: bool = False,
 ) -> list[RoomAddress] | list[None]:
     """Return the room address of each sequence; all None on a unified server.
 
     `body` has `bootstrap_host`, `bootstrap_port`, `bootstrap_room`: scalars or lists. `allowed`: the only prefill
-    addresses that a request to a decode server may name; None: any. `fake_rooms`: clients may name
-    `FAKE_BOOTSTRAP_HOST`, because this server moves no KV cache.
+    addresses that a request to a decode server may name; None: any. `default_port`: on a decode server, the port of a
+    sequence without a `bootstrap_port`. `fake_rooms`: clients may name `FAKE_BOOTSTRAP_HOST`, because this server moves
+    no KV cache.
 
     Raises:
         RequestError: 400 naming the field that is missing or wrong.
@@ -204,6 +206,7 @@ def rooms_of(
         if port is not None and not 1 <= port <= 65535:
             raise RequestError(f"bootstrap_port must be in [1, 65535], got {port}", field="bootstrap_port")
     if mode == "decode":
+        ports = [default_port if port is None else port for port in ports]
         _check_prefill_addresses(set(zip(hosts, ports, strict=True)), allowed)
     trio = zip(hosts, ports, rooms, strict=True)
     return [RoomAddress(host=host or "", port=port, room=room) for host, port, room in trio]
@@ -293,13 +296,14 @@ def make_requests(
     stream: bool,
     dp_size: int = 1,
     allowed_prefill: HostPatterns | None = None,
+    default_port: int | None = None,
     fake_rooms: bool = False,
 ) -> list[RequestState]:
     """Build all sequences of a body from the requests of its prompts (`prompt_request`).
 
-    `body` has the bootstrap fields, `rid` and `priority`. `fake_rooms`: see `rooms_of`. Each request has a unique
-    internal `rid` that is never reused. So late outputs of an aborted request cannot reach another request to which the
-    client gave the same `rid`.
+    `body` has the bootstrap fields, `rid` and `priority`. `default_port`, `fake_rooms`: see `rooms_of`. Each request
+    has a unique internal `rid` that is never reused. So late outputs of an aborted request cannot reach another request
+    to which the client gave the same `rid`.
 
     Raises:
         RequestError: 400 naming the field.
@@ -309,7 +313,7 @@ def make_requests(
         message = f"data_parallel_rank must be in [0, {dp_size}), the replicas of this server, got {rank}"
         raise RequestError(message, field="data_parallel_rank")
     check_num_sequences(prompts, n)
-    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill, fake_rooms=fake_rooms)
+    rooms = rooms_of(body, mode, len(prompts), n, allowed_prefill, default_port=default_port, fake_rooms=fake_rooms)
     names = [name for name in _names(body.rid, len(prompts)) for _ in range(n)]
     batch = body.rid if isinstance(body.rid, str) and len(prompts) > 1 else None
     arrival_s = time.time()

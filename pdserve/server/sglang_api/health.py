@@ -25,9 +25,8 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from pdserve.base.hosts import HostPatterns
 from pdserve.base.stream_state import ROLE_HEADER
-from pdserve.config.groups import DisaggMode
+from pdserve.config.groups import DisaggConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import (
     FAKE_BOOTSTRAP_HOST,
@@ -262,9 +261,7 @@ class PairProbes:
         context = self._context
         body = convert(await read_json_object(request, context.max_body_bytes), PairProbeBody)
         await require_alive(context)
-        probe = make_probe(
-            body, context.mode, context.client.require_ready().vocab_size, context.config.disagg.allowed_prefill
-        )
+        probe = make_probe(body, context.client.require_ready().vocab_size, context.config.disagg)
         if context.client.paused:
             return _busy("generation is paused")
         if self._num_running >= MAX_PROBES:
@@ -356,16 +353,15 @@ class PairProbes:
         return None if age_s is None or age_s > time.monotonic() - asked_s else state
 
 
-def make_probe(
-    body: PairProbeBody, mode: DisaggMode, vocab_size: int, allowed_prefill: HostPatterns | None = None
-) -> GenerateRequest:
+def make_probe(body: PairProbeBody, vocab_size: int, disagg: DisaggConfig) -> GenerateRequest:
     """Create the request of a probe. Prefill and decode derive the same prompt from the same room.
 
     Raises:
         RequestError: 400 naming the field of the address that is missing or wrong.
     """
     address = _Addressed(body.bootstrap_host, body.bootstrap_port, body.bootstrap_room)
-    (room,) = rooms_of(address, mode, 1, 1, allowed_prefill)
+    mode, default_port = disagg.disaggregation_mode, disagg.disaggregation_bootstrap_port
+    (room,) = rooms_of(address, mode, 1, 1, disagg.allowed_prefill, default_port=default_port)
     return GenerateRequest(
         rid=f"health-{uuid.uuid4().hex}",
         input_ids=[0 if room is None else room.room % vocab_size],

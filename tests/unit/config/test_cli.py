@@ -57,6 +57,57 @@ def test_a_foreign_flag_is_refused_with_an_equals_sign_too(word: str) -> None:
         parse_server_args([*MODEL, word])
 
 
+VARIABLES = {
+    "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT": ("60", "disaggregation_bootstrap_timeout_s", 60.0),
+    "SGLANG_DISAGGREGATION_WAITING_TIMEOUT": ("600", "disaggregation_waiting_timeout_s", 600.0),
+    "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL": ("5.0", "disaggregation_heartbeat_interval_s", 5.0),
+    "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE": ("2", "disaggregation_heartbeat_misses", 2),
+    "SGLANG_INIT_NEW_TOKEN_RATIO": ("0.5", "init_new_token_ratio", 0.5),
+    "SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION": ("1024", "clip_max_new_tokens_estimation", 1024),
+    "SGLANG_LOG_LEVEL": ("WARNING", "log_level", "warning"),
+}
+
+
+def field_of(config: ServerConfig, name: str) -> object:
+    """The value of a field of any group."""
+    return {name: value for group in dataclasses.asdict(config).values() for name, value in group.items()}[name]
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_a_variable_of_sglang_replaces_an_absent_flag(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text, field, value = VARIABLES[variable]
+    monkeypatch.setenv(variable, f" {text} ")
+    assert field_of(parse_server_args(MODEL), field) == value
+    given = "error" if field == "log_level" else "1"
+    assert str(field_of(parse_server_args([*MODEL, f"--{field.replace('_', '-')}={given}"]), field)) in (given, "1.0")
+    monkeypatch.setenv(variable, "")
+    assert field_of(parse_server_args(MODEL), field) == field_of(ServerConfig(), field)
+    for bad in ("x", "-1", "nan"):
+        monkeypatch.setenv(variable, bad)
+        with pytest.raises(ConfigError, match=f"^{variable}.*but must") as caught:
+            parse_server_args(MODEL)
+        assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--nccl-port 0", "nccl_port"),
+        ("--nccl-port x", "nccl_port"),
+        ("--nccl-port 65536", "nccl_port"),
+        ("--decode-log-interval 0", "decode_log_interval"),
+        ("--disaggregation-decode-polling-interval 0", "disaggregation_decode_polling_interval"),
+        ("--optimistic-prefill-attempts=-1", "optimistic_prefill_attempts"),
+        ("--base-gpu-id=-1", "base_gpu_id"),
+        ("--enable-mixed-chunk=maybe", "enable_mixed_chunk"),
+    ],
+)
+def test_a_flag_without_effect_must_still_have_a_valid_value(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_server_args([*MODEL, *words.split()])
+    assert caught.value.field == field
+
+
 def test_an_unknown_flag_names_what_comes_close() -> None:
     with pytest.raises(ConfigError, match=r"no such flag; did you mean .*--page-size"):
         parse_server_args([*MODEL, "--page-sise", "16"])

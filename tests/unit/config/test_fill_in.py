@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pdserve.config.cli import parse_server_args
-from pdserve.config.resolve import Choice, Machine, fill_in, look_at_machine, resolve
+from pdserve.config.resolve import Choice, Machine, fill_in, for_mode, look_at_machine, resolve, without_effect
 from pdserve.errors import ConfigError
 
 CPU = Machine(has_cuda=False, num_cores=2)
@@ -51,7 +51,8 @@ def test_steps_that_decode_take_no_more_than_others(words: str) -> None:
 def test_what_was_given_stays_as_it_is() -> None:
     words = (
         "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "
-        "--served-model-name n --disaggregation-mode decode --disaggregation-host node1 --disable-overlap-schedule"
+        "--served-model-name n --disaggregation-mode decode --disaggregation-host node1 --disable-overlap-schedule "
+        "--disaggregation-bootstrap-port 9000"
     )
     given = parse_server_args(["--model-path", "m", *words.split()])
     resolved, chosen = fill_in(given, CPU)
@@ -86,6 +87,53 @@ def test_what_contradicts_the_machine_or_itself_is_refused(words: str, field: st
     with pytest.raises(ConfigError) as caught:
         choices(words)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("words", ["", "--disaggregation-bootstrap-port 0"])
+def test_decode_looks_for_prefill_at_sglang_s_port(words: str) -> None:
+    assert choices(f"--disaggregation-mode decode {words}")["disaggregation_bootstrap_port"].value == 8998
+    assert "disaggregation_bootstrap_port" not in choices(
+        "--disaggregation-mode prefill --disaggregation-bootstrap-port 0"
+    )
+
+
+def test_prefill_s_stages_are_its_own_on_prefill_and_its_peers_on_decode() -> None:
+    given = parse_server_args(["--disaggregation-mode", "decode", "--disaggregation-prefill-pp", "2"])
+    assert fill_in(given, CPU)[0].disagg.disaggregation_prefill_pp == 2
+    assert for_mode(given, "prefill").disagg.disaggregation_prefill_pp is None
+    assert for_mode(given, "decode").disagg.disaggregation_prefill_pp == 2
+
+
+WITHOUT_EFFECT = (
+    "--enable-mixed-chunk --disaggregation-decode-polling-interval 2 --nccl-port 29500 --decode-log-interval 40 "
+    "--enable-request-time-stats-logging --enable-dynamic-chunking --optimistic-prefill-attempts 3"
+)
+
+
+def test_flags_without_effect_are_logged_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    given = parse_server_args([*WITHOUT_EFFECT.split(), "--base-gpu-id", "1", "--cuda-graph-max-bs-decode", "8"])
+    resolve(given, CPU)
+    told = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    names = [word for word in WITHOUT_EFFECT.split() if word.startswith("--")]
+    names += ["--base-gpu-id", "--cuda-graph-max-bs"]
+    assert sorted(line.partition(" has no effect: ")[0] for line in told) == sorted(names)
+    assert all(line.partition(" has no effect: ")[2] for line in told)
+    assert without_effect(fill_in(parse_server_args([]), CPU)[0]) == []
+    on_gpu = fill_in(parse_server_args(["--base-gpu-id", "1", "--cuda-graph-max-bs-decode", "8"]), GPU)[0]
+    assert without_effect(on_gpu) == [] and on_gpu.kernels.cuda_graph_max_bs == 8
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_an_estimate_of_new_tokens_is_for_a_monolith(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_INIT_NEW_TOKEN_RATIO", "0.3")
+    monkeypatch.setenv("SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION", "1024")
+    pair = fill_in(parse_server_args(["--disaggregation-mode", mode]), CPU)[0]
+    assert [line.split()[0] for line in without_effect(pair)] == [
+        "--init-new-token-ratio", "--clip-max-new-tokens-estimation",
+    ]  # fmt: skip
+    monolith = fill_in(parse_server_args([]), CPU)[0]
+    assert without_effect(monolith) == []
+    assert (monolith.schedule.init_new_token_ratio, monolith.schedule.clip_max_new_tokens_estimation) == (0.3, 1024)
 
 
 def test_cores_are_for_cpus() -> None:

@@ -279,7 +279,7 @@ def test_an_abort_of_a_retracted_request_frees_its_host_memory() -> None:
 
 
 def test_the_ratio_falls_with_good_steps_and_rises_to_what_was_used() -> None:
-    ratio = NewTokenRatio(1.0)
+    ratio = NewTokenRatio(0.7, 1.0, 4096)
     assert ratio.value == 0.7
     for _ in range(1000):
         ratio.decay()
@@ -291,7 +291,7 @@ def test_the_ratio_falls_with_good_steps_and_rises_to_what_was_used() -> None:
     req = mono.scheduler.role.live["a"]
     ratio.raise_to([req])
     assert ratio.value == pytest.approx((len(req.output_ids) + 16) / 100)
-    assert NewTokenRatio(3.0).value == 1.0
+    assert NewTokenRatio(0.7, 3.0, 4096).value == 1.0
 
 
 def test_a_started_prompt_goes_on_whatever_short_ones_come() -> None:

@@ -330,6 +330,7 @@ def make_config(
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
     allowed_prefill: str | None = None,
+    bootstrap_port: int | None = None,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
@@ -340,6 +341,7 @@ def make_config(
             disaggregation_mode=mode,
             disaggregation_transfer_backend=backend,
             disaggregation_allowed_prefill=allowed_prefill,
+            disaggregation_bootstrap_port=bootstrap_port,
         ),
         serving=ServingConfig(port=0, **serving),
     )
@@ -356,12 +358,19 @@ async def bench(
     access: AccessConfig = OPEN,
     backend: TransferBackend = "mooncake",
     allowed_prefill: str | None = None,
+    bootstrap_port: int | None = None,
     control_token: str = "",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
     config = make_config(
-        mode, observe=observe, access=access, backend=backend, allowed_prefill=allowed_prefill, **serving
+        mode,
+        observe=observe,
+        access=access,
+        backend=backend,
+        allowed_prefill=allowed_prefill,
+        bootstrap_port=bootstrap_port,
+        **serving,
     )
     api, low = memory_channel_pair()
     scheduler = ScriptedScheduler(low)

@@ -105,6 +105,10 @@ def test_each_replica_sees_its_own_devices() -> None:
     assert [own_devices(start, "4, 5,GPU-a,7,8") for start in starts] == ["4,5", "GPU-a,7"]
     with pytest.raises(ConfigError, match="4 ranks need a CUDA device each"):
         own_devices(starts[1], "0,1,2")
+    later = starts_of("--base-gpu-id", "2", "--tp-size", "2")[0]
+    assert (own_devices(later, None), own_devices(later, "4,5,6,7")) == ("2,3", "6,7")
+    with pytest.raises(ConfigError, match="from --base-gpu-id 2 on"):
+        own_devices(later, "0,1,2")
 
 
 def test_several_hosts_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:

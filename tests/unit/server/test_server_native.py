@@ -177,8 +177,29 @@ async def test_rooms_of_the_three_endpoints(tokenizer: Tokenizer) -> None:
     assert await rooms(tokenizer, "/v1/chat/completions", {**chat, "n": 2, **listed}) == at(7, 3)
     spelled = {"text": "x", **PD, "bootstrap_host": "0x0A.1", "bootstrap_room": 7}
     assert await rooms(tokenizer, "/generate", spelled) == at(7), "a host has one spelling"
-    no_port = {"text": "x", "bootstrap_host": "h", "bootstrap_port": None, "bootstrap_room": 0}
-    assert await rooms(tokenizer, "/generate", no_port) == [RoomAddress(host="h", port=None, room=0)]
+
+
+async def test_a_request_without_a_port_goes_to_the_port_of_decode_s_flag(tokenizer: Tokenizer) -> None:
+    host = {"bootstrap_host": "10.0.0.1"}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/generate", {"text": "x", **host, "bootstrap_port": None, "bootstrap_room": 7}),
+        ("/v1/completions", {"prompt": "x", **host, "bootstrap_room": 7}),
+        ("/health_pair", {**host, "bootstrap_room": 7}),
+        ("/generate", {"text": "x", **host, "bootstrap_port": 8998, "bootstrap_room": 7}),
+    ]
+    async with bench(tokenizer, "decode", bootstrap_port=9001, allowed_prefill="10.0.0.1:9001,10.0.0.1:8998") as b:
+        for path, body in bodies:
+            assert (await b.http.post(path, json=body)).status_code == 200
+        assert [request.room for request in b.scheduler.requests] == [
+            *[RoomAddress(host="10.0.0.1", port=9001, room=7)] * 3, *at(7),
+        ]  # fmt: skip
+        b.scheduler.requests.clear()
+        batch = {"input_ids": [[5], [6]], "bootstrap_host": ["10.0.0.1"] * 2, "bootstrap_port": [None, 8998]}
+        assert (await b.http.post("/generate", json={**batch, "bootstrap_room": [7, 8]})).status_code == 200
+        assert [request.room and request.room.port for request in b.scheduler.requests] == [9001, 8998]
+    async with bench(tokenizer, "decode", bootstrap_port=9001, allowed_prefill="10.0.0.1:8998") as b:
+        refused = await b.http.post("/generate", json=bodies[0][1])
+        assert refused.status_code == 400 and "10.0.0.1:9001 is not listed" in refused.text
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ class Side:
         host_addresses: tuple[str, ...] = (),
         dp_size: int = 1,
         dp_attention: bool = False,
-        decode_sizes: Mapping[str, int] | None = None,
+        peer_sizes: Mapping[str, int] | None = None,
         notifies: bool = False,
     ) -> None:
         self.net, self.instance = net, instance
@@ -211,7 +211,7 @@ class Side:
             shape=shape,
             dp_size=dp_size,
             dp_attention=dp_attention,
-            decode_sizes=decode_sizes or {},
+            peer_sizes=peer_sizes or {},
             ranks=ranks,
             aux=MetadataBuffers(4, shareable=False),
             facts=FACTS if facts is None else facts,

@@ -181,8 +181,9 @@ WIDE: dict[str, object] = {"num_heads": 4, "num_layers": 3, "buffer": (1 << 20, 
     ("prefill", "decode", "field"),
     [
         ({}, {"shape": ParallelShape(pp_size=2), "others": [RankMemory("r", (WireRegion(1, 1),))]}, "pp_size"),
-        ({"decode_sizes": {"disaggregation_decode_tp": 2}}, {}, "disaggregation_decode_tp"),
-        ({"decode_sizes": {"disaggregation_decode_dp": 1}}, {"dp_size": 2}, "disaggregation_decode_dp"),
+        ({"peer_sizes": {"disaggregation_decode_tp": 2}}, {}, "disaggregation_decode_tp"),
+        ({"peer_sizes": {"disaggregation_decode_dp": 1}}, {"dp_size": 2}, "disaggregation_decode_dp"),
+        ({}, {"peer_sizes": {"disaggregation_prefill_pp": 2}}, "disaggregation_prefill_pp"),
         ({}, {"num_heads": 2}, "num_kv_heads"),
         (WIDE, WIDE | {"shape": ParallelShape(tp_size=3), "others": [OTHER, OTHER]}, "tp_size"),
         (WIDE, WIDE | {"shape": ParallelShape(pp_size=4), "others": [OTHER] * 3}, "pp_size"),
@@ -204,7 +205,7 @@ def test_what_does_not_fit_is_refused_by_field_and_the_request_hears_it(
 
 def test_a_decode_server_with_dp_attention_is_known_by_the_size_of_its_flag() -> None:
     net = Net()
-    prefill = Side(net, "prefill-1", decode_sizes={"disaggregation_decode_tp": 2, "disaggregation_decode_dp": 2})
+    prefill = Side(net, "prefill-1", peer_sizes={"disaggregation_decode_tp": 2, "disaggregation_decode_dp": 2})
     decode = Side(net, "decode-1", dp_size=2, dp_attention=True)
     meet(net, prefill, decode)
     assert prefill.kv.counters["handshakes_refused"] == 0 and prefill.kv.sessions.last_refusal is None

@@ -1,0 +1,60 @@
+"""Flags of SGLang that have no effect here: a group of `ServerConfig`. SGLang's command lines start with them.
+
+Each flag has its type and range. A malformed value is refused as for any other flag; a given flag is logged with the
+reason why it changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from pdserve.errors import ConfigError
+
+
+def _no_effect(why: str, low: int = 0, high: int = (1 << 31) - 1, *, names: tuple[str, ...] = ()) -> Any:
+    """Declare a flag that changes nothing, because of `why`. A number must be in [`low`, `high`]."""
+    metadata = {"help": f"no effect: {why}", "names": names, "env": None, "secret": False}
+    return dataclasses.field(default=None, metadata=metadata | {"why": why, "range": (low, high)})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AcceptedConfig:
+    """Flags of SGLang that are accepted and have no effect."""
+
+    disaggregation_decode_polling_interval: int | None = _no_effect(
+        "decode does not poll its requests in turns; it handles a transfer when its event arrives", 1
+    )
+    enable_mixed_chunk: bool | None = _no_effect(
+        "a step always takes prompts and running requests together; --mixed-chunk-size limits its prompt tokens"
+    )
+    enable_dynamic_chunking: bool | None = _no_effect("all chunks have the size of --chunked-prefill-size")
+    optimistic_prefill_attempts: int | None = _no_effect(
+        "prefill computes a prompt when decode has published its pages, and never computes it again",
+        names=("--optimistic-prefill-retries",),
+    )
+    nccl_port: int | None = _no_effect(
+        "ranks of one host choose free ports; ranks of several hosts meet at --dist-init-addr", 1, 65535
+    )
+    decode_log_interval: int | None = _no_effect("no statistics are logged by the number of decode steps", 1)
+    enable_request_time_stats_logging: bool | None = _no_effect(
+        "--log-requests writes the times of each request, and /generate returns them in meta_info.timing"
+    )
+
+    def check(self) -> None:
+        """Check all values; ConfigError names the flag."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            low, high = field.metadata["range"]
+            if value is not None and not low <= int(value) <= high:
+                text = f"--{field.name.replace('_', '-')} is {value!r}, but must be {low} to {high}"
+                raise ConfigError(text, field=field.name)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a line for each given flag: the flag, and why it has no effect."""
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None:
+                prefix = "--no-" if value is False else "--"
+                yield f"{prefix}{field.name.replace('_', '-')} has no effect: {field.metadata['why']}"
