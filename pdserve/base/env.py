@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
-"""SGLang's names, the newer one first: the share of writes to peers that fail, for tests."""
+"""SGLang's names, the newer one first: the share of writes to peers and of polls of transfers that fail, for tests."""
 DATA_PORT_FILTER = "PDSERVE_DATA_PORT_FILTER"
 TRITON_INTERPRET = "TRITON_INTERPRET"
 """Defined by Triton."""
@@ -43,7 +43,7 @@ def triton_is_interpreted() -> bool:
 
 
 def transfer_failures() -> float:
-    """Return the share of writes to peers that fail, 0 to 1; 0 if no variable of `TRANSFER_FAILURES` is set.
+    """Return the share of writes and polls that fail, 0 to 1; 0 if no variable of `TRANSFER_FAILURES` is set.
 
     Raises:
         ConfigError: the value is not a number from 0 to 1.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve import __version__
 from pdserve.base.clock import Clock
+from pdserve.base.env import transfer_failures
 from pdserve.base.hosts import outward_addresses
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.config import ServerConfig
@@ -92,6 +93,7 @@ def open_transfer(
         drain_timeout_s=copies.drain_timeout_s,
         fence_drain_timeout_s=copies.fence_drain_timeout_s,
         secret=secrets.token_hex(32),
+        poll_failures=transfer_failures(),
     )
     kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
     if replica.bootstrap_port is not None:
@@ -184,6 +186,7 @@ def make_manager(
         facts=start.handshake,
         token=token,
         secret=start.secret,
+        poll_failures=start.poll_failures,
     )
     times = TransferTimes(
         bootstrap_timeout_s=disagg.disaggregation_bootstrap_timeout_s,

@@ -30,14 +30,15 @@ NEW_TOKEN_RATIO = "new_token_ratio"
 """The scheduler's fact behind `sglang:new_token_ratio`, if it has that fact."""
 
 SGLANG_COUNTERS = {
-    "bootstrap_failed": "num_bootstrap_failed_reqs",
-    "copies_failed": "num_transfer_failed_reqs",
+    "bootstrap_failed_reqs": "num_bootstrap_failed_reqs",
+    "transfer_failed_reqs": "num_transfer_failed_reqs",
     "requests_retracted": "num_retracted_requests",
 }
 """The scheduler's counters with another name in SGLang; 0 before the first event."""
 
 ZEROS = (
     *SGLANG_COUNTERS,
+    "copies_failed",
     "kv_transfer_bytes",
     "transfers_done",
     "transfers_unconfirmed",
@@ -79,6 +80,7 @@ class EngineCollector(Collector):
                 where = {"dp_rank": str(rank)} if replicas else {}
                 _load(families, where, state)
                 _queues(families, where, state)
+                _preallocated(families, where, state)
                 _pages(families, where, state)
                 _totals(families, where, state)
                 _peers(families, where, state.peers)
@@ -126,6 +128,18 @@ def _load(families: _Families, where: Mapping[str, str], state: EngineState) -> 
     if isinstance(ratio, float | int):
         text = "share of a running request's remaining tokens that memory is kept free for"
         families.gauge("sglang:new_token_ratio", text, where, ratio)
+
+
+def _preallocated(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+    """Add decode's tokens in prealloc and transfer; a role without these queues has no samples."""
+    reserved, pending = state.facts.get("preallocated_tokens"), state.facts.get("pending_prealloc_tokens")
+    if isinstance(reserved, float | int):
+        text = "prompt tokens whose KV pages are reserved and whose KV has not arrived"
+        families.gauge("pdserve:preallocated_tokens", text, where, reserved)
+    if isinstance(pending, float | int):
+        usage = pending / state.max_total_tokens if state.max_total_tokens else 0.0
+        text = "prompt tokens that wait for KV pages, as a share of all token slots"
+        families.gauge("sglang:pending_prealloc_token_usage", text, where, usage)
 
 
 def _queues(families: _Families, where: Mapping[str, str], state: EngineState) -> None:

@@ -94,7 +94,7 @@ WIRE_NAMES = {"drain_timeout_s": "settle_s", "fence_drain_timeout_s": "fence_set
 class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES):
     """Parameters of a transfer manager equal to rank 0's. `ranks` are all ranks of the replica, rank 0 first.
 
-    `secret`: see `KVArgs`.
+    `secret`, `poll_failures`: see `KVArgs`.
     """
 
     instance: str
@@ -104,6 +104,7 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES
     drain_timeout_s: float
     fence_drain_timeout_s: float
     secret: str
+    poll_failures: float = 0.0
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,7 +1,7 @@
 """Bootstrap server: a small HTTP server at which decode servers look up the replicas of a prefill server.
 
     GET /challenge?nonce=N        our nonce, and our proof that we know the control token; 409 where there is no token
-    PUT /route                    a prefill replica registers a `ReplicaRoute` (JSON)
+    PUT /route                    a prefill replica registers a `ReplicaRoute` (JSON); SGLang's body is an `SGLangRank`
     GET /route?engine_rank=-1&target_dp_group=-1&target_pp_rank=-1
                                   the facts that all replicas share
     GET /route?engine_rank=R&target_dp_group=D&target_pp_rank=P
@@ -20,6 +20,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import msgspec
 from aiohttp import web
@@ -28,7 +29,14 @@ from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import PROOF_HEADER, ChallengeVerifier, ControlKey, check_body
 from pdserve.errors import ConfigError, ProofError
-from pdserve.transfer.bootstrap_routes import MAX_BODY_BYTES, ChallengeAnswer, ReplicaRoute, RouteTable, parse_query
+from pdserve.transfer.bootstrap_routes import (
+    MAX_BODY_BYTES,
+    ChallengeAnswer,
+    ReplicaRoute,
+    RouteTable,
+    parse_query,
+    parse_registration,
+)
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +158,11 @@ class BootstrapServer:
 
     async def _put(self, request: web.Request, body: bytes) -> web.Response:
         try:
-            self._table.put(msgspec.json.decode(body, type=ReplicaRoute))
+            registration = parse_registration(body)
+            if isinstance(registration, ReplicaRoute):
+                self._table.put(registration)
+            else:
+                self._table.put_rank(registration)
         except (msgspec.MsgspecError, ValueError) as error:
             return self._refuse(request, 400, f"not a route: {error}")
         return web.json_response({"ok": True})
@@ -165,8 +177,8 @@ class BootstrapServer:
             return _error("not all prefill replicas have registered yet", 503)
         if not ranks:
             return _json(facts)
-        found = self._table.find(ranks.get("tp_rank", 0), ranks.get("dp_rank", 0), ranks.get("pp_rank", 0))
-        if found is None or ranks.get("cp_rank", 0) != 0:
+        found = self._table.find(ranks)
+        if found is None:
             return _error(f"there is no rank {ranks}", 404)
         return _json(found)
 
@@ -180,5 +192,5 @@ def _error(message: str, status: int) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
-def _json(value: msgspec.Struct) -> web.Response:
+def _json(value: msgspec.Struct | dict[str, Any]) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -23,7 +23,7 @@ from pdserve.base.hosts import is_host
 from pdserve.base.log import escaped
 from pdserve.base.proof import PROOF_HEADER, Challenge, ControlKey
 from pdserve.errors import ProofError, TransferError
-from pdserve.transfer.bootstrap_routes import MAX_BODY_BYTES, ChallengeAnswer, ReplicaRoute, ServerFacts
+from pdserve.transfer.bootstrap_routes import MAX_BODY_BYTES, ChallengeAnswer, FoundRoute, ReplicaRoute, ServerFacts
 
 _FACTS = "engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
@@ -82,7 +82,8 @@ class BootstrapClient:
     async def replica(self, dp_rank: int) -> ReplicaRoute:
         """Fetch the route of one replica."""
         target = f"/route?engine_rank=0&target_dp_group={dp_rank}&target_pp_rank=0"
-        return self._decode(await self._ask("GET", target), ReplicaRoute)
+        found = self._decode(await self._ask("GET", target), FoundRoute)
+        return ReplicaRoute(**{field: getattr(found, field) for field in ReplicaRoute.__struct_fields__})
 
     async def _ask(self, method: str, target: str, body: bytes = b"") -> bytes:
         if self._key is None:

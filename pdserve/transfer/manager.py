@@ -80,6 +80,8 @@ class KVArgs:
     facts: dict[str, str | int]
     token: str = ""
     secret: str
+    poll_failures: float = 0.0
+    """Share of the polls of transfers that fail on purpose, see `PollFailures`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

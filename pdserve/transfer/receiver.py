@@ -154,7 +154,7 @@ class ReceiveSide:
 
     def on_dial_failed(self, address: Address, failure: Failure) -> None:
         """Fail the rooms that wait for the prefill server at `address`."""
-        self._counters["bootstrap_failed"] += 1
+        self._counters["dials_failed"] += 1
         for room in self._awaiting_session.pop(address, {}).values():
             room.fail(failure)
 

@@ -35,7 +35,8 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
         return transport
     from pdserve.transfer.transports.failing import FailingTransport
 
-    log.warning("%g%% of the writes to peers fail on purpose (%s)", 100 * share, " or ".join(TRANSFER_FAILURES))
+    names = " or ".join(TRANSFER_FAILURES)
+    log.warning("%g%% of the writes to peers and of the polls of transfers fail on purpose (%s)", 100 * share, names)
     return FailingTransport(transport, share)
 
 

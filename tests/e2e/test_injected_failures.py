@@ -18,12 +18,12 @@ NUM_REQUESTS = 40
 FLAGS = ("--served-model-name", "tiny", "--max-total-tokens", "16384")
 
 
-def test_both_servers_are_well_after_a_third_of_the_transfers_failed(
+def test_both_servers_are_well_after_a_tenth_of_their_writes_and_polls_failed(
     tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = str(tiny_checkpoint("llama"))
+    monkeypatch.setenv(TRANSFER_FAILURES[1], "0.1")
     decode = start_server(model, "decode", *FLAGS)
-    monkeypatch.setenv(TRANSFER_FAILURES[1], "0.3")
     prefill = start_server(model, "prefill", *FLAGS)
     with running(prefill, decode):
         once = start_router([prefill], [decode], "--disable-retries", "--disable-circuit-breaker")
@@ -43,5 +43,8 @@ def test_both_servers_are_well_after_a_third_of_the_transfers_failed(
         assert "injected failure" in failed["message"]
         assert [answer.status_code for answer in retried] == [200] * NUM_REQUESTS
         assert_idle(prefill, decode)
+        names = [f"sglang:num_{phase}_failed_reqs_total" for phase in ("bootstrap", "transfer")]
+        failures = [server.metrics()[name] for server in (prefill, decode) for name in names]
+        assert all(failures), failures
         for server in (prefill, decode):
             assert requests.get(f"{server.url}/health_generate", timeout=30).status_code == 200

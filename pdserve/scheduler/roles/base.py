@@ -6,7 +6,8 @@ A role owns the queues before and after computation; it never launches a step it
 from __future__ import annotations
 
 import abc
-from typing import Protocol
+import hashlib
+from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
@@ -14,8 +15,10 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
+from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
+INJECTED = Failure(code="transfer_failed", message="injected failure of a poll")
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
@@ -82,6 +85,28 @@ class SchedulerRole(Protocol):
         ...
 
 
+class PollFailures:
+    """Fails a share of the polls of transfers on purpose, for tests of a running pair; health probes are spared.
+
+    All ranks of a replica decide alike: the outcome depends on `secret`, which they share, and on the room's state.
+    """
+
+    def __init__(self, share: float, secret: str) -> None:
+        """`share`: 0 to 1."""
+        self._limit = int(share * (1 << 64))
+        self._secret = secret.encode()
+
+    def hits(self, req: Req, state: KVPoll) -> bool:
+        """Whether the poll that found `req`'s transfer in `state` fails."""
+        if not self._limit or req.spec.probe or req.spec.room is None:
+            return False
+        text = f"{req.spec.room.room}/{state.value}".encode()
+        return int.from_bytes(hashlib.blake2b(text, key=self._secret[:64], digest_size=8).digest()) < self._limit
+
+
+TransferPhase = Literal["bootstrap", "transfer"]
+
+
 class BaseRole(abc.ABC):
     """What all roles share: the batch planner, and the end of a request."""
 
@@ -103,6 +128,7 @@ class BaseRole(abc.ABC):
         """See `SchedulerRole.end`."""
         if failure is not None:
             self._context.count_failure(req, failure)
+            self._count_transfer_failure(req)
         self._abort_transfer(req, failure)
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
@@ -120,6 +146,16 @@ class BaseRole(abc.ABC):
 
     def _leave_queues(self, req: Req) -> None:  # noqa: B027
         """Remove the request from the role's own queues, and close its bootstrap room."""
+
+    def _transfer_phase(self, req: Req) -> TransferPhase | None:
+        """Return the phase that the request's KV transfer is in; None: it has ended, or the role has no transfers."""
+        return None
+
+    def _count_transfer_failure(self, req: Req) -> None:
+        """Count a request that fails or is aborted before its KV transfer has ended, whatever the cause."""
+        phase = self._transfer_phase(req)
+        if phase is not None and not req.spec.probe:
+            self._context.counters[f"{phase}_failed_reqs"] += 1
 
     @abc.abstractmethod
     def _timing(self, req: Req) -> RequestTiming | None:

@@ -31,7 +31,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import LOST, STOPPED, MixedBatchRole
+from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, TransferPhase
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -71,6 +71,7 @@ class DecodeRole(MixedBatchRole):
         self._lost: dict[str, Req] = {}
         """Requests whose KV transfer failed and whose prefill has not started here, in the order of the failures."""
         self._kv = kv
+        self._poll_failures = PollFailures(kv.args.poll_failures, kv.args.secret)
         self._rooms: dict[int, Req] = {}
         """By bootstrap room, while the room is open."""
         self._prealloc: dict[str, Req] = {}
@@ -136,6 +137,8 @@ class DecodeRole(MixedBatchRole):
             state = req.receiver.poll()
             if state is KVPoll.FAILED:
                 self._lose(req, req.receiver.failure or LOST)
+            elif self._poll_failures.hits(req, state):
+                self._lose(req, INJECTED)
             elif state is KVPoll.SUCCESS:
                 self._receive(req)
             elif state is KVPoll.WAITING_FOR_INPUT and req.rid in self._prealloc:
@@ -172,6 +175,7 @@ class DecodeRole(MixedBatchRole):
             self.end(req, failure)
             return
         assert req.receiver is not None
+        self._count_transfer_failure(req)
         req.receiver.abort(failure)
         self._leave_queues(req)
         self._context.leave_device(req)
@@ -253,6 +257,19 @@ class DecodeRole(MixedBatchRole):
         """Requests that hold memory and will need more."""
         running, active = self._batch_planner.running.reqs, self._batch_planner.prefilling.active
         return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
+
+    def facts(self) -> dict[str, float]:
+        """See `SchedulerRole.facts`. Tokens of prompts whose pages are reserved for KV that has not arrived, and of
+        those that wait for pages.
+        """
+        reserved = sum(req.num_input_tokens for req in self._transfer.values())
+        pending = sum(req.num_input_tokens for req in self._prealloc.values())
+        return super().facts() | {"preallocated_tokens": reserved, "pending_prealloc_tokens": pending}
+
+    def _transfer_phase(self, req: Req) -> TransferPhase | None:
+        if req.rid in self._prealloc:
+            return "bootstrap"
+        return "transfer" if req.rid in self._transfer else None
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
         assert req.receiver is not None

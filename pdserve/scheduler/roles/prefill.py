@@ -23,7 +23,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import LOST, STOPPED, BaseRole
+from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, TransferPhase
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -40,6 +40,7 @@ class PrefillRole(BaseRole):
         super().__init__(context, BatchPlanner(context, waiting, lambda req: 0.0, prefill_only=True))
         self._kv_checksum = kv_checksum
         self._kv = kv
+        self._poll_failures = PollFailures(kv.args.poll_failures, kv.args.secret)
         self._waiting = waiting
         self._bootstrap: dict[str, Req] = {}
         self._inflight: dict[str, Req] = {}
@@ -70,6 +71,8 @@ class PrefillRole(BaseRole):
             state = req.sender.poll()
             if state is KVPoll.FAILED:
                 self.end(req, req.sender.failure or LOST)
+            elif self._poll_failures.hits(req, state):
+                self.end(req, INJECTED)
             elif state is KVPoll.SUCCESS and req.rid in self._inflight:
                 self._succeed(req)
             elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
@@ -177,6 +180,9 @@ class PrefillRole(BaseRole):
             chunks=req.chunks,
         )
         self._context.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
+
+    def _transfer_phase(self, req: Req) -> TransferPhase:
+        return "bootstrap" if req.rid in self._bootstrap else "transfer"
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
         assert req.sender is not None and failure is not None

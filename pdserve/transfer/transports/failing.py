@@ -1,7 +1,8 @@
 """A transport that wraps another one and fails a share of its writes: for tests of a running pair. Opened by
 `registry`.
 
-The environment variable's name is SGLang's. There each poll of a transfer may fail, here each write.
+The environment variable's name is SGLang's. The roles fail the same share of the polls of transfers, on both servers
+(`PollFailures` in `scheduler/roles/base`).
 """
 
 from __future__ import annotations

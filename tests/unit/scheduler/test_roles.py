@@ -9,13 +9,17 @@ import pytest
 
 from pdserve.executor.interface import BatchPlan, StepHandle
 from pdserve.protocol.messages import (
+    FAKE_BOOTSTRAP_HOST,
     AbortRequest,
     GenerateRequest,
     RoomAddress,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.request import Req, Times
+from pdserve.scheduler.roles.base import PollFailures
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, SimNode, World, monolith_tokens
+from pdserve.transfer.room import KVPoll
 
 PROMPT = [5, 6, 7, 8, 9]
 QUIET = Faults(repeated=0.0, max_delay_s=0.1)
@@ -91,6 +95,82 @@ def test_an_abort_in_each_queue_of_each_role_leaves_nothing_on_either_server(mod
     world.decode.mailbox.post(_request("again", 0))
     _until(world, lambda: "again" in world.decode.halves and world.decode.halves["again"].finish is not None)
     assert world.decode.halves["again"].tokens == expected, "the next use of the room is as if nothing had happened"
+
+
+POLLED = [
+    ("prefill", KVPoll.WAITING_FOR_INPUT, ("bootstrap", "transfer")),
+    ("prefill", KVPoll.TRANSFERRING, ("transfer", "transfer")),
+    ("prefill", KVPoll.SUCCESS, ("transfer", None)),
+    ("decode", KVPoll.WAITING_FOR_INPUT, ("bootstrap", "bootstrap")),
+    ("decode", KVPoll.SUCCESS, (None, "transfer")),
+]
+
+
+@pytest.mark.parametrize(("mode", "state", "phases"), POLLED)
+def test_a_poll_that_fails_on_purpose_ends_the_request_and_is_counted_once_on_each_side(
+    mode: str, state: KVPoll, phases: tuple[str | None, str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`phases`: what prefill and decode count; None where that half has succeeded."""
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    monkeypatch.setattr(
+        PollFailures,
+        "hits",
+        lambda self, req, polled: (
+            polled is state and req.rid in node.scheduler.role.live and node.scheduler.role.live[req.rid] is req
+        ),
+    )
+    for side in (world.prefill, world.decode):
+        side.mailbox.post(_request("r", 7))
+    ended = [
+        lambda side=side: "r" in side.halves and side.halves["r"].finish is not None
+        for side in (world.prefill, world.decode)
+    ]
+    _until(world, lambda: all(has_ended() for has_ended in ended) and _idle(world)())
+    finish = node.halves["r"].finish
+    assert finish is not None and finish.type == "abort" and finish.message is not None
+    assert "injected failure" in finish.message and finish.status_code == 502
+    for side, phase in zip((world.prefill, world.decode), phases, strict=True):
+        counters = side.scheduler.state().counters
+        counted = {name: counters.get(f"{name}_failed_reqs", 0) for name in ("bootstrap", "transfer")}
+        assert counted == {name: int(name == phase) for name in counted}
+    assert not world.prefill.leaks() and not world.decode.leaks()
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+def test_polls_of_the_fake_transport_fail_too(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PollFailures, "hits", lambda self, req, state: state is KVPoll.WAITING_FOR_INPUT)
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    node.mailbox.post(
+        msgspec.structs.replace(_request("r", 7), room=RoomAddress(host=FAKE_BOOTSTRAP_HOST, port=None, room=7))
+    )
+    _until(world, lambda: "r" in node.halves and node.halves["r"].finish is not None, node)
+    finish = node.halves["r"].finish
+    assert finish is not None and finish.status_code == 502
+    assert node.scheduler.state().counters["bootstrap_failed_reqs"] == 1 and not node.leaks()
+
+
+def test_the_share_of_polls_that_fail_is_the_given_one_and_equal_on_all_ranks() -> None:
+    reqs = [Req(_request(str(room), room), Times(0.0)) for room in range(2000)]
+    ranks = [PollFailures(0.05, "secret"), PollFailures(0.05, "secret")]
+    hits = [[rank.hits(req, KVPoll.TRANSFERRING) for req in reqs] for rank in ranks]
+    assert hits[0] == hits[1] and 60 <= sum(hits[0]) <= 140
+    assert not any(PollFailures(0.0, "secret").hits(req, KVPoll.TRANSFERRING) for req in reqs)
+    assert all(PollFailures(1.0, "secret").hits(req, KVPoll.TRANSFERRING) for req in reqs)
+    probe = Req(msgspec.structs.replace(_request("probe", 1), probe=True), Times(0.0))
+    assert not PollFailures(1.0, "secret").hits(probe, KVPoll.TRANSFERRING)
+
+
+def test_tokens_in_prealloc_and_transfer_are_shown() -> None:
+    world = _world()
+    world.decode.mailbox.post(_request("r", 7))
+    world.decode.scheduler.step()
+    assert world.decode.scheduler.state().facts["pending_prealloc_tokens"] == len(PROMPT)
+    world.prefill.mailbox.post(_request("r", 7))
+    _until(world, lambda: world.decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
+    facts = world.decode.scheduler.state().facts
+    assert (facts["preallocated_tokens"], facts["pending_prealloc_tokens"]) == (len(PROMPT), 0)
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -200,7 +200,7 @@ class ScriptedScheduler:
             memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
             counters={
                 "kv_transfer_bytes": 5.0,
-                "copies_failed": 1.0,
+                "transfer_failed_reqs": 1.0,
                 "control_frames_refused": 2.0,
                 "requests_retracted": 6.0,
                 "offloaded_pages": 7.0,

@@ -137,6 +137,80 @@ def test_a_wrong_field_is_refused_by_its_name_and_counted(
     assert get(server, "/health").status_code == 503
 
 
+SGLANG_RANK = {
+    "attn_tp_size": 2, "attn_tp_rank": 0, "attn_cp_size": 1, "attn_cp_rank": 0, "attn_dp_size": 1, "attn_dp_rank": 0,
+    "pp_size": 1, "pp_rank": 0, "system_dp_size": 1, "system_dp_rank": 0, "rank_ip": "10.0.0.7", "rank_port": 4000,
+    "page_size": 64, "kv_cache_dtype": "auto", "load_balance_method": "round_robin", "prefill_http_port": 30000,
+}  # fmt: skip
+ALL = {"prefill_dp_rank": -1, "prefill_cp_rank": -1, "target_tp_rank": -1, "target_pp_rank": -1}
+
+
+def test_answers_have_sglang_s_names_beside_ours(server: BootstrapServer) -> None:
+    for rank in (0, 1):
+        register_route(HOST, server.port, route(tp_size=4, pp_size=2, dp_size=2, dp_rank=rank, port=1000 + rank))
+    facts = get(server, "/route", **ALL).json()
+    assert {name: facts[name] for name in ("attn_tp_size", "dp_size", "pp_size", "page_size", "kv_cache_dtype")} == {
+        "attn_tp_size": 4, "dp_size": 2, "pp_size": 2, "page_size": 16, "kv_cache_dtype": "float32",
+    }  # fmt: skip
+    older = {"prefill_attn_tp_size": 4, "prefill_dp_size": 2, "prefill_pp_size": 2, "prefill_page_size": 16}
+    assert facts.items() >= older.items() and (facts["tp_size"], facts["server"]) == (4, "first")
+    rank = get(server, "/route", prefill_dp_rank=1, prefill_cp_rank=0, target_tp_rank=3, target_pp_rank=1).json()
+    assert (rank["rank_ip"], rank["rank_port"]) == (rank["host"], rank["port"]) == (HOST, 1001)
+
+
+def test_ranks_that_register_with_sglang_s_body_are_found_by_their_ranks(server: BootstrapServer) -> None:
+    first, second = SGLANG_RANK, SGLANG_RANK | {"attn_tp_rank": 1, "rank_port": 4001}
+    assert put(server, msgspec.json.encode(first)).status_code == 200
+    assert get(server, "/route", **ALL).status_code == 503, "one rank of two"
+    assert put(server, msgspec.json.encode(second)).status_code == 200
+    facts = get(server, "/route", **ALL).json()
+    assert (facts["attn_tp_size"], facts["prefill_page_size"], facts["follow_bootstrap_room"]) == (2, 64, False)
+    for tp_rank in (0, 1):
+        answer = get(server, "/route", prefill_dp_rank=0, prefill_cp_rank=0, target_tp_rank=tp_rank, target_pp_rank=0)
+        assert answer.json() == {"rank_ip": "10.0.0.7", "rank_port": 4000 + tp_rank}
+    assert get(server, "/route", prefill_dp_rank=1).status_code == 404
+    with pytest.raises(TransferError, match="no pdserve bootstrap server"):
+        fetch_facts(HOST, server.port)
+
+
+def test_replicas_of_sglang_count_by_attention_or_by_server(server: BootstrapServer) -> None:
+    for rank in (0, 1):
+        body = SGLANG_RANK | {"attn_tp_size": 1, "system_dp_size": 2, "system_dp_rank": rank, "rank_port": 5000 + rank}
+        assert put(server, msgspec.json.encode(body)).status_code == 200
+    assert get(server, "/route", prefill_dp_rank=1).json()["rank_port"] == 5001
+    assert get(server, "/route", **ALL).json()["dp_size"] == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"attn_tp_rank": 2}, "attn_tp_rank"),
+        ({"attn_dp_rank": 1}, "attn_dp_rank"),
+        ({"system_dp_size": 2, "system_dp_rank": 2}, "system_dp_rank"),
+        ({"pp_rank": 1}, "pp_rank"),
+        ({"rank_port": 0}, "rank_port"),
+        ({"rank_ip": 7}, "rank_ip"),
+        ({"attn_tp_size": 0}, "attn_tp_size"),
+        ({"attn_tp_size": 4}, "attn_tp_size"),
+        ({"page_size": 16}, "page_size"),
+    ],
+)
+def test_a_wrong_rank_of_sglang_is_refused_by_its_field(
+    server: BootstrapServer, change: dict[str, Any], named: str
+) -> None:
+    assert put(server, msgspec.json.encode(SGLANG_RANK)).status_code == 200
+    answer = put(server, msgspec.json.encode(SGLANG_RANK | change))
+    assert answer.status_code == 400 and named in answer.json()["error"]["message"]
+    assert server.rejected == 1
+
+
+def test_our_replicas_are_not_replaced_by_sglang_s_body(server: BootstrapServer) -> None:
+    register_route(HOST, server.port, route())
+    answer = put(server, msgspec.json.encode(SGLANG_RANK))
+    assert answer.status_code == 400 and "are registered" in answer.json()["error"]["message"]
+    assert fetch_replica(HOST, server.port) == route()
+
+
 @pytest.mark.parametrize("body", [b"", b"junk", b"[]", b"{}", b"\xff\xfe", b'{"instance": "\xff"}', b"{" * 5000])
 def test_junk_is_refused_and_the_server_goes_on(server: BootstrapServer, body: bytes) -> None:
     assert put(server, body).status_code == 400
