@@ -42,6 +42,7 @@ class ModelConfig:
     )
     tokenizer_path: str | None = flag(None, help="tokenizer directory; the model's directory when absent")
     served_model_name: str | None = flag(None, help="model name in the API; model_path when absent")
+    weight_version: str = flag("default", help="name of the weights' version, which answers carry")
     dtype: DType = flag("auto", help="dtype of weights and activations; auto: the checkpoint's dtype")
     quantization: Literal["int8"] | None = flag(
         None, help="int8: quantize linear layers to 8-bit weights and inputs while a bfloat16 model is loaded; CPU only"

@@ -59,6 +59,7 @@ def _check_model(model: ModelConfig) -> None:
         ("model_path", model.model_path),
         ("tokenizer_path", model.tokenizer_path),
         ("served_model_name", model.served_model_name),
+        ("weight_version", model.weight_version),
     ):
         if text is not None and (not text.strip() or "\0" in text):
             _refuse(field, text, "must not be empty")

@@ -13,7 +13,7 @@ import numpy as np
 
 from pdserve.memory import shared
 
-MAX_TOP_LOGPROBS = 20
+MAX_TOP_LOGPROBS = 128
 _ALIGN = 64
 
 _FIELDS: tuple[tuple[str, str, int], ...] = (

@@ -144,6 +144,18 @@ def test_only_the_output_unless_asked(deployment: Deployment) -> None:
         assert len(answer["meta_info"]["output_token_logprobs"]) == 4
 
 
+def test_128_top_logprobs_of_every_token_the_first_one_s_beside_the_kv(deployment: Deployment) -> None:
+    body = {"input_ids": deployment.prompts[1], "sampling_params": GREEDY, "return_logprob": True}
+    tops = [
+        answer["meta_info"]["output_top_logprobs"]
+        for answer in deployment.both("/generate", {**body, "top_logprobs_num": 128})
+    ]
+    assert [[len(rows) for rows in top] for top in tops] == [[128] * 4] * 2
+    assert [row[1] for row in tops[0][0]] == [row[1] for row in tops[1][0]]
+    expected = deployment.expected[1][-1].topk(128).values.tolist()
+    assert [row[0] for row in tops[0][0]] == pytest.approx(expected, abs=1e-3)
+
+
 def test_batches_and_streams_have_the_prompts_as_well(deployment: Deployment) -> None:
     prompts = deployment.prompts[:2]
     logprob_params = {"return_logprob": True, "logprob_start_len": [0, 5], "sampling_params": GREEDY}

@@ -144,7 +144,9 @@ class OpenAICall(abc.ABC):
         extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
         if self.prompt_logprobs_of_body:
             extra |= self.prompt_logprobs(0)
-        return {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates), **extra}
+        metadata = {"weight_version": self.context.config.model.weight_version}
+        answer = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates)}
+        return {**answer, "metadata": metadata, **extra}
 
     def _usage(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
         prompt = self._num_prompt_tokens

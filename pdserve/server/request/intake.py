@@ -33,6 +33,9 @@ MAX_SENT_CHARS = 1 << 26
 """Maximum characters of grammars of one body; each grammar counts once for every sequence that carries it."""
 MAX_RID_CHARS = 256
 MAX_TOP_LOGPROBS = 20
+"""OpenAI's limit."""
+MAX_NATIVE_TOP_LOGPROBS = 128
+"""Maximum `top_logprobs_num` of `/generate`."""
 
 
 class TransferAddress(Protocol):
@@ -109,14 +112,14 @@ def check_token_ids(token_ids: Sequence[Any], vocab_size: int, field: str) -> No
             raise RequestError(message, field=field)
 
 
-def check_top_logprobs(value: int | None, field: str) -> int | None:
-    """Check that `value` is in `[0, MAX_TOP_LOGPROBS]` or None.
+def check_top_logprobs(value: int | None, field: str, most: int = MAX_TOP_LOGPROBS) -> int | None:
+    """Check that `value` is in `[0, most]` or None.
 
     Raises:
         RequestError: 400 naming `field`.
     """
-    if value is not None and not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise RequestError(f"{field} must be in [0, {MAX_TOP_LOGPROBS}], got {value}", field=field)
+    if value is not None and not 0 <= value <= most:
+        raise RequestError(f"{field} must be in [0, {most}], got {value}", field=field)
     return value
 
 

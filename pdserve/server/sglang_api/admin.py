@@ -21,7 +21,6 @@ from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.schemas import AbortBody
-from pdserve.server.sglang_api.generate import WEIGHT_VERSION
 from pdserve.server.sglang_api.health import STATE_TIMEOUT_S, replica_health
 
 FLUSH_TIMEOUT_S = 10.0
@@ -37,7 +36,7 @@ async def model_info(context: ServerContext) -> Response:
 async def weight_version(context: ServerContext) -> Response:
     """Return the weight version. There is one version, the loaded weights."""
     context.client.require_ready()
-    return json_response({"weight_version": WEIGHT_VERSION})
+    return json_response({"weight_version": context.config.model.weight_version})
 
 
 def _model_facts(context: ServerContext) -> dict[str, Any]:
@@ -50,7 +49,7 @@ def _model_facts(context: ServerContext) -> dict[str, Any]:
         "preferred_sampling_params": None,
         "has_image_understanding": False,
         "has_audio_understanding": False,
-        "weight_version": WEIGHT_VERSION,
+        "weight_version": config.weight_version,
         "model_type": ready.model_type if ready else None,
         "architectures": ready.architectures if ready else None,
         "vocab_size": ready.vocab_size if ready else None,

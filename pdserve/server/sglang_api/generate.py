@@ -36,6 +36,7 @@ from pdserve.server.http.json_http import (
 from pdserve.server.openai.logprob_format import LARGE, NativeFormat, prompt_tokens
 from pdserve.server.request.constraints import native_constraint
 from pdserve.server.request.intake import (
+    MAX_NATIVE_TOP_LOGPROBS,
     as_prompts,
     check_token_ids,
     check_top_logprobs,
@@ -73,7 +74,7 @@ def native_logprob_params(
 
 
 def _logprob_params(top: int, start: int, token_ids: tuple[int, ...], num_prompt: int, listed: bool) -> Logprobs:
-    check_top_logprobs(top, "top_logprobs_num")
+    check_top_logprobs(top, "top_logprobs_num", MAX_NATIVE_TOP_LOGPROBS)
     if not -1 <= start <= num_prompt:
         raise RequestError(
             f"logprob_start_len must be -1 (the output only) or in [0, {num_prompt}] (the prompt), got {start}",
@@ -105,9 +106,6 @@ def _token_ids(value: Any, count: int, vocab_size: int) -> list[tuple[int, ...]]
             raise RequestError(f"{field} takes at most {MAX_TOKEN_IDS} token ids, got {len(ids)}", field=field)
         check_token_ids(ids or (), vocab_size, field)
     return [tuple(ids or ()) for ids in lists]
-
-
-WEIGHT_VERSION = "default"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +197,7 @@ class GenerateCall:
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": len(total.token_ids),
             "cached_tokens": total.cached_tokens,
-            "weight_version": WEIGHT_VERSION,
+            "weight_version": self.context.config.model.weight_version,
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }

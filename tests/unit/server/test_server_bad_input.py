@@ -205,7 +205,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (GENERATE, {"text": ["a", "b"], "rid": ["x", "x"]}, "rid"),
     (GENERATE, {"text": "a", "rid": "x" * 1000}, "rid"),
     (GENERATE, {"text": "a", "return_logprob": "x"}, "return_logprob"),
-    (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 999}, "top_logprobs_num"),
+    (GENERATE, {"text": "a", "return_logprob": True, "top_logprobs_num": 129}, "top_logprobs_num"),
     (GENERATE, {"text": "a", "return_logprob": True, "logprob_start_len": 2}, "logprob_start_len"),
     (GENERATE, {"text": "a", "image_data": "x"}, "image_data"),
 ]

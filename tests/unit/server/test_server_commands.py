@@ -91,6 +91,15 @@ async def test_weight_version(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         for path in ("/weight_version", "/get_weight_version", "/model_info"):
             assert (await b.http.get(path)).json()["weight_version"] == "default"
+        meta = (await b.http.post("/generate", json={"input_ids": [5]})).json()["meta_info"]
+        chat = {"messages": [{"role": "user", "content": "x"}]}
+        answers = [
+            (await b.http.post("/v1/completions", json={"prompt": "x"})).json(),
+            (await b.http.post("/v1/chat/completions", json=chat)).json(),
+        ]
+        assert [meta["weight_version"], *[answer["metadata"]["weight_version"] for answer in answers]] == [
+            "default"
+        ] * 3
         assert (await b.http.get("/version")).json() == {"version": pdserve.__version__}
 
 
