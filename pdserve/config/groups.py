@@ -195,6 +195,12 @@ class DisaggConfig:
         True, help="POST /pd_role_switch may change disaggregation_mode while the server runs"
     )
     disaggregation_ib_device: str | None = flag(None, help="RDMA NIC names, comma-separated; all when absent")
+    disaggregation_ib_traffic_class: int | None = flag(
+        None, help="traffic class of RDMA packets, 0 to 255, with mooncake and nixl; the engine's default when absent"
+    )
+    mooncake_protocol: Literal["tcp", "rdma", "auto"] = flag(
+        "auto", help="with mooncake: protocol between servers. auto: rdma if the host has an RDMA NIC, else tcp"
+    )
     disaggregation_host: str | None = flag(
         None, help="address at which peers reach this server's transfer ports; host when absent"
     )

@@ -91,6 +91,17 @@ def without_effect(config: ServerConfig) -> list[str]:
         for field in ("base_gpu_id", "cuda_graph_max_bs", "disable_cuda_graph"):
             if getattr(kernels, field) != getattr(defaults.kernels, field):
                 lines.append(f"--{field.replace('_', '-')} has no effect: --device is cpu")
+    disagg = config.disagg
+    backend = disagg.disaggregation_transfer_backend
+    for field, backends in (
+        ("disaggregation_ib_traffic_class", ("mooncake", "auto", "nixl")),
+        ("mooncake_protocol", ("mooncake", "auto")),
+    ):
+        given = getattr(disagg, field) != getattr(defaults.disagg, field)
+        if given and disagg.disaggregation_mode == "null":
+            lines.append(f"--{field.replace('_', '-')} has no effect: --disaggregation-mode is null")
+        elif given and backend not in backends:
+            lines.append(f"--{field.replace('_', '-')} has no effect: --disaggregation-transfer-backend is {backend}")
     reasons = {
         "prefill": "a prefill server generates one token of a request",
         "decode": "a decode server keeps --num-reserved-decode-tokens free for each request, and room for the largest",

@@ -176,6 +176,10 @@ def _check_disagg(disagg: DisaggConfig) -> None:
         if not (math.isfinite(seconds) and seconds > 0):
             _refuse(field, seconds, "must be more than 0 seconds")
     _between("disaggregation_heartbeat_misses", disagg.disaggregation_heartbeat_misses, 1, 1000)
+    _between("disaggregation_ib_traffic_class", disagg.disaggregation_ib_traffic_class, 0, 255)
+    if disagg.mooncake_protocol == "tcp" and disagg.disaggregation_ib_device is not None:
+        rule = "--mooncake-protocol tcp uses no RDMA device"
+        _refuse("disaggregation_ib_device", disagg.disaggregation_ib_device, rule)
     _between("disaggregation_transfer_threads", disagg.disaggregation_transfer_threads, 1, MAX_THREADS)
     if disagg.disaggregation_allowed_prefill is not None:
         parse_host_patterns("--disaggregation-allowed-prefill", disagg.disaggregation_allowed_prefill)

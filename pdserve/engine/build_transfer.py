@@ -35,7 +35,7 @@ from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, Transf
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.registry import open_transport
-from pdserve.transfer.transport import MemoryRegion, Transport
+from pdserve.transfer.transport import MemoryRegion, Transport, TransportOptions
 from pdserve.transfer.wire import RankMemory
 
 
@@ -150,7 +150,12 @@ def open_workers(
     """
     disagg = config.disagg
     host = transfer_host(config)
-    transport = open_transport(disagg.disaggregation_transfer_backend, host, disagg.disaggregation_ib_device)
+    options = TransportOptions(
+        ib_device=disagg.disaggregation_ib_device,
+        ib_traffic_class=disagg.disaggregation_ib_traffic_class,
+        mooncake_protocol=disagg.mooncake_protocol,
+    )
+    transport = open_transport(disagg.disaggregation_transfer_backend, host, options)
     stack.callback(transport.close)
     transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, *more_memory)])
     workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads)

@@ -8,15 +8,15 @@ from collections.abc import Callable
 
 from pdserve.base.env import TRANSFER_FAILURES, transfer_failures
 from pdserve.errors import ConfigError
-from pdserve.transfer.transport import Transport
+from pdserve.transfer.transport import Transport, TransportOptions
 
 log = logging.getLogger(__name__)
 
 
-def open_transport(name: str, host: str, ib_device: str | None = None) -> Transport:
+def open_transport(name: str, host: str, options: TransportOptions | None = None) -> Transport:
     """Open the transport called `name`; its engine is imported only now.
 
-    `host` is the address that peers reach this process at; `ib_device` names RDMA NICs, comma-separated.
+    `host` is the address that peers reach this process at; `options` None: the defaults.
 
     Raises:
         ConfigError: no such transport, its library is missing, it cannot start here, or the configured share of failing
@@ -30,7 +30,7 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
             field="disaggregation_transfer_backend",
         ) from None
     share = transfer_failures()
-    transport = opener(host, ib_device)
+    transport = opener(host, options or TransportOptions())
     if not share:
         return transport
     from pdserve.transfer.transports.failing import FailingTransport
@@ -40,50 +40,50 @@ def open_transport(name: str, host: str, ib_device: str | None = None) -> Transp
     return FailingTransport(transport, share)
 
 
-def _open_mooncake(host: str, ib_device: str | None) -> Transport:
+def _open_mooncake(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.mooncake import MooncakeTransport
 
-    return MooncakeTransport.open(host, ib_device)
+    return MooncakeTransport.open(host, options)
 
 
-def _open_nixl(host: str, ib_device: str | None) -> Transport:
+def _open_nixl(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.nixl import NixlTransport
 
-    return NixlTransport.open(host, ib_device)
+    return NixlTransport.open(host, options)
 
 
-def _open_mori(host: str, ib_device: str | None) -> Transport:
+def _open_mori(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.mori import MoriTransport
 
-    return MoriTransport.open(host, ib_device)
+    return MoriTransport.open(host, options.ib_device)
 
 
-def _open_ascend(host: str, ib_device: str | None) -> Transport:
+def _open_ascend(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.ascend import AscendTransport
 
-    return AscendTransport.open(host, ib_device)
+    return AscendTransport.open(host, options.ib_device)
 
 
-def _open_fake(host: str, ib_device: str | None) -> Transport:
+def _open_fake(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.fake import FakeTransport
 
     return FakeTransport()
 
 
-def _open_shm(host: str, ib_device: str | None) -> Transport:
+def _open_shm(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.shm import ShmTransport
 
     return ShmTransport()
 
 
-def _open_auto(host: str, ib_device: str | None) -> Transport:
+def _open_auto(host: str, options: TransportOptions) -> Transport:
     from pdserve.transfer.transports.auto import open_each
 
-    best_first = {name: functools.partial(OPENERS[name], host, ib_device) for name in ("shm", "mooncake")}
+    best_first = {name: functools.partial(OPENERS[name], host, options) for name in ("shm", "mooncake")}
     return open_each(best_first)
 
 
-OPENERS: dict[str, Callable[[str, str | None], Transport]] = {
+OPENERS: dict[str, Callable[[str, TransportOptions], Transport]] = {
     "mooncake": _open_mooncake,
     "shm": _open_shm,
     "auto": _open_auto,

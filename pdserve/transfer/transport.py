@@ -16,7 +16,7 @@ import bisect
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -37,6 +37,21 @@ class Copy(msgspec.Struct, frozen=True, gc=False):
     source: int
     destination: int
     num_bytes: int
+
+
+MooncakeProtocol = Literal["tcp", "rdma", "auto"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransportOptions:
+    """Settings of an engine. `ib_device`: names of RDMA NICs, comma-separated; None: all.
+
+    `ib_traffic_class`: 0 to 255, for `mooncake` and `nixl`; None: the engine's default.
+    """
+
+    ib_device: str | None = None
+    ib_traffic_class: int | None = None
+    mooncake_protocol: MooncakeProtocol = "auto"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

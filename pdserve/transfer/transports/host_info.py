@@ -9,12 +9,16 @@ import base64
 import binascii
 import ctypes
 import dataclasses
+import logging
 import pathlib
 from typing import TypeVar
 
 import msgspec
 
 from pdserve.errors import ConfigError, TransferError
+from pdserve.transfer.transport import MooncakeProtocol
+
+log = logging.getLogger(__name__)
 
 INFINIBAND = pathlib.Path("/sys/class/infiniband")
 
@@ -24,8 +28,14 @@ def wanted_nics(ib_device: str | None) -> list[str]:
     return [name.strip() for name in (ib_device or "").split(",") if name.strip()]
 
 
-def choose_protocol(ib_device: str | None, infiniband: pathlib.Path = INFINIBAND) -> str:
-    """Return `rdma` where a NIC exists, else `tcp`. Raises ConfigError when a named NIC does not exist."""
+def choose_protocol(
+    ib_device: str | None, infiniband: pathlib.Path = INFINIBAND, *, asked: MooncakeProtocol = "auto"
+) -> str:
+    """Return `asked`; with `auto` `rdma` where a NIC exists, else `tcp`.
+
+    Raises:
+        ConfigError: a named NIC does not exist, or `asked` is rdma and there is no NIC.
+    """
     nics = sorted(entry.name for entry in infiniband.iterdir()) if infiniband.is_dir() else []
     for name in wanted_nics(ib_device):
         if name not in nics:
@@ -33,7 +43,18 @@ def choose_protocol(ib_device: str | None, infiniband: pathlib.Path = INFINIBAND
                 f"there is no RDMA device {name!r} here; there is {', '.join(nics) or 'none'}",
                 field="disaggregation_ib_device",
             )
+    if asked == "rdma" and not nics:
+        message = f"--mooncake-protocol is rdma, but there is no RDMA device in {infiniband}; use tcp or auto"
+        raise ConfigError(message, field="mooncake_protocol")
+    if asked != "auto":
+        return asked
     return "rdma" if nics else "tcp"
+
+
+def warn_unused_traffic_class(protocol: str) -> None:
+    """Log a warning if the engine transfers by `tcp`, which has no InfiniBand traffic class."""
+    if protocol == "tcp":
+        log.warning("--disaggregation-ib-traffic-class has no effect: the transfer protocol is tcp")
 
 
 DRIVERS = (("libcuda.so.1", "cuPointerGetAttribute"), ("libamdhip64.so", "hipPointerGetAttribute"))

@@ -43,8 +43,8 @@ from typing import Any
 from pdserve.base.hosts import LOOPBACK
 from pdserve.base.listeners import attach_filter, close_pending, tcp_sockets
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.host_info import choose_protocol
+from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts, TransportOptions
+from pdserve.transfer.transports.host_info import choose_protocol, warn_unused_traffic_class
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.receiving import UNREACHABLE_HINT, EnginePorts, Listeners, ReceivingEngines
 
@@ -56,11 +56,14 @@ POLL_S = 0.0003
 SLOWEST_BYTES_PER_S = 10e6
 PROGRESS_TIMEOUT_S = 5
 RDMA_DRAIN_TIMEOUT_S = 30.0
+FORCE_TCP = "MC_FORCE_TCP"
+"""The engine uses TCP if this variable is set, whatever protocol it is given."""
 TCP_TIMEOUTS = ("MC_TCP_PROGRESS_TIMEOUT_SEC", "MC_TCP_STATUS_TIMEOUT_SEC")
 
 
-def set_environment(protocol: str) -> int:
-    """Set the engine's environment variables that the user left unset. Must run before the engine is imported.
+def set_environment(protocol: str, ib_traffic_class: int | None = None) -> int:
+    """Set the engine's environment variables that the user left unset, and that of the traffic class if one is given.
+    Must run before the engine is imported.
 
     The engine reads some of them at import and the TCP timeouts each time it arms a timer.
 
@@ -73,7 +76,10 @@ def set_environment(protocol: str) -> int:
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", "30")
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
     if protocol == "tcp":
-        os.environ.setdefault("MC_FORCE_TCP", "1")
+        os.environ.setdefault(FORCE_TCP, "1")
+    if ib_traffic_class is not None:
+        warn_unused_traffic_class(protocol)
+        os.environ["MC_IB_TC"] = str(ib_traffic_class)
     try:
         return max(1, *(int(os.environ[name]) for name in TCP_TIMEOUTS))
     except ValueError:
@@ -114,11 +120,22 @@ class MooncakeTransport:
         self._peers: LinkedPeers[MooncakeEngine, str] = LinkedPeers(self._open_link)
 
     @classmethod
-    def open(cls, host: str, ib_device: str | None) -> MooncakeTransport:
-        """Start the engine. Raises ConfigError when the library is missing or the engine does not start."""
-        protocol = choose_protocol(ib_device)
+    def open(cls, host: str, options: TransportOptions) -> MooncakeTransport:
+        """Start the engine.
+
+        Raises:
+            ConfigError: the library is missing, the engine does not start, or the protocol is not possible here.
+        """
+        asked = options.mooncake_protocol
+        protocol = choose_protocol(options.ib_device, asked=asked)
+        if protocol == "rdma" and FORCE_TCP in os.environ:
+            if asked == "rdma":
+                message = f"--mooncake-protocol is rdma, but {FORCE_TCP} is set; unset one of them"
+                raise ConfigError(message, field="mooncake_protocol")
+            protocol = "tcp"
         try:
-            return cls(host, protocol, ib_device or "", set_environment(protocol))
+            timeout_s = set_environment(protocol, options.ib_traffic_class)
+            return cls(host, protocol, options.ib_device or "", timeout_s)
         except TransferError as error:
             raise ConfigError(str(error), field="host") from error
 

@@ -38,8 +38,15 @@ import numpy as np
 
 from pdserve.base.hosts import LOOPBACK, MAX_HOST_ADDRESSES, outward_addresses, peer_addresses
 from pdserve.errors import TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
-from pdserve.transfer.transports.host_info import choose_protocol, decode_card, encode_card, not_an_address, wanted_nics
+from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts, TransportOptions
+from pdserve.transfer.transports.host_info import (
+    choose_protocol,
+    decode_card,
+    encode_card,
+    not_an_address,
+    wanted_nics,
+    warn_unused_traffic_class,
+)
 from pdserve.transfer.transports.link import Link, LinkedPeers
 from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
@@ -106,11 +113,15 @@ def decode_address(address: str) -> NixlEndpointInfo:
     return card
 
 
-def set_environment(ib_device: str | None) -> None:
-    """Set the engine's environment variables that the user left unset. Must run before the engine is imported."""
+def set_environment(ib_device: str | None, ib_traffic_class: int | None = None) -> None:
+    """Set the engine's environment variables that the user left unset, and that of the traffic class if one is given.
+    Must run before the engine is imported.
+    """
     os.environ.setdefault("UCX_TCP_SYN_CNT", str(SYN_RETRIES))
     if nics := wanted_nics(ib_device):
         os.environ.setdefault("UCX_NET_DEVICES", ",".join(f"{nic}:1" for nic in nics))
+    if ib_traffic_class is not None:
+        os.environ["UCX_IB_TRAFFIC_CLASS"] = str(ib_traffic_class)
 
 
 def reaches_memory(ucx_tls: str) -> bool:
@@ -199,10 +210,12 @@ class NixlTransport:
         self.register([MemoryRegion(int(self._probed.ctypes.data), self._probed.size)])
 
     @classmethod
-    def open(cls, host: str, ib_device: str | None) -> NixlTransport:
+    def open(cls, host: str, options: TransportOptions) -> NixlTransport:
         """Start the engine. Raises ConfigError when the library is missing or the engine does not start."""
-        protocol = choose_protocol(ib_device)
-        set_environment(ib_device)
+        protocol = choose_protocol(options.ib_device)
+        if options.ib_traffic_class is not None:
+            warn_unused_traffic_class(protocol)
+        set_environment(options.ib_device, options.ib_traffic_class)
         return cls(load_native(), protocol, host)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:

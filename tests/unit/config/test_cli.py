@@ -99,6 +99,8 @@ def test_a_variable_of_sglang_replaces_an_absent_flag(variable: str, monkeypatch
         ("--disaggregation-decode-polling-interval 0", "disaggregation_decode_polling_interval"),
         ("--optimistic-prefill-attempts=-1", "optimistic_prefill_attempts"),
         ("--base-gpu-id=-1", "base_gpu_id"),
+        ("--mooncake-protocol udp", "mooncake_protocol"),
+        ("--mooncake-protocol tcp --disaggregation-ib-device mlx5_0", "disaggregation_ib_device"),
         ("--enable-mixed-chunk=maybe", "enable_mixed_chunk"),
     ],
 )
@@ -159,6 +161,8 @@ def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named
         ("disaggregation-heartbeat-interval-s", ["0", "-inf"]),
         ("disaggregation-heartbeat-misses", ["0"]),
         ("disaggregation-transfer-threads", ["0"]),
+        ("disaggregation-ib-traffic-class", ["-1", "256"]),
+        ("weight-version", [""]),
         ("cpu-threads", ["0", "-1"]),
         ("host", ["", "http://x", "a/b", "-x"]),
         ("port", ["-1", "65536"]),

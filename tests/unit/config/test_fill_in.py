@@ -123,6 +123,14 @@ def test_flags_without_effect_are_logged_with_the_reason(caplog: pytest.LogCaptu
     assert without_effect(on_gpu) == [] and on_gpu.kernels.cuda_graph_max_bs == 8
 
 
+def test_flags_of_other_engines_are_logged() -> None:
+    words = "--disaggregation-mode decode --mooncake-protocol tcp --disaggregation-ib-traffic-class 106"
+    for backend, told in (("mooncake", 0), ("auto", 0), ("nixl", 1), ("shm", 2), ("fake", 2)):
+        given = parse_server_args([*words.split(), "--disaggregation-transfer-backend", backend])
+        assert len(without_effect(fill_in(given, CPU)[0])) == told, backend
+    assert len(without_effect(fill_in(parse_server_args(words.split()[2:]), CPU)[0])) == 2
+
+
 @pytest.mark.parametrize("mode", ["prefill", "decode"])
 def test_an_estimate_of_new_tokens_is_for_a_monolith(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_INIT_NEW_TOKEN_RATIO", "0.3")

@@ -16,6 +16,7 @@ import pytest
 from pdserve.base.listeners import tcp_sockets
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
+from pdserve.transfer.transport import TransportOptions
 from pdserve.transfer.transports import mooncake
 from pdserve.transfer.transports.host_info import choose_protocol
 from pdserve.transfer.transports.link import WritePermits
@@ -34,6 +35,7 @@ from tests.waiting import wait_until
 ENGINE_VARIABLES = (
     *TCP_TIMEOUTS,
     "MC_FORCE_TCP",
+    "MC_IB_TC",
     "MC_LOG_LEVEL",
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER",
     "MC_TRANSFER_TIMEOUT",
@@ -54,6 +56,11 @@ def test_tcp_is_chosen_without_a_nic_and_rdma_with_one(tmp_path: Path) -> None:
     (tmp_path / "mlx5_0").mkdir()
     assert choose_protocol(None, tmp_path) == "rdma"
     assert choose_protocol("mlx5_0", tmp_path) == "rdma"
+    assert choose_protocol(None, tmp_path, asked="tcp") == "tcp"
+    assert choose_protocol(None, tmp_path, asked="rdma") == "rdma"
+    with pytest.raises(ConfigError, match="no RDMA device") as caught:
+        choose_protocol(None, tmp_path / "absent", asked="rdma")
+    assert caught.value.field == "mooncake_protocol"
 
 
 @pytest.mark.parametrize("named", ["mlx5_9", "mlx5_0,mlx5_9", " mlx5_0 , mlx5_9"])
@@ -70,6 +77,25 @@ def test_the_user_s_environment_wins_and_tcp_is_forced_only_for_tcp(monkeypatch:
     monkeypatch.setenv("MC_TCP_STATUS_TIMEOUT_SEC", "9")
     assert set_environment("tcp") == 9
     assert os.environ["MC_FORCE_TCP"] == "1"
+
+
+def test_the_traffic_class_reaches_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MC_IB_TC", "1")
+    set_environment("rdma")
+    assert os.environ["MC_IB_TC"] == "1" and not caplog.messages
+    set_environment("rdma", 106)
+    assert os.environ["MC_IB_TC"] == "106" and not caplog.messages
+    set_environment("tcp", 106)
+    assert caplog.messages == ["--disaggregation-ib-traffic-class has no effect: the transfer protocol is tcp"]
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="this host has RDMA devices")
+def test_rdma_without_a_nic_is_refused_before_the_engine_starts() -> None:
+    with pytest.raises(ConfigError, match="--mooncake-protocol is rdma") as caught:
+        open_transport("mooncake", "127.0.0.1", TransportOptions(mooncake_protocol="rdma"))
+    assert caught.value.field == "mooncake_protocol"
 
 
 def test_a_timeout_that_is_no_number_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:

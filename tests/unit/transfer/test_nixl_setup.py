@@ -63,6 +63,11 @@ def test_named_nics_reach_the_engine_and_the_user_s_choice_wins(monkeypatch: pyt
     assert "UCX_NET_DEVICES" not in os.environ
     set_environment("mlx5_0, mlx5_1")
     assert os.environ["UCX_NET_DEVICES"] == "mlx5_0:1,mlx5_1:1"
+    monkeypatch.setenv("UCX_IB_TRAFFIC_CLASS", "1")
+    set_environment(None)
+    assert os.environ["UCX_IB_TRAFFIC_CLASS"] == "1"
+    set_environment(None, 106)
+    assert os.environ["UCX_IB_TRAFFIC_CLASS"] == "106"
 
 
 def test_a_host_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.MonkeyPatch) -> None:
