@@ -41,9 +41,17 @@ class SGLangRouter:
 
 
 @contextlib.contextmanager
-def running_sglang_router(prefill: Sequence[Server], decode: Sequence[Server], *flags: str) -> Iterator[SGLangRouter]:
-    """The real router in PD mode before running servers, ready when it has found all of them healthy."""
-    workers = [word for server in prefill for word in ("--prefill", server.url, str(server.bootstrap_port))]
+def running_sglang_router(
+    prefill: Sequence[Server], decode: Sequence[Server], *flags: str, ports: bool = True
+) -> Iterator[SGLangRouter]:
+    """The real router in PD mode before running servers, ready when it has found all of them healthy. Without `ports`
+    it is not given the bootstrap ports.
+    """
+    workers = [
+        word
+        for server in prefill
+        for word in ("--prefill", server.url, *([str(server.bootstrap_port)] if ports else []))
+    ]
     workers += [word for server in decode for word in ("--decode", server.url)]
     # Its metrics port is another fixed one: two free ports, taken together so that they differ.
     with _listening() as first, _listening() as second:
