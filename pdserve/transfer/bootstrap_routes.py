@@ -14,6 +14,8 @@ import msgspec
 
 ANY = "-1"
 FOLLOWS_ROOM = "follow_bootstrap_room"
+MAX_RANKS = 1 << 16
+"""Most ranks of a server that registers with SGLang's body."""
 MAX_BODY_BYTES = 256 << 10
 """Most bytes of a request or answer body."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -203,6 +205,8 @@ class RouteTable:
         """
         if self._routes:
             raise ValueError("the replicas of this prefill server are registered - at `$.rank_ip`")
+        if math.prod(rank.sizes.values()) > MAX_RANKS:
+            raise ValueError(f"the sizes make more than {MAX_RANKS} ranks - at `$.attn_tp_size`")
         for kind, size in rank.sizes.items():
             if rank.ranks[kind] >= size:
                 field = rank.field_of(kind)

@@ -151,6 +151,30 @@ def test_polls_of_the_fake_transport_fail_too(mode: str, monkeypatch: pytest.Mon
     assert node.scheduler.state().counters["bootstrap_failed_reqs"] == 1 and not node.leaks()
 
 
+@pytest.mark.parametrize(
+    ("mode", "turns", "phase"), [("prefill", 0, "bootstrap"), ("decode", 0, "bootstrap"), ("decode", 40, "transfer")]
+)
+def test_requests_that_time_out_are_counted_by_the_phase_of_their_transfer(mode: str, turns: int, phase: str) -> None:
+    """The other half never arrives. After some turns decode has published its pages."""
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    node.mailbox.post(_request("r", 7))
+    for _ in range(turns):
+        _turn(world)
+    for _ in range(700):
+        if "r" in node.halves and node.halves["r"].finish is not None:
+            break
+        world.clock.advance(1.0)
+        if turns:
+            world.net.deliver()
+        for side in (world.prefill, world.decode) if turns else (node,):
+            side.scheduler.step()
+    finish, state = node.halves["r"].finish, node.scheduler.state()
+    assert finish is not None and finish.status_code == 504 and state.failures == {"bootstrap_timeout": 1}
+    other = "transfer" if phase == "bootstrap" else "bootstrap"
+    assert (state.counters[f"{phase}_failed_reqs"], state.counters.get(f"{other}_failed_reqs", 0)) == (1, 0)
+
+
 def test_the_share_of_polls_that_fail_is_the_given_one_and_equal_on_all_ranks() -> None:
     reqs = [Req(_request(str(room), room), Times(0.0)) for room in range(2000)]
     ranks = [PollFailures(0.05, "secret"), PollFailures(0.05, "secret")]

@@ -192,6 +192,7 @@ def test_replicas_of_sglang_count_by_attention_or_by_server(server: BootstrapSer
         ({"rank_ip": 7}, "rank_ip"),
         ({"attn_tp_size": 0}, "attn_tp_size"),
         ({"attn_tp_size": 4}, "attn_tp_size"),
+        ({"attn_tp_size": 4096, "pp_size": 4096}, "attn_tp_size"),
         ({"page_size": 16}, "page_size"),
     ],
 )
