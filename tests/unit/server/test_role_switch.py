@@ -276,5 +276,5 @@ async def test_flags_of_one_role_are_left_out_in_another_and_there_again_when_it
         config, _ = fill_in(for_mode(given, other), MACHINE)  # type: ignore[arg-type]
         assert config.disagg.disaggregation_mode == other
         assert config.model == at_home.model
-        assert config.disagg.disaggregation_bootstrap_port == (8998 if other == "prefill" else None)
+        assert config.disagg.disaggregation_bootstrap_port == (None if other == "null" else 8998)
     assert fill_in(for_mode(given, mode), MACHINE)[0] == at_home
