@@ -39,6 +39,7 @@ SGLANG_COUNTERS = {
 ZEROS = (
     *SGLANG_COUNTERS,
     "copies_failed",
+    "dials_failed",
     "kv_transfer_bytes",
     "transfers_done",
     "transfers_unconfirmed",
