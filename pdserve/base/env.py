@@ -12,11 +12,14 @@ CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
 WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
 """SGLang's names, the newer one first: the share of writes to peers and of polls of transfers that fail, for tests."""
+RETURN_ORIGINAL_LOGPROB = "SGLANG_RETURN_ORIGINAL_LOGPROB"
+"""SGLang's: true for log probabilities before sampling parameters, false for those after them."""
 DATA_PORT_FILTER = "PDSERVE_DATA_PORT_FILTER"
 TRITON_INTERPRET = "TRITON_INTERPRET"
 """Defined by Triton."""
 
 
+_TRUE, _FALSE = ("1", "true", "yes", "y"), ("0", "false", "no", "n")
 TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
 """Defined by the tokenizers library."""
 OPENMP_WAIT = "OMP_WAIT_POLICY"
@@ -60,6 +63,20 @@ def transfer_failures() -> float:
             raise ConfigError(f"{name} must be a number from 0 to 1, got {text!r}")
         return share
     return 0.0
+
+
+def returns_original_logprobs() -> bool | None:
+    """Return the value of `SGLANG_RETURN_ORIGINAL_LOGPROB`; None: not set.
+
+    Raises:
+        ConfigError: the value is no boolean.
+    """
+    text = os.environ.get(RETURN_ORIGINAL_LOGPROB, "").strip().lower()
+    if not text:
+        return None
+    if text not in (*_TRUE, *_FALSE):
+        raise ConfigError(f"{RETURN_ORIGINAL_LOGPROB} must be true or false, got {text!r}")
+    return text in _TRUE
 
 
 def control_token() -> str:

@@ -21,6 +21,7 @@ EvictionPolicy = Literal["lru", "lfu", "priority"]
 SchedulePolicy = Literal["fcfs", "lpm", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
+LogprobsMode = Literal["raw", "processed"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 ToolCallParser = Literal[
     "auto", "none", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2", "llama3",
@@ -48,6 +49,12 @@ class ModelConfig:
         None, help="int8: quantize linear layers to 8-bit weights and inputs while a bfloat16 model is loaded; CPU only"
     )
     context_length: int | None = flag(None, help="maximum of prompt + output in tokens; the model's limit when absent")
+    logprobs_mode: LogprobsMode | None = flag(
+        None,
+        help="log probabilities of output tokens. raw: of the model's own distribution; processed: after bias, "
+        "penalties, bans, grammar and temperature, as SGLang's. raw when absent, unless "
+        "SGLANG_RETURN_ORIGINAL_LOGPROB is false",
+    )
     load_format: Literal["auto", "dummy"] = flag("auto", help="dummy: random weights, from the model's config only")
     random_seed: int = flag(0, help="seed for dummy weights")
 

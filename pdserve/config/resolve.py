@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdserve.base.cpu_affinity import granted_cores
-from pdserve.base.env import triton_is_interpreted
+from pdserve.base.env import RETURN_ORIGINAL_LOGPROB, returns_original_logprobs, triton_is_interpreted
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError
@@ -126,6 +126,15 @@ def _served_model_name(config: ServerConfig, machine: Machine) -> tuple[ServerCo
     return _set(config, "model", "served_model_name", config.model.model_path, "the model path")
 
 
+def _logprobs_mode(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    if config.model.logprobs_mode is not None:
+        return None
+    original = returns_original_logprobs()
+    if original is None:
+        return _set(config, "model", "logprobs_mode", "raw", "the model's own distribution")
+    return _set(config, "model", "logprobs_mode", "raw" if original else "processed", RETURN_ORIGINAL_LOGPROB)
+
+
 def _mixed_chunk_size(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
     if config.schedule.mixed_chunk_size is not None or config.schedule.chunked_prefill_size is not None:
         return None
@@ -181,6 +190,7 @@ def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tu
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
+    _logprobs_mode,
     _mixed_chunk_size,  # before `_chunked_prefill_size`: it depends on whether that value was given
     _chunked_prefill_size,
     _disable_overlap_schedule,
@@ -268,12 +278,6 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
                 f"--quantization {config.model.quantization} is for the native CPU kernels, not {other}",
                 field="quantization",
             )
-    context, pool = config.model.context_length, config.memory.max_total_tokens
-    if context is not None and pool is not None and context > pool:
-        raise ConfigError(
-            f"--context-length {context} does not fit the KV pool of --max-total-tokens {pool}",
-            field="context_length",
-        )
 
 
 def _check_attention(kernels: KernelConfig) -> None:

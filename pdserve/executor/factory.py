@@ -168,6 +168,12 @@ def build_executor(
     if agree_num_pages is not None:
         num_pages = agree_num_pages(most_pages)
         assert 0 < num_pages <= most_pages, "agreed on more pages than this rank can hold"
+    if coord.rank == 0 and context_length > layout.tokens_in(num_pages):
+        _LOG.warning(
+            "the KV pool of %d tokens (--max-total-tokens) is smaller than the context of %d tokens "
+            "(--context-length): prompt and output of a request together must fit the pool",
+            layout.tokens_in(num_pages), context_length,
+        )  # fmt: skip
     with startup.part(POOLS):
         shareable = config.disagg.may_share_memory
         pools = tuple(KVPool(group, num_pages, device, shareable=shareable) for group in held.groups)
@@ -184,6 +190,7 @@ def build_executor(
         choose=choose_with_torch if native is None else native.chooser(),
         decode=None if native is None else (native.decode, native.max_native_rows),
         returns_prompt_results=not batch_invariant,
+        processed_logprobs=config.model.logprobs_mode == "processed",
     )  # fmt: skip
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)

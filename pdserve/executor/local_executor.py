@@ -97,7 +97,8 @@ class LocalExecutor:
 
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
     picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
-    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones.
+    `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
+    see `sample`; log probabilities of prompt tokens are always the model's own.
     """
 
     def __init__(
@@ -116,10 +117,11 @@ class LocalExecutor:
         choose: TokenSampler = choose_with_torch,
         decode: tuple[Decode, int] | None = None,
         returns_prompt_results: bool = True,
+        processed_logprobs: bool = False,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._model_runner = ModelRunner(model, attention, choose)
+        self._model_runner = ModelRunner(model, attention, choose, processed_logprobs=processed_logprobs)
         self._layout = layout
         self.pools = pools
         self._table = table

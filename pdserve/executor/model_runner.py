@@ -47,9 +47,16 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 class ModelRunner:
-    """Computes one rank's part of the model."""
+    """Computes one rank's part of the model. `processed_logprobs`: see `sample`."""
 
-    def __init__(self, model: Model, attention: AttentionBackend, choose: TokenSampler = choose_with_torch) -> None:
+    def __init__(
+        self,
+        model: Model,
+        attention: AttentionBackend,
+        choose: TokenSampler = choose_with_torch,
+        *,
+        processed_logprobs: bool = False,
+    ) -> None:
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -57,7 +64,7 @@ class ModelRunner:
         """True when the argmax tokens of the step just computed are already in the rows' tokens."""
         self._model = model
         self._attention = attention
-        self._choose = choose
+        self._sample = partial(sample, choose=choose, processed_logprobs=processed_logprobs)
         self._parallel = model.parallel
         self.is_sampler = is_sampler(self._parallel.coord)
         self._scores: list[PromptLogprobTensors] = []
@@ -117,9 +124,9 @@ class ModelRunner:
             return Sampled(self._argmax, None, None, None)
         logits = logits.float()
         if masks is None:
-            return sample(logits, params, tokens, self._choose)
+            return self._sample(logits, params, tokens)
         failed, params = masks.apply(logits), params.without_grammar_bans()
-        return dataclasses.replace(sample(logits, params, tokens, self._choose), failed=failed)
+        return dataclasses.replace(self._sample(logits, params, tokens), failed=failed)
 
     def prompt_scores(
         self, prompt_logprob_params: Sequence[PromptLogprobParams | None], device: torch.device

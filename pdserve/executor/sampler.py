@@ -97,11 +97,24 @@ TokenSampler = Callable[[Tensor, Columns, npt.NDArray[np.float64]], Tensor]
 """Signature of `choose_with_torch`; `NativeChooser` is another implementation."""
 
 
-def sample(logits: Tensor, params: StepParams, tokens: Tensor, choose: TokenSampler = choose_with_torch) -> Sampled:
-    """Sample one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`: known tokens."""
+def sample(
+    logits: Tensor,
+    params: StepParams,
+    tokens: Tensor,
+    choose: TokenSampler = choose_with_torch,
+    *,
+    processed_logprobs: bool = False,
+) -> Sampled:
+    """Sample one token a row. `logits` float32 `[S, V]`; `tokens` int32 `[num_table_rows, context]`: known tokens.
+
+    `processed_logprobs`: log probabilities after bias, penalties, bans and temperature, instead of those of `logits`.
+    """
     draws = not params.columns["greedy"].all()
     points = uniforms(params.columns["seed"], params.positions) if draws else np.zeros(len(params.positions))
-    chosen = choose(_shape(logits, params, tokens), params.columns, points)
+    shaped = _shape(logits, params, tokens)
+    chosen = choose(shaped, params.columns, points)
+    if processed_logprobs and params.wants_logprobs:
+        return _with_logprobs(chosen, _scaled(shaped, params.columns), params)
     return _with_logprobs(chosen, logits, params)
 
 
@@ -131,7 +144,7 @@ def to_host(sampled: Sampled, params: StepParams) -> list[SampledToken]:
 
 
 def _possible(ids: list[int], logprobs: list[float], num_top: int) -> tuple[tuple[int, float], ...]:
-    """Return the first `num_top` entries without those that a grammar forbids, which come last."""
+    """Return the first `num_top` entries without those that a grammar or a ban forbids, which come last."""
     pairs = zip(ids[:num_top], logprobs[:num_top], strict=True)
     return tuple(pair for pair in pairs if pair[1] != -np.inf)
 
@@ -263,8 +276,16 @@ def _floor(ranked: Tensor, columns: Columns) -> Tensor:
     return ranked.gather(1, last[:, None])[:, 0]
 
 
+def _scaled(shaped: Tensor, columns: Columns) -> Tensor:
+    """Return `shaped` at each row's temperature; rows with temperature 0 keep theirs, as in SGLang."""
+    temperature = np.where(columns["temperature"] > 0, columns["temperature"], np.float32(1.0))
+    if (temperature == 1.0).all():
+        return shaped
+    return (shaped - shaped.amax(-1, keepdim=True)) / to_device(temperature, shaped.device)[:, None]
+
+
 def _with_logprobs(chosen: Tensor, logits: Tensor, params: StepParams) -> Sampled:
-    """Add log probabilities of the raw logits (before bias, penalties and temperature) where a row requests them."""
+    """Add log probabilities of `logits` where a row requests them."""
     if not params.wants_logprobs:
         return Sampled(chosen, None, None, None)
     logprobs = logits.log_softmax(-1)

@@ -9,9 +9,11 @@ import pytest
 from pdserve.base.env import (
     CONTROL_TOKEN,
     OPENMP_WAIT,
+    RETURN_ORIGINAL_LOGPROB,
     TRANSFER_FAILURES,
     control_token,
     keep_openmp_from_spinning,
+    returns_original_logprobs,
     transfer_failures,
 )
 from pdserve.errors import ConfigError
@@ -32,6 +34,20 @@ def test_a_token_that_no_header_can_carry_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(CONTROL_TOKEN, value)
     with pytest.raises(ConfigError, match=CONTROL_TOKEN):
         control_token()
+
+
+@pytest.mark.parametrize(("text", "value"), [("", None), ("1", True), ("True", True), ("0", False), ("false", False)])
+def test_original_logprobs_are_a_boolean_or_unset(
+    monkeypatch: pytest.MonkeyPatch, text: str, value: bool | None
+) -> None:
+    monkeypatch.setenv(RETURN_ORIGINAL_LOGPROB, text)
+    assert returns_original_logprobs() is value
+
+
+def test_original_logprobs_that_are_no_boolean_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(RETURN_ORIGINAL_LOGPROB, "maybe")
+    with pytest.raises(ConfigError, match="SGLANG_RETURN_ORIGINAL_LOGPROB must be true or false, got 'maybe'"):
+        returns_original_logprobs()
 
 
 def test_the_share_of_writes_that_fail_has_two_names_of_which_the_newer_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,15 @@ def test_device_and_chunk_follow_the_machine(machine: Machine, device: str, chun
     assert config.model.served_model_name == "m"
 
 
+@pytest.mark.parametrize(("original", "mode"), [("", "raw"), ("1", "raw"), ("0", "processed")])
+def test_logprobs_are_the_models_own_unless_sglangs_variable_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, original: str, mode: str
+) -> None:
+    monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", original)
+    assert choices("")["logprobs_mode"].value == mode
+    assert "logprobs_mode" not in choices("--logprobs-mode processed")
+
+
 def test_the_chunk_follows_a_device_that_was_asked_for() -> None:
     assert choices("--device cpu", GPU)["chunked_prefill_size"].value == 2048
 
@@ -52,7 +61,7 @@ def test_what_was_given_stays_as_it_is() -> None:
     words = (
         "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "
         "--served-model-name n --disaggregation-mode decode --disaggregation-host node1 --disable-overlap-schedule "
-        "--disaggregation-bootstrap-port 9000"
+        "--disaggregation-bootstrap-port 9000 --logprobs-mode raw"
     )
     given = parse_server_args(["--model-path", "m", *words.split()])
     resolved, chosen = fill_in(given, CPU)
@@ -80,7 +89,6 @@ def test_a_server_that_listens_everywhere_must_say_where_it_is(host: str) -> Non
     [
         ("--device cuda", "device"),
         ("--cpu-threads 3", "cpu_threads"),
-        ("--context-length 100 --max-total-tokens 64", "context_length"),
     ],
 )
 def test_what_contradicts_the_machine_or_itself_is_refused(words: str, field: str) -> None:

@@ -115,6 +115,15 @@ def test_a_request_may_fill_the_whole_context(checkpoint: Path) -> None:
     assert len(Driver(built).generate([PROMPT], 3)[0]) == 3
 
 
+def test_a_context_longer_than_the_pool_warns(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    built = build(checkpoint, context_length=100, page_size=16, max_total_tokens=64)
+    assert built.context_length == 100
+    assert [line for line in caplog.messages if "smaller than the context of 100 tokens" in line]
+    caplog.clear()
+    build(checkpoint, context_length=64, page_size=16, max_total_tokens=64)
+    assert not [line for line in caplog.messages if "smaller than the context" in line]
+
+
 @pytest.mark.parametrize("context_length", [0, 5000])
 def test_context_beyond_the_model_is_refused(checkpoint: Path, context_length: int) -> None:
     with pytest.raises(ConfigError, match="context_length"):

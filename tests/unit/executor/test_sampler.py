@@ -256,6 +256,37 @@ def test_only_rows_that_asked_get_logprobs() -> None:
     assert best.logprob == best.top[0][1]
 
 
+def test_processed_logprobs_are_of_the_distribution_that_is_sampled() -> None:
+    logits = torch.stack([logits_of(seed) for seed in range(4)])
+    requests = [
+        CoreSamplingParams(temperature=0.5, seed=1),
+        CoreSamplingParams(temperature=0.0, logit_bias={BIASED: 3.0}),
+        CoreSamplingParams(temperature=2.0, seed=2, min_new_tokens=2, presence_penalty=1.0),
+        CoreSamplingParams(temperature=1e-50, seed=3),
+    ]
+    expected = logits.clone()
+    expected[1, BIASED] += 3.0
+    expected[2, EOS] = -torch.inf
+    expected[2, 9] -= 1.0
+    expected = (expected / torch.tensor([0.5, 1.0, 2.0, 1.0])[:, None]).log_softmax(-1)
+    params = SamplingMetadata(4, (EOS,))
+    for row, request in enumerate(requests):
+        params.set(row, 1, request, Logprobs(top=VOCAB, token_ids=(BIASED, 9)))
+    picked = params.pick(np.arange(4), np.full(4, 2))
+    known = torch.full((4, 8), 9, dtype=torch.int32)
+    raw = to_host(sample(logits, picked, known, choosing()), picked)
+    processed = to_host(sample(logits, picked, known, choosing(), processed_logprobs=True), picked)
+    for row, (one, other) in enumerate(zip(processed, raw, strict=True)):
+        assert one.token_id == other.token_id
+        assert one.logprob == pytest.approx(float(expected[row, one.token_id]), abs=1e-5)
+        assert one.picked == pytest.approx(expected[row, [BIASED, 9]].tolist(), abs=1e-5)
+        assert dict(one.top) == pytest.approx(
+            {i: value for i, value in enumerate(expected[row].tolist()) if value != -np.inf}, abs=1e-5
+        )
+        assert other.logprob == pytest.approx(float(logits[row].log_softmax(-1)[one.token_id]), abs=1e-5)
+    assert len(processed[2].top) == VOCAB - 1
+
+
 def test_a_row_forgets_its_last_request() -> None:
     params = SamplingMetadata(1, (EOS,))
     params.set(0, 1, CoreSamplingParams(logit_bias={1: 2.0}, min_new_tokens=4), None)
