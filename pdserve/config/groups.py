@@ -158,6 +158,17 @@ class ScheduleConfig:
     schedule_aging_s: float = flag(
         10.0, help="seconds of waiting that count as one priority level, or with lpm as 256 cached tokens"
     )
+    req_waiting_timeout_s: float = flag(
+        -1.0,
+        help="seconds after which a request that has not started ends with 503; 0 or less: no limit",
+        env="SGLANG_REQ_WAITING_TIMEOUT",
+    )
+    req_running_timeout_s: float = flag(
+        -1.0,
+        help="seconds after which a request that has started ends with 503; 0 or less: no limit. On prefill its prompt "
+        "counts, on decode its output",
+        env="SGLANG_REQ_RUNNING_TIMEOUT",
+    )
     schedule_conservativeness: float = flag(
         1.0, help="above 1 reserves more memory for running requests: fewer retractions, smaller batches"
     )
@@ -176,6 +187,16 @@ class ScheduleConfig:
     disable_overlap_schedule: bool | None = flag(
         None, help="process each step's results before the next step is launched"
     )
+
+    @property
+    def waiting_timeout_s(self) -> float | None:
+        """Most seconds that a request may wait to start; None: no limit."""
+        return self.req_waiting_timeout_s if self.req_waiting_timeout_s > 0 else None
+
+    @property
+    def running_timeout_s(self) -> float | None:
+        """Most seconds that a request may run; None: no limit."""
+        return self.req_running_timeout_s if self.req_running_timeout_s > 0 else None
 
     @property
     def most_queued(self) -> int | None:

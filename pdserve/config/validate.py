@@ -142,6 +142,12 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     ):
         if not (math.isfinite(number) and number > 0):
             _refuse(field, number, "must be more than 0")
+    for field, seconds in (
+        ("req_waiting_timeout_s", schedule.req_waiting_timeout_s),
+        ("req_running_timeout_s", schedule.req_running_timeout_s),
+    ):
+        if not math.isfinite(seconds):
+            _refuse(field, seconds, "must be a number of seconds, or -1 for no limit")
     if schedule.chunked_prefill_size != -1:
         _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
     if schedule.prefill_saturation_tokens != -1:

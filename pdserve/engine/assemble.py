@@ -154,6 +154,8 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
         clip_tokens=schedule.clip_max_new_tokens_estimation,
         offload_bytes=int(disagg.disaggregation_decode_offload_gb * 1e9) if offload else 0,
         layer_groups=disagg.disaggregation_layerwise_groups if disagg.disaggregation_layerwise_transfer else 0,
+        waiting_timeout_s=schedule.waiting_timeout_s,
+        running_timeout_s=schedule.running_timeout_s,
         prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
         num_stages=config.parallel.pp_size,

@@ -10,6 +10,8 @@ from pdserve.errors import RequestError, TransferError
 
 ABORTED_STATUS = 499
 """HTTP status of a requested abort."""
+RUNNING_TIMEOUT = "running_timeout"
+"""Code of a request that ran for too long. Another server would compute it as long, so it is not retried."""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):

@@ -89,11 +89,20 @@ class StepLimits:
     offload_bytes: int = 0
     prealloc_timeout_s: float = 300.0
     """Seconds that decode lets a request wait for its session and memory."""
+    waiting_timeout_s: float | None = None
+    """Seconds after which a request that has not started ends; None: no limit."""
+    running_timeout_s: float | None = None
+    """Seconds after which a request that has started ends; None: no limit."""
     layer_groups: int = 0
     """Layer groups in which prefill sends a page; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
     num_stages: int = 1
     """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""
+
+    @property
+    def has_timeouts(self) -> bool:
+        """True when requests may end because they wait or run for too long."""
+        return self.waiting_timeout_s is not None or self.running_timeout_s is not None
 
     @property
     def step_tokens(self) -> int:

@@ -53,7 +53,10 @@ class Req:
     computed: int = 0
     planned: int = 0
     num_cached: int = 0
-    """Prompt tokens found in the prefix cache when the prefill first started; on decode as reported by prefill."""
+    """Prompt tokens found in the prefix cache when the prefill first started.
+
+    On decode the larger of prefill's number and that of its own cache.
+    """
     num_retractions: int = 0
     cacheable: bool = True
     """False when a fake transfer produced the KV, which must not enter the prefix cache."""

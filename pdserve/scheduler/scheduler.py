@@ -119,7 +119,9 @@ class Scheduler:
             self.heartbeat.end(computed=computed)
             if not computed and not self._stopping:
                 timer_s = None if self.kv is None else self.kv.sessions.next_timer_s()
-                waiting = self.kv is not None and not self.kv.quiet
+                waiting = (self.kv is not None and not self.kv.quiet) or (
+                    self.context.limits.has_timeouts and bool(self.role.live)
+                )
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
             self.context.executor.resolve(self._under_way.popleft())

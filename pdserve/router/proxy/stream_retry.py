@@ -19,6 +19,7 @@ import orjson
 
 from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
+from pdserve.protocol.failure import RUNNING_TIMEOUT
 from pdserve.router.request_fields import batch_size, num_sequences, wants_prompt_logprobs
 from pdserve.router.workers.outcome import WORKER_FAILED, EndedError, WorkerStream
 
@@ -145,6 +146,6 @@ def _retryable(event: bytes) -> EndedError | None:
     except orjson.JSONDecodeError:
         return None
     status, error = body.get("code"), body["error"]
-    if status not in RETRYABLE_STATUSES or not isinstance(error, dict):
+    if status not in RETRYABLE_STATUSES or not isinstance(error, dict) or error.get("code") == RUNNING_TIMEOUT:
         return None
     return EndedError(str(error.get("message")), status, str(error.get("code")))

@@ -17,6 +17,7 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
+from pdserve.protocol.failure import RUNNING_TIMEOUT
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.worker_proof import WorkerProof
 from pdserve.router.workers.admission import Refused
@@ -306,9 +307,9 @@ def ends_both(prefill: WorkerResponse | ConnectionFailed) -> bool:
 
 def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
     """Whether the request may be retried."""
-    return isinstance(outcome, ConnectionFailed) or (
-        isinstance(outcome, WorkerResponse) and outcome.status in RETRYABLE_STATUSES
-    )
+    if isinstance(outcome, WorkerResponse):
+        return outcome.status in RETRYABLE_STATUSES and error_of(outcome.body)[0] != RUNNING_TIMEOUT
+    return isinstance(outcome, ConnectionFailed)
 
 
 def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:

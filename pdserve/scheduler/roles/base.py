@@ -10,7 +10,7 @@ import hashlib
 from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
@@ -19,6 +19,15 @@ from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
 INJECTED = Failure(code="transfer_failed", message="injected failure of a poll")
+WAITED_TOO_LONG = Failure(
+    code="waiting_timeout", message="Request waiting timeout reached.", status=503, retry_after_s=1
+)
+RAN_TOO_LONG = Failure(
+    code=RUNNING_TIMEOUT, message="Request running timeout reached.", status=503, retryable=False, retry_after_s=1
+)
+"""Messages and statuses of SGLang."""
+TIMEOUT_CHECK_S = 0.05
+"""Seconds between two looks at the ages of all requests."""
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
@@ -113,6 +122,7 @@ class BaseRole(abc.ABC):
     def __init__(self, context: SchedulerContext, planner: BatchPlanner) -> None:
         self._context = context
         self._batch_planner = planner
+        self._next_timeout_check_s = 0.0
         self.live: dict[str, Req] = {}
 
     @property
@@ -133,6 +143,26 @@ class BaseRole(abc.ABC):
         self._leave(req)
         finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
+
+    def _end_timed_out(self) -> None:
+        """End the requests that have waited or run for too long. Health probes have their own timeouts."""
+        limits, now_s = self._context.limits, self._context.clock.now()
+        if not limits.has_timeouts or now_s < self._next_timeout_check_s:
+            return
+        self._next_timeout_check_s = now_s + TIMEOUT_CHECK_S
+        for req in [req for req in self.live.values() if not req.spec.probe]:
+            if _is_over(limits.waiting_timeout_s, self._waiting_since_s(req), now_s):
+                self.end(req, WAITED_TOO_LONG)
+            elif _is_over(limits.running_timeout_s, self._running_since_s(req), now_s):
+                self.end(req, RAN_TOO_LONG)
+
+    def _waiting_since_s(self, req: Req) -> float | None:
+        """When the request began to wait for its start; None: it does not wait."""
+        return req.times.arrived if req.times.started is None else None
+
+    def _running_since_s(self, req: Req) -> float | None:
+        """When the request started; None: it waits, or its KV is transferred."""
+        return req.times.started
 
     def _leave(self, req: Req) -> None:
         """Remove the request from all queues and release its memory."""
@@ -160,6 +190,10 @@ class BaseRole(abc.ABC):
     @abc.abstractmethod
     def _timing(self, req: Req) -> RequestTiming | None:
         """Return the TTFT of the request in parts, as far as they are known; None: the output has no timing."""
+
+
+def _is_over(limit_s: float | None, since_s: float | None, now_s: float) -> bool:
+    return limit_s is not None and since_s is not None and now_s - since_s > limit_s
 
 
 class MixedBatchRole(BaseRole):

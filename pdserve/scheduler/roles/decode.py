@@ -104,6 +104,7 @@ class DecodeRole(MixedBatchRole):
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
         self._take_changed_rooms()
         self._end_the_overdue()
+        self._end_timed_out()
         if len(self._ready) and not len(self._retracted):
             self._publish_ready()
             self._take_changed_rooms()
@@ -165,6 +166,18 @@ class DecodeRole(MixedBatchRole):
             elif req.times.lost is not None and req.times.lost < latest:
                 self.end(req, self._no_memory())
 
+    def _waiting_since_s(self, req: Req) -> float | None:
+        """See `BaseRole`: for the session or memory since the arrival, and for a row since the KV cache arrived."""
+        if req.rid in self._prealloc:
+            return req.times.arrived
+        if req.rid in self._waiting:
+            return req.times.received
+        return req.times.lost if req.times.started is None else None
+
+    def _running_since_s(self, req: Req) -> float | None:
+        """See `BaseRole`."""
+        return None if req.rid in self._waiting else req.times.started
+
     def _no_memory(self) -> Failure:
         message = f"no KV pages became free within {self._context.limits.prealloc_timeout_s:g} s"
         return Failure(code="prealloc_timeout", message=message, status=503)
@@ -199,7 +212,7 @@ class DecodeRole(MixedBatchRole):
         req.lease, req.aux = lease, aux
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
-        num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             self._context.executor.zero(lease.pages[lease.num_prefix_pages :])
@@ -226,7 +239,7 @@ class DecodeRole(MixedBatchRole):
         req.aux = None
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
-        req.num_cached = record.cached_tokens
+        req.num_cached = max(min(req.num_cached, req.num_prompt), record.cached_tokens)
         self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._context.append(req, token)

@@ -32,7 +32,8 @@ class MonolithRole(MixedBatchRole):
         return len(self._waiting)
 
     def poll(self) -> None:
-        """Do nothing: this role has no transfers."""
+        """End requests that have waited or run for too long; this role has no transfers."""
+        self._end_timed_out()
 
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""

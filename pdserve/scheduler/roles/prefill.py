@@ -79,6 +79,7 @@ class PrefillRole(BaseRole):
                 del self._bootstrap[req.rid]
                 req.times.peer_ready = self._context.clock.now()
                 self._waiting.add(req)
+        self._end_timed_out()
 
     def launched(self, handle: StepHandle) -> None:
         """With layer events, send the pages that this step completes, one layer group at a time."""
@@ -196,6 +197,10 @@ class PrefillRole(BaseRole):
             self._kv_checksum.forget(req)
         self._bootstrap.pop(req.rid, None)
         self._inflight.pop(req.rid, None)
+
+    def _running_since_s(self, req: Req) -> float | None:
+        """See `BaseRole`. A computed prompt whose pages are being sent no longer runs."""
+        return req.times.started if req.times.prefilled is None else None
 
     def _timing(self, req: Req) -> RequestTiming | None:
         """Return None: only a successful request has timing, see `_succeed`."""

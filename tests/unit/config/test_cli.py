@@ -151,6 +151,8 @@ def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named
         ("mem-fraction-static", ["0", "1", "-0.5", "nan", "inf"]),
         ("max-running-requests", ["0"]),
         ("max-queued-requests", ["0", "-2"]),
+        ("req-waiting-timeout-s", ["nan", "inf"]),
+        ("req-running-timeout-s", ["nan", "-inf"]),
         ("chunked-prefill-size", ["0", "-2"]),
         ("mixed-chunk-size", ["0", "-1"]),
         ("cpu-nice", ["-1", "20"]),
@@ -174,6 +176,18 @@ def test_a_value_out_of_range_is_refused_with_flag_value_and_rule(flag: str, val
         with pytest.raises(ConfigError, match=f"--{flag} is .* but must") as caught:
             parse_server_args([*MODEL, f"--{flag}={value}"])
         assert caught.value.field == flag.replace("-", "_")
+
+
+def test_timeouts_come_from_sglangs_variables_unless_a_flag_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_REQ_WAITING_TIMEOUT", "1.5")
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "-1")
+    schedule = parse_server_args(MODEL).schedule
+    assert (schedule.waiting_timeout_s, schedule.running_timeout_s) == (1.5, None)
+    schedule = parse_server_args([*MODEL, "--req-waiting-timeout-s", "0", "--req-running-timeout-s", "9"]).schedule
+    assert (schedule.waiting_timeout_s, schedule.running_timeout_s) == (None, 9.0)
+    monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "soon")
+    with pytest.raises(ConfigError, match="SGLANG_REQ_RUNNING_TIMEOUT must be a number, got 'soon'"):
+        parse_server_args(MODEL)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 from yarl import URL
 
+from pdserve.protocol.failure import RUNNING_TIMEOUT
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.proxy import dispatch
 from pdserve.router.workers.outcome import WorkerStream, make_session
@@ -25,9 +26,10 @@ RunWorld = Callable[[Scenario], None]
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 
 
-def refuse(status: int, **headers: str) -> Any:
+def refuse(status: int, code: str | None = None, **headers: str) -> Any:
     async def answer(worker: Any, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
-        return web.json_response({"error": {"message": f"{worker.name} says {status}"}}, status=status, headers=headers)
+        error = {"message": f"{worker.name} says {status}", "code": code}
+        return web.json_response({"error": error}, status=status, headers=headers)
 
     return answer
 
@@ -149,6 +151,19 @@ def test_an_overloaded_half_is_tried_again_with_a_new_room(run_world: RunWorld, 
         assert len({body["bootstrap_room"] for body in decode.bodies}) == 3
         assert prefill.bodies == decode.bodies
         await until(lambda: prefill.num_cancelled == decode.num_cancelled == 1)
+
+    run_world(scenario)
+
+
+def test_a_request_that_ran_for_too_long_is_not_tried_again(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        refusal = refuse(503, RUNNING_TIMEOUT, **{"Retry-After": "1"})
+        prefill, decodes = await world.worker("p"), [await world.worker(name, refusal) for name in ("d0", "d1")]
+        async with world.router([prefill], decodes) as url:
+            async with world.session.post(url + GENERATE, json={"text": "a"}) as response:
+                assert response.status == 503
+                assert (await response.json())["error"]["code"] == RUNNING_TIMEOUT
+        assert sum(len(decode.bodies) for decode in decodes) == 1
 
     run_world(scenario)
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from pdserve.base.stream_state import DONE, RESUME_FIELD, STATE_HEADER, EventState
+from pdserve.protocol.failure import RUNNING_TIMEOUT
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import HealthConfig, RetryConfig
 from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
@@ -55,7 +56,8 @@ def writer(end: int, how: str = "cut", *, sends_state: bool = True) -> Any:
         elif how == "silent":
             await asyncio.Event().wait()
         else:
-            error = {"error": {"message": "no", "code": "engine_dead"}, "code": 503 if how == "retryable" else 400}
+            code = how if how == RUNNING_TIMEOUT else "engine_dead"
+            error = {"error": {"message": "no", "code": code}, "code": 400 if how == "final" else 503}
             await response.write(b"data: " + json.dumps(error, separators=(",", ":")).encode() + b"\n\n" + DONE)
             await response.write_eof()
         return response
@@ -111,6 +113,7 @@ def error_of(raw: bytes) -> dict[str, Any]:
     ("how", "body", "sends_state"),
     [
         ("final", BODY, True),  # an error that another try does not help
+        (RUNNING_TIMEOUT, BODY, True),  # another pair would take as long
         ("cut", {**BODY, "n": 2}, True),
         ("cut", BODY, False),  # a worker that does not tell what it takes
     ],
@@ -123,7 +126,8 @@ def test_what_cannot_go_on_ends_in_an_error(
         decodes = [await world.worker(name, writer(5, how, sends_state=sends_state)) for name in ("d", "d2")]
         async with world.router([prefill], decodes, retry=RETRY) as url:
             raw = await ask(world, url, body)
-        assert error_of(raw)["code"] == ("engine_dead" if how == "final" else "worker_failed")
+        codes = {"final": "engine_dead", "cut": "worker_failed"}
+        assert error_of(raw)["code"] == codes.get(how, how)
         assert sum(len(worker.bodies) for worker in decodes) == 1
 
     run_world(scenario)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import msgspec
@@ -195,6 +196,38 @@ def test_tokens_in_prealloc_and_transfer_are_shown() -> None:
     _until(world, lambda: world.decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
     facts = world.decode.scheduler.state().facts
     assert (facts["preallocated_tokens"], facts["pending_prealloc_tokens"]) == (len(PROMPT), 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "queue", "code"),
+    [
+        ("prefill", "num_prefill_bootstrap_queue_reqs", "waiting_timeout"),
+        ("prefill", "num_queue_reqs", "waiting_timeout"),
+        ("prefill", "num_running_reqs", "running_timeout"),
+        ("decode", "num_decode_prealloc_queue_reqs", "waiting_timeout"),
+        ("decode", "num_queue_reqs", "waiting_timeout"),
+        ("decode", "num_running_reqs", "running_timeout"),
+    ],
+)
+def test_what_waits_or_runs_for_too_long_ends_on_both_servers(mode: str, queue: str, code: str) -> None:
+    world = _world()
+    node = world.prefill if mode == "prefill" else world.decode
+    rids = [f"r{i}" for i in range(3)]
+    for i, rid in enumerate(rids):
+        world.prefill.mailbox.post(_request(rid, i))
+        world.decode.mailbox.post(_request(rid, i))
+    _until(world, lambda: node.scheduler.role.queues()[queue] > 0)
+    context = node.scheduler.context
+    timeouts = {"waiting_timeout_s": 0.1} if code == "waiting_timeout" else {"running_timeout_s": 0.1}
+    context.limits = dataclasses.replace(context.limits, **timeouts)
+    _turn(world, node)
+    ended = [node.halves[rid].finish for rid in rids if node.halves[rid].finish is not None]
+    found = [finish for finish in ended if finish is not None and finish.err_type == code]
+    assert found and all(finish.status_code == 503 for finish in found), ended
+    context.limits = dataclasses.replace(context.limits, waiting_timeout_s=None, running_timeout_s=None)
+    _until(world, _idle(world))
+    assert all(one.halves[rid].finish is not None for one in (world.prefill, world.decode) for rid in rids)
+    assert not world.prefill.leaks() and not world.decode.leaks()
 
 
 @pytest.mark.parametrize("mode", ["prefill", "decode"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from typing import Literal
@@ -31,6 +32,22 @@ def mono() -> Iterator[Mono]:
     mono = Mono()
     yield mono
     assert mono.all_free() and not mono.scheduler.role.live, mono.memory.counts()
+
+
+def test_a_request_ends_when_it_waits_or_runs_for_too_long() -> None:
+    mono = Mono(num_rows=1)
+    mono.context.limits = dataclasses.replace(mono.context.limits, waiting_timeout_s=0.1, running_timeout_s=0.3)
+    for rid in ("runs", "waits"):
+        mono.post(rid, max_new_tokens=50, ignore_eos=True)
+    mono.run()
+    waited, ran = mono.finish("waits").failure, mono.finish("runs").failure
+    assert waited is not None and (waited.code, waited.status, waited.retry_after_s) == ("waiting_timeout", 503, 1)
+    assert ran is not None and (ran.code, ran.message) == ("running_timeout", "Request running timeout reached.")
+    assert not mono.tokens("waits") and 25 < len(mono.tokens("runs")) < 40, "a step takes 10 ms"
+    mono.post("quick")
+    mono.run()
+    assert mono.finish("quick") == FinishReason(type="length", length=4)
+    assert mono.all_free()
 
 
 @pytest.mark.parametrize(
