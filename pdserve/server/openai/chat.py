@@ -20,7 +20,7 @@ from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
 from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter, ToolPlan, plan_tools
-from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs
+from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs, check_prompt_token_ids
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
 from pdserve.server.request.intake import check_token_ids, check_top_logprobs, openai_logprobs, prompt_request
@@ -207,6 +207,7 @@ async def prepare_chat(
     """
     limits = context.limits()
     context.check_model(body.model)
+    check_prompt_token_ids(body)
     if not body.messages:
         raise RequestError(f"{field} must not be empty", field=field)
     check_chat_size(body, field)
@@ -366,9 +367,12 @@ class ChatCall(OpenAICall):
         content = whole.content
         if content is None and whole.reasoning is None and not whole.calls:
             content = ""
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        if whole.reasoning is not None:
-            message["reasoning_content"] = whole.reasoning
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": content,
+            "refusal": None,
+            "reasoning_content": whole.reasoning,
+        }
         if whole.calls:
             message["tool_calls"] = [
                 {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -378,20 +382,16 @@ class ChatCall(OpenAICall):
 
     def opening(self, index: int) -> dict[str, Any] | None:
         """See `OpenAICall`."""
-        return {"delta": {"role": "assistant", "content": ""}, "logprobs": None}
+        return {"delta": {"role": "assistant", "content": "", "reasoning_content": None}, "logprobs": None}
 
     def delta(self, update: GenerationUpdate) -> dict[str, Any]:
         """See `OpenAICall`."""
-        reader = self._reader(update.index)
-        deltas = reader.push(update.text)
-        if update.finish is not None:
-            deltas += reader.finish()
-        return {"delta": delta_fields(deltas), "logprobs": self._logprobs(update)}
+        return self._delta(self._read(update), update)
 
     def chunk_fields(self, update: GenerationUpdate) -> dict[str, Any] | None:
         """See `OpenAICall`: None while the parser holds the text back. The last update releases held text."""
-        fields = self.delta(update)
-        return fields if fields["delta"] or fields["logprobs"] else None
+        deltas = self._read(update)
+        return self._delta(deltas, update) if deltas or update.logprobs else None
 
     def finish_fields(self, index: int, finish: FinishReason | None) -> dict[str, Any]:
         """See `OpenAICall`: `tool_calls` instead of `stop` when the output has tool calls."""
@@ -415,26 +415,39 @@ class ChatCall(OpenAICall):
             self._readers[index] = ChatReader(self._plan)
         return self._readers[index]
 
+    def _read(self, update: GenerationUpdate) -> list[Delta]:
+        reader = self._reader(update.index)
+        deltas = reader.push(update.text)
+        return deltas if update.finish is None else [*deltas, *reader.finish()]
+
+    def _delta(self, deltas: Sequence[Delta], update: GenerationUpdate) -> dict[str, Any]:
+        return {"delta": delta_fields(deltas), "logprobs": self._logprobs(update)}
+
     def _logprobs(self, update: GenerationUpdate) -> dict[str, Any] | None:
         return chat_logprobs(self.context.tokenizer, update) if update.logprobs else None
 
 
 def delta_fields(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """Build `delta` of a chunk from `deltas`: one field per kind of delta, one `tool_calls` entry per call."""
+    """Build `delta` of a chunk from `deltas`: one field per kind of delta, one `tool_calls` entry per call.
+
+    As in SGLang `reasoning_content` is always present, null without reasoning.
+    """
     fields: dict[str, Any] = {}
+    reasoning: str | None = None
     calls: dict[int, dict[str, Any]] = {}
     for delta in deltas:
         match delta:
             case Content(text):
                 fields["content"] = fields.get("content", "") + text
             case Reasoning(text):
-                fields["reasoning_content"] = fields.get("reasoning_content", "") + text
+                reasoning = (reasoning or "") + text
             case CallOpened(index, name, call_id):
                 function = {"name": name, "arguments": ""}
                 calls[index] = {"index": index, "id": call_id, "type": "function", "function": function}
             case CallArguments(index, text):
                 call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += text
+    fields["reasoning_content"] = reasoning
     return {**fields, **({"tool_calls": list(calls.values())} if calls else {})}
 
 

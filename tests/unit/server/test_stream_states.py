@@ -176,7 +176,7 @@ def client_view(path: str, events: list[dict[str, Any]]) -> Any:
             delta = choice.get("delta", {})
             fields["text"] += choice.get("text", "")
             fields["content"] += delta.get("content", "")
-            fields["reasoning"] += delta.get("reasoning_content", "")
+            fields["reasoning"] += delta.get("reasoning_content") or ""
             fields["roles"] += "role" in delta
             for call in delta.get("tool_calls", []):
                 name, arguments = fields["calls"].get(call["index"], ("", ""))
