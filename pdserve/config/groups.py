@@ -385,6 +385,9 @@ class ServingConfig:
         help="format of the model's reasoning, which is returned as reasoning_content; auto: detected from the chat "
         "template. When absent, reasoning is part of content",
     )
+    strict_model_name: bool = flag(
+        False, help="answer 404 to requests whose model is another name than served_model_name; else any name is served"
+    )
     max_request_bytes: int = flag(32 << 20, help="maximum size of a request body in bytes")
     timeout_graceful_shutdown: int = flag(
         5, help="seconds to drain running requests after SIGTERM; the remaining requests then end with an error"

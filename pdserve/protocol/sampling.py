@@ -19,6 +19,7 @@ TOP_K_ALL = 1 << 30
 """`top_k` value that keeps the whole vocabulary (SGLang's -1 is turned into this)."""
 
 
+MAX_STREAM_INTERVAL = 1 << 20
 GrammarKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 
@@ -60,7 +61,8 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     `temperature` 0 means greedy. `seed` makes the request's tokens reproducible in any batch; None: no fixed seed.
     The API process matches `stop` strings and `stop_regex` on text. The scheduler matches `stop_token_ids`.
-    `max_new_tokens` 0: the prompt is computed, and no output token is sent.
+    `max_new_tokens` 0: the prompt is computed, and no output token is sent. The API process sends an event of a stream
+    for the first token and then for every `stream_interval` tokens.
     With a `grammar`, an EOS token is sampled only where the grammar may end, and then always ends the request.
     `ignore_eos` and `min_new_tokens` suppress EOS only while the grammar can continue.
     """
@@ -82,6 +84,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     skip_special_tokens: Annotated[bool, BodyField()] = True
     spaces_between_special_tokens: Annotated[bool, BodyField()] = True
     no_stop_trim: Annotated[bool, BodyField()] = False
+    stream_interval: Annotated[int, BodyField(1, MAX_STREAM_INTERVAL)] = 1
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
 

@@ -62,7 +62,10 @@ ASKED = (
     *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
     *("/get_weight_version", "/weight_version"),
 )
-ASKED_WITH_BODY = ("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize")
+ASKED_WITH_BODY = (
+    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
+    *("/parse_function_call", "/separate_reasoning"),
+)
 COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
@@ -296,7 +299,7 @@ class RouterApp:
             web.post("/abort_request", self.abort),
             web.get("/health_generate", fanout.health_generate),
             *(web.get(path, self.ready) for path in ("/health", "/readiness", "/ready")),
-            web.get("/liveness", self.alive),
+            *(web.get(path, self.alive) for path in ("/liveness", "/ping")),
             web.get("/metrics", self.show_metrics),
             web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),
             *self._workers_api.routes(),

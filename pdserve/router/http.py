@@ -100,7 +100,7 @@ def half_of(trace: CallTrace | None, role: str, url: str) -> Iterator[Mapping[st
             yield headers
 
 
-PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/metrics", "/engine_metrics"})
+PUBLIC_PATHS = frozenset({"/health", "/readiness", "/ready", "/liveness", "/ping", "/metrics", "/engine_metrics"})
 """Paths for probes and Prometheus, which need no key; their answers contain no data of requests."""
 
 PAGE_PATHS = ("/", "/page/")

@@ -37,15 +37,17 @@ from pdserve.server.request.schemas import (
     CommandBody,
     CompletionBody,
     DetokenizeBody,
+    FunctionCallBody,
     GenerateBody,
     PairProbeBody,
     PauseBody,
     PeerBody,
     ProfileBody,
+    ReasoningBody,
     RoleSwitchBody,
     TokenizeBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, observability
+from pdserve.server.sglang_api import admin, commands, health, observability, parse
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
@@ -62,6 +64,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/detokenize": DetokenizeBody,
+    "/parse_function_call": FunctionCallBody,
+    "/separate_reasoning": ReasoningBody,
     "/abort_request": AbortBody,
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
@@ -181,6 +185,14 @@ def _add_generation(app: FastAPI, context: ServerContext) -> None:
     async def post_detokenize(request: Request) -> Response:
         return await detokenize(context, request)
 
+    @app.post("/parse_function_call", response_model=None)
+    async def post_parse_function_call(request: Request) -> Response:
+        return await parse.parse_function_call(context, request)
+
+    @app.post("/separate_reasoning", response_model=None)
+    async def post_separate_reasoning(request: Request) -> Response:
+        return await parse.separate_reasoning(context, request)
+
     @app.api_route("/generate", methods=["POST", "PUT"], response_model=None)
     async def post_generate(request: Request) -> Response:
         return await generate(context, request)
@@ -192,6 +204,10 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext, drain_gate: Drai
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
         return await health.health(context, drain_gate)
+
+    @app.get("/ping", response_model=None)
+    async def get_ping() -> Response:
+        return Response()
 
     @app.get("/readiness", response_model=None)
     @app.get("/ready", response_model=None)

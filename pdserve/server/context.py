@@ -26,6 +26,7 @@ from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_f
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
+MAX_MODEL_CHARS = 1024
 ANY_MODEL = ("", "default", "unknown")
 """Model names that select the served model. sglang-router sends `unknown` for a chat without a model."""
 
@@ -128,14 +129,27 @@ class ServerContext:
         return await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
-        """Check that `name` is this server's model. None and the names in `ANY_MODEL` are accepted.
+        """Check the model name of a request. Without `--strict-model-name` every name is accepted.
+
+        With it None, the names in `ANY_MODEL` and this server's model are accepted.
 
         Raises:
-            RequestError: 404 for another model.
+            RequestError: 404 for another model; 400 for a name that is too long, because every event repeats it.
         """
-        if name is None or name in (*ANY_MODEL, self.model_name, self.config.model.model_path):
+        if name is not None and len(name) > MAX_MODEL_CHARS:
+            message = f"model has {len(name)} characters; the maximum is {MAX_MODEL_CHARS}"
+            raise RequestError(message, field="model")
+        if name is None or not self.config.serving.strict_model_name or name in ANY_MODEL or self.is_model(name):
             return
-        raise RequestError(
+        raise self.no_such_model(name)
+
+    def is_model(self, name: str) -> bool:
+        """Whether `name` is a name of this server's model."""
+        return name in (self.model_name, self.config.model.model_path)
+
+    def no_such_model(self, name: str) -> RequestError:
+        """Return the 404 for a model that this server does not have."""
+        return RequestError(
             f"model {name!r} does not exist; this server has {self.model_name!r}",
             field="model",
             status=404,

@@ -50,6 +50,34 @@ class GenerationUpdate:
         self.timing = newer.timing
 
 
+class HeldUpdates:
+    """Merges the updates of one sequence, so that each has `interval` tokens; the first one has a single token.
+
+    The end of the sequence, and log probabilities of its prompt, are not held back.
+    """
+
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
+        self._num_missing = 1
+        self._held: GenerationUpdate | None = None
+
+    def add(self, update: GenerationUpdate) -> GenerationUpdate | None:
+        """Add an update; returns the merged update that is due, or None."""
+        if self._interval == 1:
+            return update
+        self._num_missing -= len(update.token_ids)
+        if self._held is not None:
+            self._held.absorb(update)
+            update = self._held
+        if self._num_missing > 0 and update.finish is None and update.token_ids:
+            self._held = update
+            return None
+        self._held = None
+        if update.token_ids:
+            self._num_missing = self._interval
+        return update
+
+
 class Generation:
     """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
 

@@ -360,7 +360,9 @@ class EngineClient:
             self._drop(output.rid, update.finish.type)
             if finish is None:
                 self._send_soon(AbortRequest(rid=output.rid, reason="stop"))
-        sequence.generation.put(update)
+        ready = sequence.held.add(update)
+        if ready is not None:
+            sequence.generation.put(ready)
 
     def _fail(self, sequence: RequestState, failure: Failure) -> None:
         sequence.failure = failure

@@ -19,7 +19,7 @@ from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord, ttft_parts
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
-from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
 from pdserve.server.text.detokenizer import Detokenizer
 
@@ -230,8 +230,13 @@ class RequestState(RequestRecord):
     batch: str | None = None
     generation: Generation = dataclasses.field(init=False, repr=False)
     detokenizer: Detokenizer = dataclasses.field(init=False, repr=False)
+    held: HeldUpdates = dataclasses.field(init=False, repr=False)
     new_address: NewAddress | None = None
     """The bootstrap address, if it was new when the sequence was submitted; else None."""
+
+    def __post_init__(self) -> None:
+        """Hold back nothing unless the request is a stream."""
+        self.held = HeldUpdates(self.request.sampling.stream_interval if self.request.stream else 1)
 
     @property
     def names(self) -> tuple[str, ...]:

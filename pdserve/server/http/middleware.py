@@ -133,7 +133,7 @@ def _signed(receive: Receive, digest: bytes) -> Receive:
     return checked
 
 
-PUBLIC = frozenset({"/health", "/health_generate", "/ready", "/readiness", "/metrics"})
+PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
 SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
 

@@ -54,6 +54,17 @@ def check_prompt_logprobs(body: OpenAIBody) -> int | None:
     return check_top_logprobs(body.prompt_logprobs, "prompt_logprobs")
 
 
+def check_prompt_token_ids(body: OpenAIBody) -> None:
+    """Refuse `return_prompt_token_ids` of a stream, as SGLang does.
+
+    Raises:
+        RequestError: 400 naming `return_prompt_token_ids`.
+    """
+    if body.return_prompt_token_ids and body.stream:
+        field = "return_prompt_token_ids"
+        raise RequestError(f"{field} cannot be streamed; use stream: false", field=field)
+
+
 class OpenAICall(abc.ABC):
     """One call of an OpenAI endpoint; subclasses format the choices. Event loop only."""
 
@@ -62,6 +73,8 @@ class OpenAICall(abc.ABC):
     chunk_name: str
     prompt_logprobs_of_body = True
     """Whether the prompt's log probabilities are a field of the response, not of its choices."""
+    finish_with_tokens = False
+    """Whether the chunk of the last tokens has the finish reason; else a chunk without tokens follows with it."""
 
     def __init__(self, context: ServerContext, body: OpenAIBody, states: list[RequestState], n: int) -> None:
         """`states[p * n + j]` is output j of prompt p."""
@@ -138,7 +151,7 @@ class OpenAICall(abc.ABC):
 
     def _whole(self, updates: list[GenerationUpdate]) -> dict[str, Any]:
         choices = [
-            {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish)}
+            {"index": i, **self.choice(u), **self.finish_fields(u.index, u.finish), **self._prompt_token_ids(u.index)}
             for i, u in enumerate(self.chosen(updates))
         ]
         extra = {"pdserve": timing_fields(updates)} if self.body.return_meta_info else {}
@@ -147,6 +160,10 @@ class OpenAICall(abc.ABC):
         metadata = {"weight_version": self.context.config.model.weight_version}
         answer = {**self._head, "object": self.object_name, "choices": choices, "usage": self._usage(updates)}
         return {**answer, "metadata": metadata, **extra}
+
+    def _prompt_token_ids(self, index: int) -> dict[str, Any]:
+        """Build `prompt_token_ids` of a choice, if the body requests it."""
+        return {"prompt_token_ids": self.states[index].request.input_ids} if self.body.return_prompt_token_ids else {}
 
     def _usage(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
         prompt = self._num_prompt_tokens
@@ -191,15 +208,17 @@ class OpenAICall(abc.ABC):
     def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
         """Build the events of `update`. The last one of all sequences is followed by the usage chunk, if requested."""
         chunk_fields = self.chunk_fields(update)
-        if chunk_fields is not None:
+        ends_here = update.finish is not None and self.finish_with_tokens
+        if chunk_fields is not None and not ends_here:
             yield self._chunk(update.index, chunk_fields, self._running(seen))
         if update.finish is None:
             return
         last = len(seen) == len(self.states) and all(u.finish for u in seen.values())
         done = list(seen.values())
         extra = self._extra(done) if last and not self._wants_usage else {}
-        nothing = self.delta(GenerationUpdate(update.index))
-        yield self._chunk(update.index, nothing, {**self._running(seen), **extra}, update.finish)
+        if chunk_fields is None or not ends_here:
+            chunk_fields = self.delta(GenerationUpdate(update.index))
+        yield self._chunk(update.index, chunk_fields, {**self._running(seen), **extra}, update.finish)
         if last and self._wants_usage:
             body = {**self._head, "object": self.chunk_name, "choices": [], "usage": self._usage(done)}
             yield event({**body, **self._extra(done)})

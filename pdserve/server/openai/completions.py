@@ -13,7 +13,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs
+from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs, check_prompt_token_ids
 from pdserve.server.openai.logprob_format import (
     completion_logprobs,
     completion_prompt_logprobs,
@@ -45,6 +45,7 @@ class CompletionCall(OpenAICall):
     object_name = "text_completion"
     chunk_name = "text_completion"
     prompt_logprobs_of_body = False
+    finish_with_tokens = True
 
     def __init__(
         self,
@@ -153,6 +154,7 @@ async def completions(context: ServerContext, request: Request) -> Response:
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_COMPLETION), CompletionBody)
     context.check_model(body.model)
+    check_prompt_token_ids(body)
     given, batch = as_prompts(body.prompt, "prompt", allow_text=True, allow_ids=True)
     num_choices = count_n(body.n)
     made = _count_made(body, num_choices)

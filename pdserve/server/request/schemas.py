@@ -103,6 +103,7 @@ class GenerateBody(msgspec.Struct):
     logprob_start_len: Starts = None
     token_ids_logprob: PickedIds = None
     return_text_in_logprobs: bool | None = None
+    return_prompt_token_ids: bool | None = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
@@ -141,6 +142,7 @@ class OpenAIBody(ConstraintFields):
     min_tokens: int | None = None
     prompt_logprobs: int | None = None
     return_meta_info: bool | None = None
+    return_prompt_token_ids: bool | None = None
     rid: Names = None
     priority: Priority | None = None
     data_parallel_rank: int | None = None
@@ -258,6 +260,21 @@ class DetokenizeBody(msgspec.Struct):
     tokens: DecodedIds = None
     model: str | None = None
     skip_special_tokens: bool | None = None
+
+
+class FunctionCallBody(msgspec.Struct):
+    """`POST /parse_function_call`. `tool_call_parser` null: the server's own."""
+
+    text: str
+    tools: list[ToolSpec] | None = None
+    tool_call_parser: str | None = None
+
+
+class ReasoningBody(msgspec.Struct):
+    """`POST /separate_reasoning`. `reasoning_parser` null: the server's own."""
+
+    text: str
+    reasoning_parser: str | None = None
 
 
 class PauseBody(msgspec.Struct):

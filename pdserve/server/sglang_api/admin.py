@@ -20,6 +20,7 @@ from pdserve.http.errors import error_object
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
+from pdserve.server.request.sampling_fields import RequestLimits
 from pdserve.server.request.schemas import AbortBody
 from pdserve.server.sglang_api.health import STATE_TIMEOUT_S, replica_health
 
@@ -69,8 +70,43 @@ def _state_fields(state: EngineState | None) -> dict[str, Any]:
         return {"internal_states": []}
     fields = msgspec.to_builtins(state)
     assert isinstance(fields, dict)
-    replicas = fields.pop("replicas")
-    return {**fields, "internal_states": replicas or [fields]}
+    del fields["replicas"]
+    return {**fields, "internal_states": [_internal_state(one) for one in state.replicas or [state]]}
+
+
+def _internal_state(state: EngineState) -> dict[str, Any]:
+    """One entry of `internal_states`: the state of a replica, with SGLang's names beside ours."""
+    fields = msgspec.to_builtins(state)
+    assert isinstance(fields, dict)
+    del fields["replicas"]
+    token_bytes = state.facts.get("kv_token_bytes")
+    kv_gb = state.max_total_tokens * token_bytes / 1e9 if isinstance(token_bytes, int) else None
+    return {
+        **fields,
+        "max_total_num_tokens": state.max_total_tokens,
+        "effective_max_running_requests_per_dp": state.memory.get("rows_total"),
+        "load": state.num_running_reqs + state.num_queue_reqs,
+        "memory_usage": {"kvcache": kv_gb, "token_capacity": state.max_total_tokens},
+    }
+
+
+def _sglang_facts(context: ServerContext) -> dict[str, Any]:
+    """Names at the top level of SGLang's `/server_info` that are no flags of this server.
+
+    The limits are null while the engine starts.
+    """
+    ready = context.client.ready
+    limits = None if ready is None else RequestLimits.of(ready, context.mode)
+    return {
+        "max_total_num_tokens": ready.max_total_tokens if ready else None,
+        "max_req_input_len": limits.most_prompt_tokens if limits else None,
+        "context_length": ready.context_length if ready else context.config.model.context_length,
+        "skip_tokenizer_init": context.tokenizer is None,
+        "is_embedding": False,
+        "stream_interval": 1,
+        "speculative_algorithm": None,
+        "lora_paths": None,
+    }
 
 
 async def server_info(context: ServerContext) -> Response:
@@ -80,6 +116,7 @@ async def server_info(context: ServerContext) -> Response:
     body = {
         **_flags(context),
         **_model_facts(context),
+        **_sglang_facts(context),
         **_state_fields(state),
         "state_age_s": context.client.state_age_s,
         "replica_health": replica_health(context),
@@ -187,5 +224,6 @@ async def get_model(context: ServerContext, name: str) -> Response:
     Raises:
         RequestError: 404 when `name` is not the served model.
     """
-    context.check_model(name)
+    if not context.is_model(name):
+        raise context.no_such_model(name)
     return json_response(_model_card(context))

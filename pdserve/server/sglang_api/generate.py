@@ -203,7 +203,10 @@ class GenerateCall:
         }
         if request.logprobs is not None:
             meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
-        return {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
+        result: dict[str, Any] = {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}
+        if self.body.return_prompt_token_ids:
+            result["prompt_token_ids"] = request.input_ids
+        return result
 
 
 def _finish(update: GenerationUpdate) -> dict[str, Any] | None:

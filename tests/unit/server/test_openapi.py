@@ -43,6 +43,10 @@ GOOD: dict[str, list[dict[str, Any]]] = {
     "/v1/responses": [{"input": "hi"}, {"input": [{"role": "user", "content": "hi"}]}],
     "/tokenize": [{"prompt": "a"}, {"prompt": ["a", "b"]}, {"messages": MESSAGES}],
     "/detokenize": [{"tokens": [5]}, {"tokens": [[5], [6, 7]]}],
+    "/parse_function_call": [
+        {"text": "x", "tools": [{"type": "function", "function": {"name": "f"}}], "tool_call_parser": "hermes"}
+    ],
+    "/separate_reasoning": [{"text": "x", "reasoning_parser": "qwen3"}],
     "/abort_request": [{"rid": "x"}, {"abort_all": True}],
     "/pause_generation": [{"mode": "retract"}],
     "/declare_peer_dead": [{"instance": "0123abcd"}],

@@ -33,7 +33,7 @@ CLOSED = (
     ("POST", "/health_pair"),
 )  # fmt: skip
 PROBES = {"/health_pair"}
-PURE = {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize"}
+PURE = {"/tokenize", "/v1/tokenize", "/detokenize", "/v1/detokenize", "/parse_function_call", "/separate_reasoning"}
 
 
 def bearer(key: str) -> dict[str, str]:

@@ -254,12 +254,14 @@ async def test_malformed_json_is_400(tokenizer: Tokenizer, body: bytes) -> None:
             assert answer.json()["error"]["code"] == "invalid_json"
 
 
-async def test_another_model_is_404(tokenizer: Tokenizer) -> None:
-    async with bench(tokenizer) as b:
+async def test_another_model_is_404_where_names_are_strict(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, strict_model_name=True) as b:
         for path, body in ((CHAT, MESSAGES), (COMPLETIONS, PROMPT), (GENERATE, {"text": "a"})):
             answer = await b.http.post(path, json={**body, "model": "gpt-4"})
             assert answer.status_code == 404
             assert answer.json()["error"]["code"] == "model_not_found"
+            for name in (b.config.model.served_model_name, b.config.model.model_path, "default", ""):
+                assert (await b.http.post(path, json={**body, "model": name})).status_code == 200
 
 
 async def test_an_oversized_body_is_413(tokenizer: Tokenizer) -> None:

@@ -33,7 +33,8 @@ async def test_chat_answers_and_streams_the_same_text(tokenizer: Tokenizer, ids:
         assert b.scheduler.requests[0].input_ids == prompt
         assert whole["object"] == "chat.completion"
         choice = whole["choices"][0]
-        assert choice["message"] == {"role": "assistant", "content": TEXT, "refusal": None}
+        message = {"role": "assistant", "content": TEXT, "refusal": None, "reasoning_content": None}
+        assert choice["message"] == message
         assert (choice["finish_reason"], choice["matched_stop"]) == ("stop", 0)
         count = len(ids(TEXT)) + 1
         assert whole["usage"]["prompt_tokens"] == len(prompt)
@@ -46,7 +47,7 @@ async def test_chat_answers_and_streams_the_same_text(tokenizer: Tokenizer, ids:
         assert answer.headers["content-type"].startswith("text/event-stream")
         parts = chunks(answer.text)
         deltas = [part["choices"][0]["delta"] for part in parts if part["choices"]]
-        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert deltas[0] == {"role": "assistant", "content": "", "reasoning_content": None}
         assert "".join(delta.get("content", "") for delta in deltas) == TEXT
         assert "\ufffd" not in answer.text
         assert [p["choices"][0]["finish_reason"] for p in parts if p["choices"]][-1] == "stop"

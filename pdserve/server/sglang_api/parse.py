@@ -1,0 +1,92 @@
+"""SGLang's `POST /parse_function_call` and `/separate_reasoning`: parse a model's text without generating any.
+
+They read text with the same formats as chat completions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from pdserve.errors import RequestError
+from pdserve.server.context import ServerContext
+from pdserve.server.http.json_http import convert, json_response, read_json_object
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, plan_tools
+from pdserve.server.request.schemas import ChatBody, FunctionCallBody, ReasoningBody
+from pdserve.server.text.chat_formats import HARMONY, REASONING_NAMES, TOOL_FORMATS, TOOL_NAMES
+from pdserve.server.text.parsers.feed import ParsedAnswer, join_deltas
+from pdserve.server.text.parsers.thinking import THINKING
+from pdserve.server.text.parsers.tool_format import ToolFormat
+
+MAX_PARSED_CHARS = 1 << 15
+"""Maximum characters of a text to parse. Texts made of markup alone take time in proportion to the square of it."""
+LARGE_CHARS = 1 << 12
+"""Longer texts are parsed in a thread, not on the event loop."""
+
+
+async def parse_function_call(context: ServerContext, request: Request) -> Response:
+    """Return `{normal_text, calls}`; each call has `tool_index` (from 0), `name` and `parameters`, a JSON text.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
+    body = convert(await read_json_object(request, context.max_body_bytes), FunctionCallBody)
+    _check_length(body.text)
+    tool_format = _tool_format(context, body.tool_call_parser)
+    schemas = plan_tools(ChatBody(tools=body.tools), tool_format).schemas
+    plan = ReadPlan(tools=schemas, reading=tool_format, native=tool_format, show_reasoning=False)
+    answer = await _parse(plan, body.text)
+    calls = [
+        {"tool_index": index, "name": call.name, "parameters": call.arguments}
+        for index, call in enumerate(answer.calls)
+    ]
+    return json_response({"normal_text": answer.content or "", "calls": calls})
+
+
+async def separate_reasoning(context: ServerContext, request: Request) -> Response:
+    """Return `{reasoning_text, text}`; both are empty texts where there is none.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
+    body = convert(await read_json_object(request, context.max_body_bytes), ReasoningBody)
+    _check_length(body.text)
+    answer = await _parse(_reasoning_plan(context, body.reasoning_parser), body.text)
+    return json_response({"reasoning_text": answer.reasoning or "", "text": answer.content or ""})
+
+
+def _check_length(text: str) -> None:
+    if len(text) > MAX_PARSED_CHARS:
+        raise RequestError(f"text has {len(text)} characters; the maximum is {MAX_PARSED_CHARS}", field="text")
+
+
+def _tool_format(context: ServerContext, name: str | None) -> type[ToolFormat]:
+    found = context.formats.tools if name is None else TOOL_FORMATS.get(name)
+    if found is None:
+        raise _no_parser("tool_call_parser", name, TOOL_NAMES)
+    return found
+
+
+def _reasoning_plan(context: ServerContext, name: str | None) -> ReadPlan:
+    formats = context.formats
+    if name == HARMONY or (name is None and formats.harmony):
+        return ReadPlan(harmony=True)
+    thinking = formats.thinking if name is None else THINKING.get(name)
+    if thinking is None:
+        raise _no_parser("reasoning_parser", name, REASONING_NAMES)
+    return ReadPlan(thinking=thinking, inside=True if thinking.from_start else None)
+
+
+def _no_parser(field: str, name: str | None, names: tuple[str, ...]) -> RequestError:
+    problem = "must be given, because this server has no parser of its own" if name is None else f"is {name!r}"
+    return RequestError(f"{field} {problem}; known are {', '.join(names)}", field=field)
+
+
+async def _parse(plan: ReadPlan, text: str) -> ParsedAnswer:
+    def parse() -> ParsedAnswer:
+        reader = ChatReader(plan)
+        return join_deltas([*reader.push(text), *reader.finish()])
+
+    return await asyncio.to_thread(parse) if len(text) > LARGE_CHARS else parse()
