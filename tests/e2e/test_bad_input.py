@@ -25,7 +25,7 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "ma
 
 @pytest.fixture(scope="module")
 def pair(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair]:
-    with running_pair(str(tiny_checkpoint("llama")), *FLAGS) as started:
+    with running_pair(str(tiny_checkpoint("llama")), *FLAGS, "--strict-model-name") as started:
         yield started
 
 

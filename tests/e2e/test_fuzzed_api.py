@@ -34,6 +34,8 @@ SOUND: dict[str, dict[str, Any]] = {
     "/detokenize": {"tokens": [5, 6]},
     "/v1/tokenize": {"prompt": "hello"},
     "/v1/detokenize": {"tokens": [5, 6]},
+    "/parse_function_call": {"text": "hello", "tool_call_parser": "hermes"},
+    "/separate_reasoning": {"text": "hello", "reasoning_parser": "qwen3"},
 }
 """Bodies that are answered, for single fields to be put in: bodies all made up seldom get past the first check."""
 KEPT = ("model", "rid", "priority", "bootstrap_room", "bootstrap_host", "bootstrap_port")

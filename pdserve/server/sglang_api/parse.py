@@ -6,6 +6,7 @@ They read text with the same formats as chat completions.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -20,10 +21,13 @@ from pdserve.server.text.parsers.feed import ParsedAnswer, join_deltas
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
 
-MAX_PARSED_CHARS = 1 << 15
-"""Maximum characters of a text to parse. Texts made of markup alone take time in proportion to the square of it."""
+MAX_CALL_CHARS = 1 << 15
+"""Maximum characters of a text with tool calls. The time for markup alone grows with its square, up to a second."""
+MAX_REASONING_CHARS = 1 << 18
+"""Maximum characters of a text with reasoning, whose time is proportional to its length."""
 LARGE_CHARS = 1 << 12
-"""Longer texts are parsed in a thread, not on the event loop."""
+"""Longer texts are parsed in a thread, one at a time, not on the event loop."""
+_THREAD = ThreadPoolExecutor(max_workers=1, thread_name_prefix="parse")
 
 
 async def parse_function_call(context: ServerContext, request: Request) -> Response:
@@ -33,7 +37,7 @@ async def parse_function_call(context: ServerContext, request: Request) -> Respo
         RequestError: the body is invalid; the error names the field.
     """
     body = convert(await read_json_object(request, context.max_body_bytes), FunctionCallBody)
-    _check_length(body.text)
+    _check_length(body.text, MAX_CALL_CHARS)
     tool_format = _tool_format(context, body.tool_call_parser)
     schemas = plan_tools(ChatBody(tools=body.tools), tool_format).schemas
     plan = ReadPlan(tools=schemas, reading=tool_format, native=tool_format, show_reasoning=False)
@@ -52,14 +56,15 @@ async def separate_reasoning(context: ServerContext, request: Request) -> Respon
         RequestError: the body is invalid; the error names the field.
     """
     body = convert(await read_json_object(request, context.max_body_bytes), ReasoningBody)
-    _check_length(body.text)
-    answer = await _parse(_reasoning_plan(context, body.reasoning_parser), body.text)
+    plan = _reasoning_plan(context, body.reasoning_parser)
+    _check_length(body.text, MAX_CALL_CHARS if plan.harmony else MAX_REASONING_CHARS)
+    answer = await _parse(plan, body.text)
     return json_response({"reasoning_text": answer.reasoning or "", "text": answer.content or ""})
 
 
-def _check_length(text: str) -> None:
-    if len(text) > MAX_PARSED_CHARS:
-        raise RequestError(f"text has {len(text)} characters; the maximum is {MAX_PARSED_CHARS}", field="text")
+def _check_length(text: str, most: int) -> None:
+    if len(text) > most:
+        raise RequestError(f"text has {len(text)} characters; the maximum is {most}", field="text")
 
 
 def _tool_format(context: ServerContext, name: str | None) -> type[ToolFormat]:
@@ -89,4 +94,6 @@ async def _parse(plan: ReadPlan, text: str) -> ParsedAnswer:
         reader = ChatReader(plan)
         return join_deltas([*reader.push(text), *reader.finish()])
 
-    return await asyncio.to_thread(parse) if len(text) > LARGE_CHARS else parse()
+    if len(text) <= LARGE_CHARS:
+        return parse()
+    return await asyncio.get_running_loop().run_in_executor(_THREAD, parse)
