@@ -160,7 +160,7 @@ def test_a_second_turn_sends_only_new_pages(
     without = moved(pair, second, 20)
     longer = second + again + [7]
     cached = remembering_pair.generate(**body(longer, 1))["meta_info"]["cached_tokens"]
-    assert cached == (len(second) + len(again) - 1) // PAGE * PAGE, "decode's cached prefix counts, prefill's is shorter"
+    assert cached == (len(second) + len(again) - 1) // PAGE * PAGE, "decode's prefix counts, prefill's is shorter"
     assert without == (again, 11, 11 * page_bytes), "without it all pages of the prompt are sent"
     assert_idle(*pair.workers)
 
