@@ -40,7 +40,7 @@ def test_without_its_key_only_probes_are_answered(run_world: RunWorld) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
         async with world.router([prefill], [decode], wait_key="k", access=RouterAccessConfig(api_key="k")) as url:
-            for path in ("/health", "/readiness", "/liveness", "/metrics"):
+            for path in ("/health", "/readiness", "/liveness", "/ping", "/metrics"):
                 assert await ask(world, "GET", url + path) == 200
             for method, path in (("POST", GENERATE), ("GET", "/workers"), ("GET", "/v1/models"), ("GET", "/nowhere")):
                 for key in (None, "wrong", ""):
