@@ -10,7 +10,14 @@ from typing import Literal
 
 import torch
 
-from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.groups import (
+    AttentionBackend,
+    KernelConfig,
+    LogprobsMode,
+    MemoryConfig,
+    ModelConfig,
+    ServerConfig,
+)
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
 from pdserve.memory.layout import pages_for
@@ -36,6 +43,7 @@ def build(
     attention_backend: AttentionBackend = "auto",
     disable_cuda_graph: bool = False,
     deterministic: bool = False,
+    logprobs_mode: LogprobsMode = "raw",
 ) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -46,6 +54,7 @@ def build(
                 load_format=load_format,
                 context_length=context_length,
                 quantization=quantization,
+                logprobs_mode=logprobs_mode,
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
             kernels=KernelConfig(

@@ -53,7 +53,7 @@ class SchedulerRole(Protocol):
         ...
 
     def poll(self) -> None:
-        """Move requests between queues according to the state of their transfers."""
+        """Move requests between queues according to the state of their transfers; end those past a timeout."""
         ...
 
     @property

@@ -6,6 +6,7 @@ import ctypes
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import pytest
@@ -18,9 +19,11 @@ from pdserve.executor.interface import BatchPlan, Executor, run
 from pdserve.executor.memory_sizing import CPU_CAP_BYTES, pool_tokens
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
 from pdserve.model.config import kv_layout, read_model_spec
+from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
+from tests.unit.model.native_kit import LEVELS_HERE
 
 PROMPT = random_prompt(37, VOCAB_SIZE)
 
@@ -100,6 +103,27 @@ def test_an_empty_plan_is_an_empty_result(checkpoint: Path) -> None:
 def test_a_plan_that_samples_nothing_gives_none(checkpoint: Path) -> None:
     driver = Driver(build(checkpoint))
     assert driver.step((driver.open(PROMPT, 40), 0, 10, False)) == [None]
+
+
+@pytest.mark.parametrize("kernels", ["torch", "native"])
+def test_processed_logprobs_are_of_output_tokens_only(checkpoint: Path, kernels: Literal["torch", "native"]) -> None:
+    """At temperature 0.5 differences of log probabilities double; those of the prompt stay the model's own."""
+    if kernels == "native" and not LEVELS_HERE:
+        pytest.skip("this CPU has no native kernels")
+    sampling, wanted = CoreSamplingParams(temperature=0.5, seed=3), Logprobs(top=5, token_ids=(5, 300), prompt_from=0)
+    found = []
+    for mode in ("raw", "processed"):
+        driver = Driver(build(checkpoint, dtype="bfloat16", cpu_kernels=kernels, logprobs_mode=mode))
+        row = driver.open(PROMPT, 40, sampling, logprobs=wanted)
+        result = driver.result((row, 0, len(PROMPT), True))
+        token = result.tokens[0]
+        assert token is not None and token.logprob is not None
+        found.append((token, result.prompts[0]))
+    (raw, raw_prompt), (processed, prompt) = found
+    assert prompt == raw_prompt and raw.token_id == processed.token_id
+    assert [token for token, _ in raw.top] == [token for token, _ in processed.top]
+    assert processed.picked[0] - processed.picked[1] == pytest.approx(2 * (raw.picked[0] - raw.picked[1]), rel=1e-4)
+    assert processed.top[0][1] > raw.top[0][1]
 
 
 def test_rows_are_reused(checkpoint: Path) -> None:
