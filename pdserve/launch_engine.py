@@ -21,12 +21,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Literal
 
 from pdserve.base.cpu_affinity import cores_of, granted_cores, pin_process
 from pdserve.base.env import control_token, keep_openmp_from_spinning
 from pdserve.base.log import setup_logging
+from pdserve.base.native_stderr import StderrReader, redirect_native_stderr
 from pdserve.base.process import ENDING, die_with_parent, raise_if_signalled
 from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
@@ -45,6 +47,8 @@ REFUSED = 2
 """Exit status of a process with a wrong configuration."""
 LOST = 1
 """Exit status of a process that lost another rank."""
+FAILED = 1
+"""Exit status after an error that nothing handles, as multiprocessing gives it."""
 STOP_S = 5.0
 """Seconds that all processes together have for each way to end: on request, SIGTERM, SIGKILL."""
 CUDA_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -115,6 +119,7 @@ class EngineProcesses:
             for index, rank in enumerate(ranks)
         ]
         self._processes: list[BaseProcess] = []
+        self._stderrs: dict[BaseProcess, StderrReader] = {}
 
     def start(self) -> None:
         """Spawn all processes; a signal that arrives meanwhile is raised at the end.
@@ -124,9 +129,16 @@ class EngineProcesses:
         context = multiprocessing.get_context("spawn")
         with _signals_deferred():
             for start in self.starts:
-                process = context.Process(target=rank_main, args=(start,), name=start.name)
-                process.start()
+                stderr = StderrReader(start.name)
+                process = context.Process(target=rank_main, args=(start, stderr.write_end), name=start.name)
+                try:
+                    process.start()
+                except BaseException:
+                    stderr.close()
+                    raise
+                stderr.begin(process.pid or 0)
                 self._processes.append(process)
+                self._stderrs[process] = stderr
         if self.cores_left:
             pin_process(self.cores_left)
 
@@ -160,6 +172,7 @@ class EngineProcesses:
         all are killed at once: the remaining ranks may be in a collective with it and still write into a peer's memory.
         """
         if any(process.exitcode not in (None, 0) for process in self._processes):
+            self._log_last_lines()
             self._signal("kill")
         if told:
             self._join_all()
@@ -168,6 +181,13 @@ class EngineProcesses:
             self._join_all()
         for address in self.addresses:
             remove_channel_address(address)
+
+    def _log_last_lines(self) -> None:
+        """Log what native libraries printed last in each process that has crashed or lost another rank. Once."""
+        for process in self._processes:
+            if process.exitcode not in (None, 0, REFUSED) and (stderr := self._stderrs.pop(process, None)) is not None:
+                for line in stderr.last_lines():
+                    log.error("last output of the %s process: %s", process.name, line)
 
     def _signal(self, stop: Literal["terminate", "kill"]) -> None:
         for process in self._processes:
@@ -181,13 +201,18 @@ class EngineProcesses:
             process.join(max(0.0, deadline - time.monotonic()))
 
 
-def rank_main(start: RankStartInfo) -> None:
-    """Main function of a rank's process. SIGINT is ignored: the parent handles Ctrl-C."""
+def rank_main(start: RankStartInfo, native_stderr: Connection | None = None) -> None:
+    """Main function of a rank's process. SIGINT is ignored: the parent handles Ctrl-C.
+
+    `native_stderr`: pipe for what native libraries print; None: it stays on stderr.
+    """
+    if native_stderr is not None:
+        redirect_native_stderr(native_stderr)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(start.parent_pid)
     if start.cores is not None:
         pin_process(start.cores)  # before any thread starts: threads inherit cores and niceness
-    setup_logging(start.config.observe.log_level, start.name)
+    setup_logging(start.config.observe.log_level, start.name, start.config.observe.log_format)
     if start.config.kernels.device == "cpu":
         _give_way(start.config.kernels.cpu_nice)
     if may_compute_natively(start.config):
@@ -206,6 +231,9 @@ def rank_main(start: RankStartInfo) -> None:
     except PdserveError as error:
         log.error("%s", error)
         sys.exit(REFUSED)
+    except Exception:
+        log.exception("the %s process has failed", start.name)
+        sys.exit(FAILED)
 
 
 def _give_way(niceness: int) -> None:

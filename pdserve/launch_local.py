@@ -29,8 +29,17 @@ from typing import IO, get_args
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
+from pdserve.base.log_labels import JsonLabel, TextLabel
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
-from pdserve.config.local_access import LocalAccess, Role, access_of, add_access, flags_for, flags_for_router
+from pdserve.config.local_access import (
+    LocalAccess,
+    Role,
+    access_of,
+    add_access,
+    flags_for,
+    flags_for_router,
+    log_format_of,
+)
 from pdserve.errors import ConfigError
 from pdserve.http.session_proof import worker_secret
 from pdserve.router.config.config import POLICY_HELP, PolicyName
@@ -236,9 +245,10 @@ class LocalService:
             self.events.put(child)
 
     def _line_writer(self, name: str) -> Callable[[str], None]:
-        """Return a writer of a child's output lines: to its file in the log directory, or to stderr behind its name."""
+        """Return a writer of a child's output lines: to its file in the log directory, or to stderr with its name."""
         if self._config.log_dir is None:
-            return lambda line: print(f"[{name}] {line}", file=sys.stderr, flush=True)
+            label = JsonLabel(name) if log_format_of(self._config.server_flags) == "json" else TextLabel(name)
+            return lambda line: print(label(line), file=sys.stderr, flush=True)
         self._config.log_dir.mkdir(parents=True, exist_ok=True)
         file: IO[str] = self._logs.enter_context((self._config.log_dir / f"{name}.log").open("a", buffering=1))
         lock = threading.Lock()

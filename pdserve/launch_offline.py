@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_signals()
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
-        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
+        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
         return host(without_streams(config, resolve(config)))
     except PdserveError as error:
         _say(ConfigRefusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))

@@ -21,6 +21,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pdserve.base.hosts import url_host, warn_open
+from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, freeze_heap
 from pdserve.errors import ConfigError
 from pdserve.router.app import ROUTER, make_app
@@ -76,8 +77,7 @@ async def serve(config: RouterConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after a clean end, 2 for wrong flags or a port that is taken."""
     args = make_parser().parse_args(argv)
-    level = {"warn": "warning"}.get(args.log_level, args.log_level)
-    logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup_logging("warning" if args.log_level == "warn" else args.log_level, "router", args.log_format)
     logging.getLogger("aiohttp.server").addFilter(is_worth_logging)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

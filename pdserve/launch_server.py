@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     exit_on_signals()  # until the HTTP server installs its own handlers
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
-        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode])
+        setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
         resolved = resolve(config)
         return launch(resolved, config) if config.parallel.node_rank == 0 else join(resolved)
     except PdserveError as error:
@@ -160,7 +160,7 @@ class Side:
         return None if self.bootstrap is None else self.bootstrap.port
 
     def _start(self) -> None:
-        setup_logging(self._config.observe.log_level, self._role)
+        setup_logging(self._config.observe.log_level, self._role, self._config.observe.log_format)
         self.engine.start()
 
     def _open_channel(self) -> ApiChannel:

@@ -1,34 +1,166 @@
-"""Logging set-up, once per process: one line per event on stderr, with the role of the process."""
+"""Logging set-up, once per process: one dated line per event on stderr, as text or JSON, with role, pid and request id.
+
+    2026-11-28 02:32:40.672 INFO decode[4711] pdserve.server.http.access_log: [req-7f] 200 POST /generate ...
+
+A line about a request has its id: `X-Request-Id`, which router and both servers of a pair share. `request_context` sets
+the id for a task, `about` for one line.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+import dataclasses
+import datetime
 import logging
+import os
 import sys
 import threading
 import time
-from typing import Literal
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Any, Literal
+
+import orjson
 
 Level = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "urllib3", "transformers")
+
+_chosen: LogFormat = "text"
+_REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LogOrigin:
+    """The process that a line comes from, where another process writes the line."""
+
+    role: str
+    pid: int
+
+
+@contextlib.contextmanager
+def request_context(request_id: str | None) -> Iterator[None]:
+    """Put `request_id` on all lines that this task, and tasks that it starts, log inside the block."""
+    token = _REQUEST_ID.set(request_id)
+    try:
+        yield
+    finally:
+        _REQUEST_ID.reset(token)
+
+
+def current_request_id() -> str | None:
+    """Return the request id of the running task; None outside of `request_context`."""
+    return _REQUEST_ID.get()
+
+
+def about(request_id: str | None = None, *, origin: LogOrigin | None = None, **fields: object) -> dict[str, Any]:
+    """Return the `extra=` argument of a log call.
+
+    `request_id` replaces that of the task. `fields` are the numbers of the message, for `--log-format json`.
+    """
+    given = {"request_id": request_id, "origin": origin, "fields": fields}
+    return {name: value for name, value in given.items() if value}
+
+
+def _request_id_of(record: logging.LogRecord) -> str | None:
+    given: str | None = getattr(record, "request_id", None) or _REQUEST_ID.get()
+    return None if given is None else escaped(given)
+
+
+def _origin_of(record: logging.LogRecord, role: str) -> LogOrigin:
+    origin: LogOrigin | None = getattr(record, "origin", None)
+    return origin or LogOrigin(role, record.process or os.getpid())
 
 
 class OneLine(logging.Formatter):
-    """Escapes line breaks, so that each event is one line; a traceback follows."""
+    """Formats a record as text. Escapes line breaks, so that each event is one line; a traceback follows."""
+
+    def __init__(self, role: str) -> None:
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._role = role
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Format the line; line breaks of the message become `\\n`."""
-        record.message = record.message.replace("\r", "\\r").replace("\n", "\\n")
-        return super().formatMessage(record)
+        origin, request_id = _origin_of(record, self._role), _request_id_of(record)
+        at = f"{self.formatTime(record, self.datefmt)}.{int(record.msecs):03d}"
+        request = "" if request_id is None else f"[{request_id}] "
+        text = record.message.replace("\r", "\\r").replace("\n", "\\n")
+        return f"{at} {record.levelname} {origin.role}[{origin.pid}] {record.name}: {request}{text}"
 
 
-def setup_logging(level: Level, role: str) -> None:
-    """Send all logs at or above `level` to stderr as `time level role logger: text`. Replaces earlier handlers."""
+class JsonLine(logging.Formatter):
+    """Formats a record as one JSON object.
+
+    Keys: `time` (ISO 8601), `level`, `role`, `pid`, `logger`, `message`, `request_id` (null: no request), and where the
+    event has them `fields` and `traceback`.
+    """
+
+    def __init__(self, role: str) -> None:
+        super().__init__()
+        self._role = role
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        origin = _origin_of(record, self._role)
+        moment = datetime.datetime.fromtimestamp(record.created).astimezone()
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "role": origin.role,
+            "pid": origin.pid,
+            "logger": record.name,
+            "message": record.getMessage(),
+            "request_id": _request_id_of(record),
+        }
+        fields = getattr(record, "fields", None)
+        if fields:
+            line["fields"] = fields
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json_line(line)
+
+
+def json_line(line: dict[str, Any]) -> str:
+    """Return `line` as JSON on one line; a value that JSON does not have becomes text."""
+    try:
+        return orjson.dumps(line, default=str).decode()
+    except orjson.JSONEncodeError:  # lone surrogates, from bytes that are not UTF-8
+        return orjson.dumps({name: ascii(value) for name, value in line.items()}).decode()
+
+
+def setup_logging(level: Level, role: str, log_format: LogFormat = "text") -> None:
+    """Send all logs and Python warnings at or above `level` to stderr. Replaces earlier handlers.
+
+    With `json`, uncaught exceptions are lines as well.
+    """
+    global _chosen
+    _chosen = log_format
     handler = logging.StreamHandler(sys.stderr)
-    text = f"%(asctime)s.%(msecs)03d %(levelname).1s {role.replace('%', '%%')} %(name)s: %(message)s"
-    handler.setFormatter(OneLine(text, datefmt="%H:%M:%S"))
+    handler.setFormatter(OneLine(role) if log_format == "text" else JsonLine(role))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
+    if log_format == "json":
+        sys.excepthook = _log_uncaught
+        threading.excepthook = _log_uncaught_in_thread
+
+
+def chosen_format() -> LogFormat:
+    """Return the format of the last `setup_logging`, for processes that this one starts; `text` before it."""
+    return _chosen
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        return
+    logging.getLogger(__name__).critical("uncaught %s: %s", kind.__name__, error, exc_info=(kind, error, traceback))
+
+
+def _log_uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is not None and not issubclass(args.exc_type, SystemExit):
+        _log_uncaught(args.exc_type, args.exc_value, args.exc_traceback)
 
 
 def escaped(text: str, most: int = 300) -> str:
@@ -52,8 +184,8 @@ class SparingLog:
         self._num_left_out = 0
         self._lock = threading.Lock()
 
-    def warning(self, text: str, *args: object) -> None:
-        """Log a warning like `Logger.warning`, or suppress it."""
+    def warning(self, text: str, *args: object, extra: dict[str, Any] | None = None) -> None:
+        """Log a warning like `Logger.warning`, or suppress it. `extra`: see `about`."""
         with self._lock:
             now = time.monotonic()
             self._left = min(self._burst, self._left + (now - self._looked_at) / self._every_s)
@@ -64,4 +196,4 @@ class SparingLog:
             self._left -= 1
             num_left_out, self._num_left_out = self._num_left_out, 0
         more = f" ({num_left_out} more were not logged)" if num_left_out else ""
-        self._logger.warning(f"{text}{more}", *args)
+        self._logger.warning(f"{text}{more}", *args, extra=extra)

@@ -67,9 +67,6 @@ def _flags() -> Iterator[Flag]:
             )
 
 
-_TYPES: dict[type[Any], str] = {int: "an integer", float: "a number", str: "text"}
-"""Types of flags that an environment variable can set."""
-
 
 def group_classes() -> dict[str, type[Any]]:
     """Return the fields of `ServerConfig` and the dataclass of each."""

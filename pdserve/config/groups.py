@@ -397,6 +397,9 @@ class ServingConfig:
     )
 
 
+HttpLogLevel = Literal["trace", "debug", "info", "warning", "error", "critical"]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObserveConfig:
     """Logs, health, metrics, traces."""
@@ -418,12 +421,28 @@ class ObserveConfig:
     )
     log_kv_target: str | None = flag(
         None,
-        help="log hashes of each request's KV, before it is sent and after it has arrived, as JSON lines to stdout, a "
-        "directory, or a .jsonl file; python -m pdserve.observe.compare_kv compares them",
+        help="log each transfer and decode step as JSON lines to stdout, a directory, or a .jsonl file: hashes of KV "
+        "before it is sent and after it has arrived, which python -m pdserve.observe.compare_kv compares, each "
+        "submission to the transfer engine, and the tokens of each decode step",
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", help="minimum level of log messages", env="SGLANG_LOG_LEVEL"
     )
+    log_format: Literal["text", "json"] = flag("text", help="format of log lines; json: one object a line")
+    log_stats_interval: float = flag(
+        10.0, help="seconds between log lines with load, throughput and latencies while requests run; 0: none"
+    )
+    access_log: bool = flag(
+        False, help="log a line for each HTTP request; probes and /metrics only at --log-level debug"
+    )
+    log_level_http: HttpLogLevel | None = flag(
+        None, help="SGLang's name for --access-log: debug and info enable it, other levels change nothing"
+    )
+
+    @property
+    def logs_access(self) -> bool:
+        """Whether HTTP requests are logged."""
+        return self.access_log or self.log_level_http in ("trace", "debug", "info")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

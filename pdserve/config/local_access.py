@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from pdserve.base.log import LogFormat
 from pdserve.config.access_group import KEYFILE_PASSWORD
 from pdserve.config.cli import flags
 from pdserve.errors import ConfigError
@@ -31,7 +32,9 @@ PREFILL_FIELDS = frozenset(
 DECODE_FIELDS = frozenset({"num_reserved_decode_tokens", "mixed_chunk_size"})
 DECODE_PREFIX = "disaggregation_decode_"
 """Further decode-only fields start with this prefix."""
-ROUTER_FIELDS = frozenset({"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level"})
+ROUTER_FIELDS = frozenset(
+    {"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level", "log_format", "access_log"}
+)
 """Server flags that the router also has, with the same name and meaning."""
 
 
@@ -51,6 +54,12 @@ def flags_for_router(argv: Sequence[str]) -> list[str]:
     """Return the server flags in `argv` that the router also has."""
     found = [words for field, words in _split(argv) if field in ROUTER_FIELDS]
     return [word for words in found if not words[0].startswith("--no-") for word in words]
+
+
+def log_format_of(argv: Sequence[str]) -> LogFormat:
+    """Return the last `--log-format` in `argv`; the servers report a wrong value."""
+    given = [words[-1].partition("=")[2] or words[-1] for field, words in _split(argv) if field == "log_format"]
+    return "json" if given and given[-1] == "json" else "text"
 
 
 def _split(argv: Sequence[str]) -> Iterator[tuple[str | None, Sequence[str]]]:

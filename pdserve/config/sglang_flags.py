@@ -77,7 +77,7 @@ kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-cou
 kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend
 linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
-load-snapshot-publish-interval load-watch-interval log-level-http log-requests-format
+load-snapshot-publish-interval load-watch-interval log-requests-format
 lora-backend lora-drain-wait-threshold lora-eviction-policy lora-paths lora-strict-loading
 lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds mamba-full-memory-ratio
 mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track-interval max-ep-size

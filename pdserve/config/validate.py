@@ -220,6 +220,9 @@ def _check_observe(observe: ObserveConfig) -> None:
     seconds = observe.watchdog_timeout
     if not (math.isfinite(seconds) and seconds > 0):
         _refuse("watchdog_timeout", seconds, "must be a number of seconds above 0")
+    interval = observe.log_stats_interval
+    if not (math.isfinite(interval) and interval >= 0):
+        _refuse("log_stats_interval", interval, "must be a number of seconds, or 0 for none")
     _between("log_requests_level", observe.log_requests_level, 0, 3)
     for field, text in (
         ("otlp_traces_endpoint", observe.otlp_traces_endpoint),

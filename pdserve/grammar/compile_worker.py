@@ -1,4 +1,5 @@
 """The compile worker: `python -m pdserve.grammar.compile_worker`, spawned by `server/request/compile_pool`.
+Its argument is the log format.
 
 The worker keeps llguidance and the vocabulary loaded and forks a child for each check. A hostile grammar can only use
 up the child's processor time (a timer kills the child), memory (`RLIMIT_AS`) and stack, or crash the child. The worker
@@ -13,6 +14,7 @@ The worker exits when its standard input ends. It has one thread, because it for
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import resource
 import select
@@ -20,6 +22,7 @@ import signal
 import sys
 from collections.abc import Mapping
 
+from pdserve.base.log import setup_logging
 from pdserve.errors import GrammarError
 from pdserve.grammar.compile_jobs import (
     SMALL_CHARS,
@@ -36,6 +39,8 @@ from pdserve.grammar.compile_jobs import (
     take_questions,
 )
 from pdserve.grammar.vocabulary import Vocabulary
+
+log = logging.getLogger(__name__)
 
 STACK_BYTES = 4 << 20
 """Stack of a child. The executor's threads have more, so a grammar that compiles here does not overflow their stack."""
@@ -156,6 +161,7 @@ class CompileWorker:
 
 def main() -> None:
     """Run the worker on standard input and output."""
+    setup_logging("warning", "compile worker", "json" if sys.argv[1:] == ["json"] else "text")
     sink = os.dup(1)
     os.dup2(2, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -165,8 +171,13 @@ def main() -> None:
 
     with contextlib.suppress(ImportError):
         import llguidance  # noqa: F401
-    with contextlib.suppress(BrokenPipeError):
+    try:
         CompileWorker(0, sink).run()
+    except BrokenPipeError:
+        pass  # the server has ended
+    except Exception:
+        log.exception("the compile worker has failed")
+        sys.exit(1)
     sys.stdout.flush()
 
 

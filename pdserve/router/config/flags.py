@@ -123,6 +123,9 @@ def _add_http(group: Group) -> None:
     text = "OTLP/HTTP collector that spans are sent to: HOST:PORT, or a URL"
     add("--otlp-traces-endpoint", default="localhost:4318", metavar="WHERE", help=text)
     add("--log-level", choices=("debug", "info", "warn", "warning", "error"), default="info", help="minimum log level")
+    add("--log-format", choices=("text", "json"), default="text", help="format of log lines; json: one object a line")
+    text = "log a line for each HTTP request; probes and /metrics only at --log-level debug"
+    add("--access-log", action=argparse.BooleanOptionalAction, default=False, help=text)
 
 
 def _add_limits(group: Group) -> None:

@@ -54,6 +54,7 @@ def _settings(app: RoleSwitchApp, config: ServerConfig) -> uvicorn.Config:
         http="h11",
         ws="none",
         lifespan="off",
+        log_config=None,  # its loggers use the handler of `setup_logging`
         log_level="warning",
         access_log=False,
         proxy_headers=False,

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from pdserve.base.log import chosen_format
 from pdserve.errors import RequestError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import (
@@ -230,10 +231,11 @@ class CompilePool:
     take.
     """
 
-    def __init__(self, rules: JsonRules, cpu_s: float, *, command: Sequence[str] = WORKER_COMMAND) -> None:
+    def __init__(self, rules: JsonRules, cpu_s: float, *, command: Sequence[str] | None = None) -> None:
+        """`command` None: this package's worker, with the log format of this process."""
         self._wall_s = WALL_FACTOR * cpu_s
         self._setup = Setup(rules=rules, cpu_s=cpu_s, memory_bytes=MEMORY_BYTES, wall_s=self._wall_s)
-        self._command = command
+        self._command = command or (*WORKER_COMMAND, chosen_format())
         self._jobs = itertools.count()
         self._queue = FairQueue()
         self._starting = asyncio.Lock()

@@ -74,7 +74,7 @@ def set_environment(protocol: str, ib_traffic_class: int | None = None) -> int:
     os.environ.setdefault("MC_TCP_PROGRESS_TIMEOUT_SEC", str(PROGRESS_TIMEOUT_S))
     os.environ.setdefault("MC_TCP_STATUS_TIMEOUT_SEC", os.environ["MC_TCP_PROGRESS_TIMEOUT_SEC"])
     os.environ.setdefault("MC_TRANSFER_TIMEOUT", "30")
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", "INFO" if log.isEnabledFor(logging.DEBUG) else "ERROR")
     if protocol == "tcp":
         os.environ.setdefault(FORCE_TCP, "1")
     if ib_traffic_class is not None:

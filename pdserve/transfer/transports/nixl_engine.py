@@ -61,7 +61,8 @@ def is_installed() -> bool:
 
 def load_native() -> Any:
     """Load the engine's module, and send its log lines to our log. Raises ConfigError when no module is installed."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    debugs = logging.getLogger(__name__).isEnabledFor(logging.DEBUG)
+    os.environ.setdefault("NIXL_LOG_LEVEL", "INFO" if debugs else "ERROR")
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is reserved for our own output
     raise_exceptions = logging.raiseExceptions
     try:
@@ -70,7 +71,7 @@ def load_native() -> Any:
         logging.raiseExceptions = raise_exceptions
     log = logging.getLogger("nixl")
     log.handlers.clear()
-    log.setLevel(logging.WARNING)
+    log.setLevel(logging.INFO if debugs else logging.WARNING)
     log.propagate = True
     exit_without_unloading()
     let_idle_threads_sleep(importlib.import_module("._bindings", native.nixl_agent.__module__.rpartition(".")[0]))
