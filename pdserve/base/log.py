@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -54,7 +54,9 @@ def current_request_id() -> str | None:
     return _REQUEST_ID.get()
 
 
-def about(request_id: str | None = None, *, origin: LogOrigin | None = None, **fields: object) -> dict[str, Any]:
+def about(
+    request_id: str | None = None, *, origin: LogOrigin | None = None, fields: Mapping[str, object] | None = None
+) -> dict[str, Any]:
     """Return the `extra=` argument of a log call.
 
     `request_id` replaces that of the task. `fields` are the numbers of the message, for `--log-format json`.

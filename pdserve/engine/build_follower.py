@@ -34,6 +34,7 @@ from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor, SharedMetadata
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names, transfer_host
+from pdserve.scheduler.context import REQUEST_LOGGER
 from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.copy_workers import CopyWorkers
@@ -43,8 +44,8 @@ from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
-_LEADER_SAYS = "pdserve.transfer.sessions"
-"""Logger whose messages are equal on all ranks; only rank 0 writes them."""
+_LEADER_SAYS = ("pdserve.transfer.sessions", REQUEST_LOGGER)
+"""Loggers whose messages are equal on all ranks; only rank 0 writes them."""
 
 
 class SilentSocket:
@@ -146,7 +147,8 @@ def _serve(
         )
     )
     begin = leader.wait_begin()
-    logging.getLogger(_LEADER_SAYS).setLevel(logging.CRITICAL)
+    for name in _LEADER_SAYS:
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     scheduler = _make_scheduler(config, built, leader, begin, copying, token, dp_rank, stack)
     freeze_heap()
     scheduler.run()

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdserve.observe.engine_metrics import EngineCollector
+from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming
 
@@ -144,6 +145,8 @@ class ServerMetrics:
             self._parts.labels(**self._labels, part=part)
         for outcome in ("stop", "length", "abort"):
             self._ended.labels(**self._labels, outcome=outcome)
+        self.interval = IntervalStats()
+        """The same statistics of the last seconds, for the log."""
         self._engine = EngineCollector(self._labels, own_counters)
         self._registry.register(self._engine)
 
@@ -165,10 +168,12 @@ class ServerMetrics:
         """See `RequestMetrics`."""
         self._requests.inc()
         self._live.inc()
+        self.interval.started()
 
     def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
         """See `RequestMetrics`."""
         self._ttft.observe(ttft_s)
+        self.interval.first_token(ttft_s)
         for name, seconds in parts.items():
             self._parts.labels(**self._labels, part=name).observe(seconds)
 
@@ -177,20 +182,24 @@ class ServerMetrics:
         self._prompt_tokens.inc(prompt_tokens)
         self._cached_tokens.inc(cached_tokens)
         self._hit_rate.add(prompt_tokens, cached_tokens)
+        self.interval.prompt_done(prompt_tokens, cached_tokens)
 
     def next_tokens(self, gap_s: float, num_tokens: int) -> None:
         """See `RequestMetrics`."""
         for _ in range(num_tokens):
             self._itl.observe(gap_s)
+        self.interval.next_tokens(gap_s, num_tokens)
 
     def generated(self, num_tokens: int) -> None:
         """See `RequestMetrics`."""
         self._generation_tokens.inc(num_tokens)
         self._rate.add(num_tokens)
+        self.interval.generated(num_tokens)
 
     def ended(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
         self._live.dec()
+        self.interval.ended()
         self._ended.labels(**self._labels, outcome=record.outcome).inc()
         if record.outcome == "abort":
             self._aborted.inc()

@@ -49,6 +49,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """True: the scheduler fills in `RequestTiming.chunks`, for a recorded trace span."""
     probe: bool = False
     """True for a health probe. Probes have their own counter and are in no count of requests and tokens."""
+    request_id: str | None = None
+    """`X-Request-Id` of the HTTP call, for log lines. None: it was not sent by HTTP."""
     prior_output_ids: list[int] = msgspec.field(default_factory=list)
     """Output tokens of an earlier attempt on another server. They are prefilled with the prompt and not sent again."""
 

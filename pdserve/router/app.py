@@ -330,7 +330,7 @@ ROUTER = web.AppKey("router", RouterApp)
 def make_app(config: RouterConfig) -> web.Application:
     """Build the aiohttp application; health checks run from its start-up to its clean-up."""
     app = web.Application(client_max_size=config.max_request_bytes)
-    access = Access(config.access, config.max_request_bytes)
+    access = Access(config.access, config.max_request_bytes, logs_access=config.access_log)
     access.install(app)
     session = make_session(config)
     router = RouterApp(config, session, access.bodies)

@@ -11,12 +11,14 @@ import contextlib
 import dataclasses
 import logging
 import re
+import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 
 import orjson
 from aiohttp import web
 
+from pdserve.base.log import request_context
 from pdserve.errors import RequestError
 from pdserve.http.access import (
     CHANGING,
@@ -27,9 +29,11 @@ from pdserve.http.access import (
     NO_STORE,
     PREFLIGHT_S,
     AccessRules,
+    client_address,
     framing_refusal,
     has_dots,
 )
+from pdserve.http.access_log import CLIENT_GONE, log_access
 from pdserve.http.bodies import (
     BODY_TIMEOUT_S,
     LARGE_BODY_BYTES,
@@ -121,8 +125,9 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Access:
     """The access rules of one router."""
 
-    def __init__(self, config: RouterAccessConfig, max_body_bytes: int) -> None:
+    def __init__(self, config: RouterAccessConfig, max_body_bytes: int, *, logs_access: bool = False) -> None:
         self._config = config
+        self._logs_access = logs_access
         self._max_body_bytes = max_body_bytes
         most = config.max_concurrent_requests_per_client
         self._rules = AccessRules(config.keys, config.cors_allowed_origins, config.proxies, most, max_body_bytes)
@@ -137,13 +142,40 @@ class Access:
 
         @web.middleware
         async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-            return await self._check(request, handler)
+            request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
+            with request_context(request[REQUEST_ID]):
+                if self._logs_access:
+                    return await self._logged(request, handler)
+                return await self._check(request, handler)
 
         app.middlewares.append(check)
         app.on_response_prepare.append(self._mark)
 
+    async def _logged(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Like `_check`; logs the request at its end."""
+        began_s = time.monotonic()
+        status = CLIENT_GONE
+        try:
+            response = await self._check(request, handler)
+            status = response.status
+            return response
+        except (ConnectionError, asyncio.CancelledError):
+            raise
+        except Exception:
+            status = 500
+            raise
+        finally:
+            forwarded_for = request.headers.getall("X-Forwarded-For", [])
+            log_access(
+                client=client_address(request.remote or "unknown", forwarded_for, self._config.proxies),
+                method=request.method,
+                path=request.path,
+                status=status,
+                seconds=time.monotonic() - began_s,
+                request_id=request[REQUEST_ID],
+            )
+
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        request[REQUEST_ID] = request_id(request.headers, self._config.request_id_headers)
         framing = framing_refusal(request.raw_headers, len(request.raw_path))
         if framing is not None:
             response = refused(framing)

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from pdserve.base.clock import Clock
+from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import EngineCoreOutput, FinishReason, OutputBatch, RequestTiming, ToApi, TokenLogprob
+from pdserve.protocol.messages import (
+    EngineCoreOutput,
+    FinishReason,
+    GenerateRequest,
+    OutputBatch,
+    RequestTiming,
+    ToApi,
+    TokenLogprob,
+)
 from pdserve.scheduler.request import Req, finish_for_token
 
 
@@ -116,11 +128,25 @@ class StepLimits:
         return self.step_tokens if mixed is None else mixed
 
 
+REQUEST_LOGGER = "pdserve.scheduler.requests"
+"""Logger of the start and end of each request. Its lines are equal on all ranks; only rank 0 writes them."""
+_requests = logging.getLogger(REQUEST_LOGGER)
+
+
+def log_admitted(spec: GenerateRequest) -> None:
+    """Log at level debug that a request was admitted."""
+    if _requests.isEnabledFor(logging.DEBUG):
+        room = "" if spec.room is None else f", room {spec.room.room}"
+        text = f"{escaped(spec.rid)} is admitted: {len(spec.input_ids)} prompt tokens{room}"
+        _requests.debug("%s", text, extra=about(spec.request_id))
+
+
 class Outbox:
-    """Collects the outputs of a step and sends them as one message."""
+    """Collects the outputs of a step and sends them as one message. Logs the end of each request."""
 
     def __init__(self, send: Callable[[ToApi], None]) -> None:
         self.send = send
+        self._failures = SparingLog(_requests)
         self._outputs: list[EngineCoreOutput] = []
 
     def emit(
@@ -131,6 +157,8 @@ class Outbox:
         timing: RequestTiming | None = None,
     ) -> None:
         """Add new tokens of `req`, and its finish reason if it ended. With `max_new_tokens` 0 no token is sent."""
+        if finish is not None:
+            self.log_end(req.spec, finish, len(req.output_ids))
         if req.spec.sampling.max_new_tokens == 0:
             tokens = ()
         logprobs = None
@@ -147,6 +175,18 @@ class Outbox:
                 timing=timing,
             )
         )
+
+    def log_end(self, spec: GenerateRequest, finish: FinishReason, num_tokens: int) -> None:
+        """Log the end of a request: a warning if the server or its peer has failed, else at level debug."""
+        failure = finish.failure
+        if failure is None or failure.status < 500 or failure.retry_after_s is not msgspec.UNSET or spec.probe:
+            if _requests.isEnabledFor(logging.DEBUG):
+                how = finish.type if failure is None else f"{failure.code}: {escaped(failure.message)}"
+                text = f"{escaped(spec.rid)} has ended after {num_tokens} tokens: {how}"
+                _requests.debug("%s", text, extra=about(spec.request_id))
+            return
+        text = f"{escaped(spec.rid)} has failed: {failure.code}: {escaped(failure.message)}"
+        self._failures.warning("%s", text, extra=about(spec.request_id))
 
     def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt at once, in messages of at most `MAX_PART_BYTES` each."""

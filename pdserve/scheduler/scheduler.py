@@ -37,7 +37,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.ranks.pre_step import IdleBatches
-from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
@@ -302,10 +302,12 @@ class Scheduler:
             self._audited = False
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             self.role.admit(req)
+            log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
             finish = FinishReason.failed(Failure.from_error(error))
+            self.context.outbox.log_end(spec, finish, 0)
             self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
 
     def _abort(self, abort: AbortRequest) -> None:

@@ -26,6 +26,7 @@ from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware as access
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
 from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware
+from pdserve.server.http.request_id import RequestIdMiddleware
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -52,6 +53,7 @@ from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
+from pdserve.server.stats_log import log_stats
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -127,10 +129,13 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         client.start()
-        warming = asyncio.create_task(_warm_up(client, checks)) if warm else None
+        background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
+        if config.observe.log_stats_interval:
+            stats = log_stats(client, metrics.interval, config.observe.log_stats_interval)
+            background.append(asyncio.create_task(stats))
         yield
-        if warming is not None:
-            warming.cancel()
+        for task in background:
+            task.cancel()
         await client.stop()
         await checks.close()
         observer.close()
@@ -150,6 +155,7 @@ def create_app(
     observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     access.install(app, config.access, context.max_body_bytes, proof)
+    app.add_middleware(RequestIdMiddleware, config=config.access, logs_access=config.observe.logs_access)
     return app
 
 

@@ -274,6 +274,7 @@ class RouterConfig:
     breaker: BreakerConfig = BreakerConfig()
     limits: LimitConfig = LimitConfig()
     access: RouterAccessConfig = RouterAccessConfig()
+    access_log: bool = False
     tls: TlsConfig = TlsConfig()
     otlp_traces_endpoint: str | None = None
     """OTLP/HTTP collector of spans; None: requests are not traced."""

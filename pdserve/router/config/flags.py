@@ -212,6 +212,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
             queue_timeout_s=args.queue_timeout_secs,
         ),
         access=_access_of(args),
+        access_log=args.access_log,
         tls=_tls_of(args),
     )
 

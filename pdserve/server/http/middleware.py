@@ -326,10 +326,15 @@ class CallMiddleware:
             _CURRENT.reset(token)
 
 
-def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
+def request_id_of(scope: Scope) -> str | None:
+    """Return the `X-Request-Id` of a call; None without one."""
     given = next((value for name, value in scope["headers"] if name.lower() == REQUEST_ID_HEADER), b"")
-    request_id = given[:MAX_REQUEST_ID_BYTES].decode("latin-1") or None
-    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id, span, scope.get(CLIENT_OF_SCOPE, ""))
+    return given[:MAX_REQUEST_ID_BYTES].decode("latin-1") or None
+
+
+def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
+    client = scope.get(CLIENT_OF_SCOPE, "")
+    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id_of(scope), span, client)
 
 
 class DrainGate:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from pdserve.base.hosts import HostPatterns, canonical_host, is_host
+from pdserve.base.log import current_request_id
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
@@ -332,6 +333,7 @@ def make_requests(
             arrival_s=arrival_s,
             priority=body.priority or 0,
             replica=rank,
+            request_id=current_request_id(),
         )
         states.append(RequestState(request=request, name=name, index=index, batch=batch))
     return states

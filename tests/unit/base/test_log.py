@@ -80,7 +80,7 @@ def test_json_lines_have_the_same_keys(capsys: pytest.CaptureFixture[str]) -> No
     log = logging.getLogger("pdserve.test")
     log.info("plain %d", 1)
     with request_context("req-1"):
-        log.warning("a\nb", extra=about(origin=LogOrigin("decode rank 1", 7), num_pages=3))
+        log.warning("a\nb", extra=about(origin=LogOrigin("decode rank 1", 7), fields={"num_pages": 3}))
     try:
         raise ValueError("broken")
     except ValueError:

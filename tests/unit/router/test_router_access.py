@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import ssl
 import subprocess
 from collections.abc import Callable, Coroutine
@@ -370,3 +371,27 @@ def test_each_hostile_request_gets_its_status(run_world: RunWorld) -> None:
             assert (await send(port, POST + SIZED))[0] == 200, "curl sends a form's type, and programs none"
 
     run_world(scenario)
+
+
+def test_the_router_logs_each_call_and_sends_its_request_id(
+    run_world: RunWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pdserve.access")
+
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        async with world.router([prefill], [decode], access_log=True) as url:
+            headers = {"X-Request-Id": "req-8"}
+            async with world.session.post(f"{url}/generate", json={"text": "a"}, headers=headers) as answer:
+                assert answer.status == 200
+            async with world.session.get(f"{url}/nowhere") as answer:
+                assert answer.status == 404
+
+    run_world(scenario)
+    generated, missing = [vars(record) for record in caplog.records if record.name == "pdserve.access"]
+    assert (generated["request_id"], generated["fields"]["path"], generated["fields"]["status"]) == (
+        *("req-8", GENERATE),
+        200,
+    )
+    assert (missing["fields"]["path"], missing["fields"]["status"]) == ("/nowhere", 404)
+    assert missing["fields"]["client"] == "127.0.0.1"
