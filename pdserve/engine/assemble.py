@@ -25,6 +25,7 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
+from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 
 SATURATION_TOKENS = 128
@@ -89,18 +90,22 @@ def make_scheduler(
     idle_batches: IdleBatches | None = None,
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
+    step_log: DecodeStepLog | None = None,
 ) -> Scheduler:
-    """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`."""
+    """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
+
+    `step_log` None: decode steps are not logged.
+    """
     context = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
     role: SchedulerRole
     if kv is None:
-        role = MonolithRole(context, waiting)
+        role = MonolithRole(context, waiting, step_log)
     elif config.disagg.disaggregation_mode == "prefill":
         role = PrefillRole(context, kv, waiting, kv_checksum)
     else:
         policy = config.disagg.disaggregation_load_failure_policy
-        role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy)
+        role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)
     return Scheduler(
         role,
         context,

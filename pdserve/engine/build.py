@@ -7,7 +7,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox, Woken
@@ -16,16 +16,16 @@ from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, proces
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_transfer import ReplicaId, open_transfer
+from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
-from pdserve.observe.json_lines import JsonLines
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
-from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
+from pdserve.scheduler.step_log import DecodeStepLog
 
 log = logging.getLogger(__name__)
 
@@ -112,12 +112,16 @@ def build_scheduler(
         "kv_token_bytes": built.layout.token_bytes,
         "prefill_saturation_tokens": saturation_tokens(config, built),
     }
+    write_line = open_kv_log(config, replica.dp_rank, 0, stack)
+    step_log = None
+    if write_line is not None and mode != "prefill":
+        step_log = DecodeStepLog(write_line, built.layout, dp_rank=replica.dp_rank)
     opened, kv_checksum = None, None
     if mode != "null":
         with engine.startup.part(TRANSFER):
-            opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack)
+            opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack, write_line)
         facts |= opened.facts
-        kv_checksum = make_kv_checksum(config, built, engine.hasher(), facts, _kv_log(config, facts, stack))
+        kv_checksum = make_kv_checksum(config, built, engine.hasher(), facts, write_line)
     gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
     scheduler = make_scheduler(
         config,
@@ -135,20 +139,11 @@ def build_scheduler(
         idle_batches=_idle_batches(engine, mailbox),
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
+        step_log=step_log,
     )
     if engine.group is not None:
         engine.group.begin(None if opened is None else opened.start)
     return scheduler
-
-
-def _kv_log(config: ServerConfig, facts: Mapping[str, Fact], stack: contextlib.ExitStack) -> WriteLine | None:
-    """Return the writer of the KV checksum log; None without `--log-kv-target`. `stack` closes the log."""
-    target = config.observe.log_kv_target
-    if target is None:
-        return None
-    lines = JsonLines(target, f"kv-{config.disagg.disaggregation_mode}-{facts['dp_rank']}", "log_kv_target")
-    stack.callback(lines.close)
-    return lines.write
 
 
 def _input_source(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:

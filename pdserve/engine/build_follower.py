@@ -20,6 +20,7 @@ from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
+from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
@@ -134,7 +135,8 @@ def _serve(
     copying = memory = None
     if config.disagg.disaggregation_mode != "null":
         copies = RankCopies(coord.rank)
-        transport, workers = open_workers(config, built, copies.post, stack)
+        write_line = open_kv_log(config, dp_rank, coord.rank, stack)
+        transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line)
         copying = _Copying(transport, workers, copies, parallel)
         memory = RankMemory.of("", built.executor.buffers, outward_addresses(transfer_host(config)))
     leader.report(

@@ -15,6 +15,7 @@ from pdserve.base.hosts import outward_addresses
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact
+from pdserve.engine.kv_log import submission_log
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.executor.factory import LoadedEngine
 from pdserve.model.parallel import Parallel
@@ -24,6 +25,7 @@ from pdserve.ranks.input_log import InputLog, RankGroup
 from pdserve.ranks.messages import TransferStart
 from pdserve.ranks.rank_executor import SharedMetadata
 from pdserve.ranks.rendezvous import transfer_host
+from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.scheduler import Event
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.bootstrap_client import register_route
@@ -73,11 +75,15 @@ def open_transfer(
     replica: ReplicaId,
     token: str,
     stack: contextlib.ExitStack,
+    write_line: WriteLine | None = None,
 ) -> OpenedTransfer:
-    """Open the transfer manager on real sockets and a real transport; a prefill replica registers its route."""
+    """Open the transfer manager on real sockets and a real transport; a prefill replica registers its route.
+
+    `write_line` writes the KV log; None: no log.
+    """
     built, group = engine.built, engine.group
     aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
-    transport, copies, consensus = _open_copies(config, engine, mailbox, aux, stack)
+    transport, copies, consensus = _open_copies(config, engine, mailbox, aux, replica.dp_rank, write_line, stack)
     host = transfer_host(config)
     socket = ZmqControlSocket(host, token)
     stack.callback(socket.close)
@@ -112,15 +118,17 @@ def _open_copies(
     engine: ReplicaEngine,
     mailbox: Mailbox[Event],
     aux: MetadataBuffers,
+    dp_rank: int,
+    write_line: WriteLine | None,
     stack: contextlib.ExitStack,
 ) -> tuple[Transport, CopyEngine, Consensus | None]:
     """Open this rank's transport, and the copy engine of the transfer manager."""
     built, group = engine.built, engine.group
     if group is None:
-        transport, workers = open_workers(config, built, mailbox.post, stack, [aux.buffer])
+        transport, workers = open_workers(config, built, mailbox.post, stack, dp_rank, write_line, [aux.buffer])
         return transport, workers, None
     copies = RankCopies(0)
-    transport, workers = open_workers(config, built, copies.post, stack, [aux.buffer])
+    transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line, [aux.buffer])
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
     stack.callback(consensus.close)
     drain_timeout_s = max(workers.drain_timeout_s, *(each.drain_timeout_s for each in group.ready))
@@ -143,10 +151,12 @@ def open_workers(
     built: LoadedEngine,
     post: Callable[[TransferEvent], None],
     stack: contextlib.ExitStack,
+    dp_rank: int,
+    write_line: WriteLine | None,
     more_memory: Sequence[tuple[int, int]] = (),
 ) -> tuple[Transport, CopyWorkers]:
     """Open this rank's transport, register its KV pools and `more_memory` `(address, bytes)`, and start its copy
-    workers.
+    workers. `write_line` writes the KV log; None: no log.
     """
     disagg = config.disagg
     host = transfer_host(config)
@@ -158,7 +168,8 @@ def open_workers(
     transport = open_transport(disagg.disaggregation_transfer_backend, host, options)
     stack.callback(transport.close)
     transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, *more_memory)])
-    workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads)
+    submissions = submission_log(config, write_line, transport, dp_rank=dp_rank, device=str(built.device))
+    workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads, submissions)
     stack.callback(workers.close)
     return transport, workers
 

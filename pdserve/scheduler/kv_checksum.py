@@ -109,6 +109,7 @@ class KVChecksum:
                 "at": time.time(),
                 "event": event,
                 "rid": req.rid,
+                "request_id": req.spec.request_id,
                 "room": str(key.room),
                 "key": f"{key.room}/{key.attempt}/{key.origin}",
                 **self._facts,

@@ -96,6 +96,10 @@ class _Worker:
         self.release(job, None if written else NEVER_WRITTEN)
 
 
+LogSubmission = Callable[[CopyJob, Sequence[Copy], float, Failure | None], None]
+"""Gets a job, its copies, the seconds in the transport, and the failure or None."""
+
+
 class _PeerQueues:
     """Runs slow actions on peers: those of one peer in order, those of several peers concurrently.
 
@@ -161,8 +165,16 @@ class _PeerQueues:
 class CopyWorkers:
     """`CopyEngine` over a real transport, with at most `num_threads` threads for each peer."""
 
-    def __init__(self, transport: Transport, post: Callable[[TransferEvent], None], num_threads: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        post: Callable[[TransferEvent], None],
+        num_threads: int,
+        log_submission: LogSubmission | None = None,
+    ) -> None:
+        """`log_submission` is called by the copy threads with each batch that has ended; None: no log."""
         self._transport = transport
+        self._log_submission = log_submission
         self._notifying = cast(NotifyingTransport, transport) if transport.facts.notifies else None
         self._post = post
         self._num_writers = min(transport.facts.writers, num_threads)
@@ -340,6 +352,7 @@ class CopyWorkers:
             for source, destination, pieces in job.pieces
             for copy in pieces
         ]
+        failure, settled = None, True
         started = time.monotonic()
         try:
             self._connect(worker)
@@ -350,12 +363,14 @@ class CopyWorkers:
         except TransferError as error:
             worker.connected = False  # reconnecting is a no-op where the connection is up
             log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
-            failure = Failure.from_error(error)
-            return CopyDone.of(job, failure, settled=error.settled, write_s=time.monotonic() - started)
+            failure, settled = Failure.from_error(error), error.settled
         except Exception as error:
             log.exception("copy of %d bytes to %s failed", job.num_bytes, job.transport_address)
-            return CopyDone.of(job, _internal(error), settled=False, write_s=time.monotonic() - started)
-        return CopyDone.of(job, None, settled=True, write_s=time.monotonic() - started)
+            failure, settled = _internal(error), False
+        write_s = time.monotonic() - started
+        if self._log_submission is not None:
+            self._log_submission(job, copies, write_s, failure)
+        return CopyDone.of(job, failure, settled=settled, write_s=write_s)
 
 
 def _internal(error: Exception) -> Failure:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
@@ -108,6 +109,28 @@ def test_what_decode_got_is_what_prefill_sent(pair: Pair, logs: Path) -> None:
     assert ended and all(sum(line["ttft_parts"].values()) == pytest.approx(line["ttft_s"]) for line in ended)
 
 
+def test_submissions_and_decode_steps_of_a_request_are_found_by_its_id(pair: Pair, logs: Path) -> None:
+    ask(pair, 40, **{"X-Request-Id": "traced-1"})
+
+    def found() -> tuple[list[Any], list[Any], list[Any]]:
+        lines = list(read_lines([logs]))
+        sent = [line for line in lines if line["event"] == "kv.sent" and line["request_id"] == "traced-1"]
+        keys = {line["key"] for line in sent}
+        copies = [line for line in lines if line["event"] == "kv.submission" and line["key"] in keys]
+        steps = [line for line in lines if line["event"] == "decode.step"]
+        return sent, copies, [row for step in steps for row in step["rows"] if row["request_id"] == "traced-1"]
+
+    until(lambda: all(found()) and found()[2][-1]["finish_reason"], 20, "the lines of both sides")
+    sent, copies, rows = found()
+    assert len(sent) == 1
+    assert sum(line["bytes"] for line in copies) >= sent[0]["bytes"]
+    assert all(line["error"] is None and line["latency_s"] >= 0 and line["num_buffers"] for line in copies)
+    assert [row["position"] for row in rows] == [40, 41, 42]
+    assert [row["last_token"] for row in rows[1:]] == [row["next_token"] for row in rows[:-1]]
+    assert [row["finish_reason"] for row in rows] == [None, None, "length"]
+    assert len({row["kv_index"] for row in rows}) == 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("prefill", "decode"), [("1", "2"), ("2", "1")])
 def test_it_compares_however_the_two_are_split(
@@ -121,7 +144,9 @@ def test_it_compares_however_the_two_are_split(
         until(lambda: compare(read_lines([tmp_path])).num_equal >= 3, 20, "both sides' lines")
     report = compare(read_lines([tmp_path]))
     assert report.differences == ()
-    sizes = {line["event"]: len(line["ranks"]) for line in read_lines([tmp_path])}
+    sizes = {line["event"]: len(line["ranks"]) for line in read_lines([tmp_path]) if "ranks" in line}
+    submitting = {line["rank"] for line in read_lines([tmp_path]) if line["event"] == "kv.submission"}
+    assert submitting == set(range(int(prefill))), "each rank has a log of its own"
     assert sizes == {"kv.sent": int(prefill), "kv.received": int(decode)}
 
 

@@ -15,6 +15,7 @@ from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
+from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
@@ -199,6 +200,11 @@ def _is_over(limit_s: float | None, since_s: float | None, now_s: float) -> bool
 class MixedBatchRole(BaseRole):
     """Methods shared by the monolith and decode roles, which both plan mixed batches."""
 
+    def __init__(self, context: SchedulerContext, planner: BatchPlanner, step_log: DecodeStepLog | None) -> None:
+        """`step_log` None: decode steps are not logged."""
+        super().__init__(context, planner)
+        self._step_log = step_log
+
     def launched(self, handle: StepHandle) -> None:
         """Do nothing: these roles send no KV."""
 
@@ -208,8 +214,12 @@ class MixedBatchRole(BaseRole):
             num_sampled = len(req.output_ids) - len(req.spec.prior_output_ids)
             timing = self._timing(req) if finish or num_sampled <= 2 else None
             self._context.outbox.emit(req, (token,), finish, timing)
+            if self._step_log is not None:
+                self._step_log.add(req, finish)
             if finish is not None:
                 self._leave(req)
+        if self._step_log is not None:
+            self._step_log.end_step(plan.step)
 
     def retract_all(self) -> None:
         """See `SchedulerRole.retract_all`."""

@@ -32,6 +32,7 @@ from pdserve.scheduler.context import DecodeReservation, SchedulerContext, valid
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, TransferPhase
+from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
@@ -58,6 +59,7 @@ class DecodeRole(MixedBatchRole):
         kv_checksum: KVChecksum | None = None,
         *,
         load_failure_policy: LoadFailurePolicy = "fail",
+        step_log: DecodeStepLog | None = None,
     ) -> None:
         """`kv_checksum` hashes the KV that arrives; None: no checksums.
 
@@ -65,7 +67,7 @@ class DecodeRole(MixedBatchRole):
         """
         self._retracted = WaitingQueue("fcfs", 1.0, context.memory)
         """Requests whose prompt or output is computed again here."""
-        super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens))
+        super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), step_log)
         self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}

@@ -11,13 +11,14 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import MixedBatchRole
+from pdserve.scheduler.step_log import DecodeStepLog
 
 
 class MonolithRole(MixedBatchRole):
     """Admits a request when its prompt fits beside the expected growth of the running requests."""
 
-    def __init__(self, context: SchedulerContext, waiting: WaitingQueue) -> None:
-        super().__init__(context, BatchPlanner(context, waiting, self._headroom_tokens))
+    def __init__(self, context: SchedulerContext, waiting: WaitingQueue, step_log: DecodeStepLog | None = None) -> None:
+        super().__init__(context, BatchPlanner(context, waiting, self._headroom_tokens), step_log)
         self._waiting = waiting
 
     def admit(self, req: Req) -> None:

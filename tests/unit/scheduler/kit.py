@@ -13,9 +13,11 @@ from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRequest, OutputBatch, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
+from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 
 EOS = 2
@@ -65,6 +67,7 @@ class Mono:
         num_stages: int = 1,
         conservativeness: float = 1.0,
         num_gated: Callable[[], int] | None = None,
+        write_line: WriteLine | None = None,
     ) -> None:
         self.sent: list[ToApi] = []
         table = PageTable(num_rows, width)
@@ -83,8 +86,9 @@ class Mono:
             self.memory, self.executor, Outbox(self.sent.append), self.clock, limits
         )
         self.mailbox: Mailbox[Event] = Mailbox()
+        step_log = None if write_line is None else DecodeStepLog(write_line, self.memory.layout, dp_rank=0)
         self.scheduler = Scheduler(
-            MonolithRole(context, WaitingQueue(policy, 10.0, context.memory)),
+            MonolithRole(context, WaitingQueue(policy, 10.0, context.memory), step_log),
             context,
             None,
             self.mailbox,

@@ -6,10 +6,12 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 
 from pdserve.base.mailbox import Mailbox
+from pdserve.engine.kv_log import SubmissionLog
 from pdserve.errors import TransferError
 from pdserve.transfer import copy_workers as workers_module
 from pdserve.transfer.copy_workers import CopyWorkers
@@ -114,6 +116,27 @@ def workers(transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]) -> It
 
 def _reports(mailbox: Mailbox[TransferEvent], count: int) -> list[CopyDone]:
     return [event for event in events_of(mailbox, count) if isinstance(event, CopyDone)]
+
+
+def test_each_submission_is_logged_with_its_buffers_and_its_failure(
+    transport: ScriptedTransport, mailbox: Mailbox[TransferEvent]
+) -> None:
+    lines: list[dict[str, Any]] = []
+    log = SubmissionLog(lines.append, transport, dp_rank=1, device="cpu", ib_device="mlx5_0")
+    workers = CopyWorkers(transport, mailbox.post, 1, log)
+    workers.submit(_job("peer"))
+    workers.submit(_job("unsettled"))
+    _reports(mailbox, 2)
+    workers.close()
+    sent, failed = sorted(lines, key=lambda line: line["peer"])
+    assert sent["event"] == "kv.submission"
+    assert (sent["key"], sent["room"], sent["index"]) == ("1/1/peer", "1", 0)
+    assert (sent["num_buffers"], sent["bytes"], sent["error"]) == (3, 80, None)
+    assert sent["buffers"] == [[1016, 5032, 8], [1000, 5000, 8], [2064, 9064, 64]]
+    assert (sent["transport"], sent["protocol"]) == (transport.name, transport.facts.protocol)
+    assert (sent["device"], sent["ib_device"], sent["dp_rank"], sent["rank"]) == ("cpu", "mlx5_0", 1, 0)
+    assert sent["latency_s"] >= 0
+    assert failed["error"] == "engine_failed: late bytes"
 
 
 def test_pieces_become_absolute_copies_and_one_connection(
