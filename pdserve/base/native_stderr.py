@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections import deque
 from multiprocessing.connection import Connection
 
@@ -26,6 +27,8 @@ log = logging.getLogger("pdserve.native")
 
 NUM_LAST = 20
 """Lines that are kept of each process."""
+LAST_S = 10.0
+"""Seconds before the end of a process from which lines count as its last ones."""
 MAX_LINE_BYTES = 2000
 """Longer lines are cut."""
 JOIN_S = 1.0
@@ -52,7 +55,9 @@ class StderrReader:
         read_end, write_end = os.pipe()
         self._read_end = read_end
         self.write_end = Connection(write_end, readable=False)
-        self._last: deque[str] = deque(maxlen=NUM_LAST)
+        self._last: deque[tuple[float, str]] = deque(maxlen=NUM_LAST)
+        """Monotonic time and text of each line."""
+        self._ended_s: float | None = None
         self._thread: threading.Thread | None = None
 
     def begin(self, pid: int) -> None:
@@ -63,10 +68,11 @@ class StderrReader:
         self._thread.start()
 
     def last_lines(self) -> list[str]:
-        """Return the last lines of a child that has ended, oldest first."""
+        """Return the lines of the last `LAST_S` seconds of a child that has ended, oldest first."""
         if self._thread is not None:
             self._thread.join(JOIN_S)  # the pipe ends with the child, unless a process that it started lives on
-        return list(self._last)
+        ended_s = time.monotonic() if self._ended_s is None else self._ended_s
+        return [text for at_s, text in self._last if ended_s - at_s <= LAST_S]
 
     def close(self) -> None:
         """Release the pipe of a child that was never started. Others are released at the child's end."""
@@ -85,9 +91,10 @@ class StderrReader:
                 rest = rest[:MAX_LINE_BYTES]
             if rest:
                 self._take(rest, origin)
+        self._ended_s = time.monotonic()
 
     def _take(self, line: bytes, origin: LogOrigin) -> None:
         text = line[:MAX_LINE_BYTES].decode(errors="backslashreplace").rstrip()
         if text:
-            self._last.append(text)
+            self._last.append((time.monotonic(), text))
             log.debug("%s", text, extra=about(origin=origin))

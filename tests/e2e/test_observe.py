@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -129,6 +130,19 @@ def test_submissions_and_decode_steps_of_a_request_are_found_by_its_id(pair: Pai
     assert [row["last_token"] for row in rows[1:]] == [row["next_token"] for row in rows[:-1]]
     assert [row["finish_reason"] for row in rows] == [None, None, "length"]
     assert len({row["kv_index"] for row in rows}) == 3
+
+
+def test_all_processes_log_dated_lines_and_no_line_of_an_engine(pair: Pair) -> None:
+    ask(pair, 20)
+    dated = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (INFO|WARNING) (?P<role>[a-z ]+)\[\d+\] pdserve\.\S+: ")
+    for server, roles in (
+        (pair.prefill, {"prefill", "prefill scheduler"}),
+        (pair.decode, {"decode", "decode scheduler"}),
+        (pair.router, {"router"}),
+    ):
+        matches = [dated.match(line) for line in server.lines]
+        assert all(matches), list(server.lines)
+        assert {match["role"] for match in matches if match is not None} == roles
 
 
 @pytest.mark.slow
