@@ -54,6 +54,13 @@ def current_request_id() -> str | None:
     return _REQUEST_ID.get()
 
 
+def no_request() -> contextvars.Context:
+    """Return a copy of the context without a request id, for a task that outlives the request that starts it."""
+    context = contextvars.copy_context()
+    context.run(_REQUEST_ID.set, None)
+    return context
+
+
 def about(
     request_id: str | None = None, *, origin: LogOrigin | None = None, fields: Mapping[str, object] | None = None
 ) -> dict[str, Any]:

@@ -17,7 +17,7 @@ log = logging.getLogger("pdserve.access")
 POLLED_PATHS = frozenset(
     {
         *("/health", "/health_generate", "/health_pair", "/ready", "/readiness", "/liveness"),
-        *("/metrics", "/engine_metrics", "/get_load", "/v1/loads", "/control_challenge"),
+        *("/metrics", "/engine_metrics", "/get_load", "/v1/loads", "/control_challenge", "/observe"),
     }
 )
 """Paths that programs poll."""

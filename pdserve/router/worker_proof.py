@@ -27,7 +27,7 @@ from aiohttp import hdrs
 from yarl import URL
 
 from pdserve.base.env import control_token
-from pdserve.base.log import SparingLog, escaped
+from pdserve.base.log import SparingLog, escaped, no_request
 from pdserve.base.proof import PROOF_HEADER, MacKey
 from pdserve.errors import ProofError
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, SESSION_LIFETIME_S, Session, worker_secret
@@ -126,7 +126,7 @@ class WorkerProof:
     def _challenge(self, origin: URL, http: aiohttp.ClientSession) -> asyncio.Task[_Proven]:
         running = self._asking.get(origin)
         if running is None:
-            running = self._asking[origin] = asyncio.create_task(self._ask(origin, http))
+            running = self._asking[origin] = asyncio.create_task(self._ask(origin, http), context=no_request())
             running.add_done_callback(lambda task: self._asked(origin, task))
         return running
 

@@ -185,7 +185,8 @@ class Outbox:
                 text = f"{escaped(spec.rid)} has ended after {num_tokens} tokens: {how}"
                 _requests.debug("%s", text, extra=about(spec.request_id))
             return
-        text = f"{escaped(spec.rid)} has failed: {failure.code}: {escaped(failure.message)}"
+        room = "" if spec.room is None else f" (room {spec.room.room})"
+        text = f"{escaped(spec.rid)}{room} has failed: {failure.code}: {escaped(failure.message)}"
         self._failures.warning("%s", text, extra=about(spec.request_id))
 
     def emit_prompt(self, req: Req, part: PromptLogprobs) -> None:

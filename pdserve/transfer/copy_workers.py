@@ -362,10 +362,12 @@ class CopyWorkers:
                 self._transport.write(job.transport_address, copies)
         except TransferError as error:
             worker.connected = False  # reconnecting is a no-op where the connection is up
-            log.warning("copy of %d bytes to %s failed: %s", job.num_bytes, job.transport_address, error)
+            text = "copy of %d bytes of room %d to %s failed: %s"
+            log.warning(text, job.num_bytes, job.key.room, job.transport_address, error)
             failure, settled = Failure.from_error(error), error.settled
         except Exception as error:
-            log.exception("copy of %d bytes to %s failed", job.num_bytes, job.transport_address)
+            text = "copy of %d bytes of room %d to %s failed"
+            log.exception(text, job.num_bytes, job.key.room, job.transport_address)
             failure, settled = _internal(error), False
         write_s = time.monotonic() - started
         if self._log_submission is not None:

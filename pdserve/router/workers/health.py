@@ -20,7 +20,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from pdserve.base.log import SparingLog
+from pdserve.base.log import SparingLog, no_request
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.workers.outcome import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
@@ -84,9 +84,9 @@ class HealthMonitor:
         """Check the worker periodically until `unwatch`, starting now."""
         if worker in self._tasks:
             return
-        self._tasks[worker] = [asyncio.create_task(self._monitor(worker))]
+        self._tasks[worker] = [asyncio.create_task(self._monitor(worker), context=no_request())]
         if self._with_loads:
-            self._tasks[worker].append(asyncio.create_task(self._ask_loads(worker)))
+            self._tasks[worker].append(asyncio.create_task(self._ask_loads(worker), context=no_request()))
 
     def unwatch(self, worker: Worker) -> None:
         """Stop checking a removed worker."""
@@ -97,7 +97,7 @@ class HealthMonitor:
         """Check the worker now; concurrent callers share one check."""
         running = self._checks.get(worker)
         if running is None:
-            running = asyncio.create_task(self._check(worker))
+            running = asyncio.create_task(self._check(worker), context=no_request())
             self._checks[worker] = running
             running.add_done_callback(lambda _: self._checks.pop(worker, None))
         await asyncio.shield(running)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 from starlette.types import Receive, Scope, Send
 
+from pdserve.base.log import no_request
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
 from pdserve.protocol.channel import ApiChannel
@@ -271,7 +272,7 @@ class RoleSwitchApp:
             raise RequestError(message, field="new_role", code="role_not_possible") from error
         finally:
             self._preparing = False
-        self._changing = asyncio.create_task(self._change(backend, drain_s))
+        self._changing = asyncio.create_task(self._change(backend, drain_s), context=no_request())
         self._changing.add_done_callback(self._changed)
         return self._changing
 

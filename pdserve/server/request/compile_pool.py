@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from pdserve.base.log import chosen_format
+from pdserve.base.log import chosen_format, no_request
 from pdserve.errors import RequestError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import (
@@ -169,7 +169,7 @@ class WorkerProcess:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self._process.stdout)
         self._writer, _ = await loop.connect_write_pipe(asyncio.Protocol, self._process.stdin)
         self._writer.write(frame(self._setup))
-        self._reading = asyncio.create_task(self._read(reader))
+        self._reading = asyncio.create_task(self._read(reader), context=no_request())
 
     def _spawn(self) -> subprocess.Popen[bytes]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(_SECRETS)}
@@ -289,7 +289,7 @@ class CompilePool:
             if entry.verdict.done():  # the request was cancelled
                 self._queue.ended(entry)
                 continue
-            task = asyncio.create_task(self._ask(entry.check))
+            task = asyncio.create_task(self._ask(entry.check), context=no_request())
             self._tasks.add(task)
             task.add_done_callback(functools.partial(self._ended, entry))
 

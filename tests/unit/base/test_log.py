@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import logging
@@ -15,7 +16,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.base.log import LogOrigin, about, chosen_format, request_context, setup_logging
+from pdserve.base.log import (
+    LogOrigin,
+    about,
+    chosen_format,
+    current_request_id,
+    no_request,
+    request_context,
+    setup_logging,
+)
 from pdserve.base.log_labels import JsonLabel, TextLabel
 
 
@@ -72,6 +81,17 @@ def test_a_line_has_the_request_id_of_its_task_or_its_own(capsys: pytest.Capture
         log.info("escaped")
     texts = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines()]
     assert texts == ["[req-1] inside", "[req-2] of another", "outside", "[evil\\n2026] escaped"]
+
+
+async def test_a_task_that_outlives_its_request_has_no_request_id() -> None:
+    async def look() -> str | None:
+        return current_request_id()
+
+    with request_context("req-1"):
+        own = asyncio.create_task(look())
+        background = asyncio.create_task(look(), context=no_request())
+        assert current_request_id() == "req-1"
+    assert (await own, await background) == ("req-1", None)
 
 
 def test_json_lines_have_the_same_keys(capsys: pytest.CaptureFixture[str]) -> None:
