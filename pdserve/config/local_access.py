@@ -33,7 +33,8 @@ DECODE_FIELDS = frozenset({"num_reserved_decode_tokens", "mixed_chunk_size"})
 DECODE_PREFIX = "disaggregation_decode_"
 """Further decode-only fields start with this prefix."""
 ROUTER_FIELDS = frozenset(
-    {"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level", "log_format", "access_log"}
+    {"enable_trace", "otlp_traces_endpoint", "max_request_bytes", "log_level", "log_format", "log_stats_interval"}
+    | {"access_log"}
 )
 """Server flags that the router also has, with the same name and meaning."""
 

@@ -45,6 +45,7 @@ from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import refusal, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
+from pdserve.router.stats_log import RouterStats, log_stats
 from pdserve.router.workers.admission import Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
@@ -145,7 +146,8 @@ class RouterApp:
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
         self._page = PageFiles()
-        self._ticker: asyncio.Task[None] | None = None
+        self._stats = RouterStats()
+        self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
         for spec in config.workers:
@@ -156,14 +158,17 @@ class RouterApp:
         await self.health.start()
         self.registry.on_added.append(self.health.watch)
         self.registry.on_forgotten.append(self._forget)
-        self._ticker = asyncio.create_task(self._tick())
+        self._background.append(asyncio.create_task(self._tick()))
+        if self._config.log_stats_interval_s:
+            stats = log_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
+            self._background.append(asyncio.create_task(stats))
         self.watchdog.start()
 
     async def close(self) -> None:
         """Stop all background tasks."""
-        if self._ticker is not None:
-            self._ticker.cancel()
-            await asyncio.gather(self._ticker, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.watchdog.close()
         await self._observer.close()
         await self._engine_metrics.close()
@@ -176,16 +181,31 @@ class RouterApp:
         begun = self.admission.now()
         if self._drain.closed:
             return self._refuse(request)
+        self._stats.begun()
+        failed = True
         try:
             with self._drain.call():
                 response = await self._traced(request, begun)
+            failed = response.status >= 500
         except (asyncio.CancelledError, ConnectionError):
+            failed = False
             self.metrics.disconnects.inc()
             self.metrics.requests.labels(request.path, CLIENT_GONE).inc()
             raise
+        finally:
+            self._stats.ended(self.admission.now() - begun, failed=failed)
         self.metrics.requests.labels(request.path, str(response.status)).inc()
         self.metrics.request_seconds.labels(request.path).observe(self.admission.now() - begun)
         return response
+
+    def _gauges(self) -> dict[str, int]:
+        """Return the load for the statistics line."""
+        workers = self.registry.workers
+        return {
+            "queued": self.admission.num_waiting,
+            "workers": len(workers),
+            "workers_up": sum(worker.healthy for worker in workers),
+        }
 
     async def drain(self, timeout_s: float, hurry: asyncio.Event) -> None:
         """Refuse new and queued requests; running requests get `timeout_s` seconds, or until `hurry` is set.
@@ -231,7 +251,9 @@ class RouterApp:
             async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
                 limit.reschedule(None)
                 if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
-                    self.metrics.first_byte_seconds.labels(request.path).observe(self.admission.now() - begun)
+                    first_byte_s = self.admission.now() - begun
+                    self.metrics.first_byte_seconds.labels(request.path).observe(first_byte_s)
+                    self._stats.first_byte(first_byte_s)
                 return await relay(request, outcome, deadline)
         except RequestError as error:
             return refused(HttpRefusal.of(error))

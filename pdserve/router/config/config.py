@@ -275,6 +275,8 @@ class RouterConfig:
     limits: LimitConfig = LimitConfig()
     access: RouterAccessConfig = RouterAccessConfig()
     access_log: bool = False
+    log_stats_interval_s: float = 10.0
+    """0: no statistics lines."""
     tls: TlsConfig = TlsConfig()
     otlp_traces_endpoint: str | None = None
     """OTLP/HTTP collector of spans; None: requests are not traced."""
@@ -342,6 +344,7 @@ def _check_numbers(config: RouterConfig) -> None:
         "--retry-max-backoff-ms": retry.max_backoff_s,
         "--balance-abs-threshold": policies.balance_abs_threshold,
         "--shutdown-timeout": config.shutdown_timeout_s,
+        "--log-stats-interval": config.log_stats_interval_s,
     }
     shares = {"--retry-jitter-factor": retry.jitter, "--cache-threshold": policies.cache_threshold}
     for flag, value in positive.items():

@@ -124,6 +124,8 @@ def _add_http(group: Group) -> None:
     add("--otlp-traces-endpoint", default="localhost:4318", metavar="WHERE", help=text)
     add("--log-level", choices=("debug", "info", "warn", "warning", "error"), default="info", help="minimum log level")
     add("--log-format", choices=("text", "json"), default="text", help="format of log lines; json: one object a line")
+    text = "seconds between log lines with load, throughput and latencies while requests run; 0: none"
+    add("--log-stats-interval", type=float, default=DEFAULTS.log_stats_interval_s, help=text)
     text = "log a line for each HTTP request; probes and /metrics only at --log-level debug"
     add("--access-log", action=argparse.BooleanOptionalAction, default=False, help=text)
 
@@ -213,6 +215,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
         ),
         access=_access_of(args),
         access_log=args.access_log,
+        log_stats_interval_s=args.log_stats_interval,
         tls=_tls_of(args),
     )
 
