@@ -34,6 +34,7 @@ CACHING = "enable_prefix_caching"
 """vLLM's argument, the opposite of `disable_radix_cache`."""
 OWNED = (
     "host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "nnodes", "node_rank", "dist_init_addr",
+    "access_log", "log_level_http", "log_stats_interval",
 )  # fmt: skip
 """Flags that are refused: the offline API has no HTTP server, and all its processes run on this machine."""
 PATIENT = ("disaggregation_bootstrap_timeout_s", "disaggregation_waiting_timeout_s")
