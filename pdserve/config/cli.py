@@ -67,7 +67,6 @@ def _flags() -> Iterator[Flag]:
             )
 
 
-
 def group_classes() -> dict[str, type[Any]]:
     """Return the fields of `ServerConfig` and the dataclass of each."""
     hints = typing.get_type_hints(ServerConfig)
