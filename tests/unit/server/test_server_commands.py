@@ -148,4 +148,5 @@ async def test_what_cannot_be_tokenized_is_refused(tokenizer: Tokenizer) -> None
             answer = await b.http.post(path, json=body)
             assert answer.status_code == 400, (path, body, answer.text)
             assert answer.json()["param"] == field, (body, answer.text)
-        assert (await b.http.post("/tokenize", json={"prompt": "a", "model": "other"})).status_code == 404
+        answer = await b.http.post("/tokenize", json={"prompt": "a", "model": "m" * 1025})
+        assert (answer.status_code, answer.json()["param"]) == (400, "model")
