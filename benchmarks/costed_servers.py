@@ -103,6 +103,10 @@ class WatchedRole:
         """See `SchedulerRole`."""
         return self.role.num_waiting
 
+    def is_queued(self, req: Req) -> bool:
+        """See `SchedulerRole`."""
+        return self.role.is_queued(req)
+
     def admit(self, req: Req) -> None:
         """See `SchedulerRole`."""
         self.role.admit(req)

@@ -18,7 +18,9 @@ from pdserve.config.access_group import AccessConfig, flag
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
-SchedulePolicy = Literal["fcfs", "lpm", "priority"]
+SchedulePolicy = Literal["fcfs", "lpm", "priority", "random"]
+MIN_PRIORITY, MAX_PRIORITY = -(1 << 31), (1 << 31) - 1
+"""Bounds of the field `priority` of requests."""
 LoadFailurePolicy = Literal["fail", "recompute"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 LogprobsMode = Literal["raw", "processed"]
@@ -153,10 +155,31 @@ class ScheduleConfig:
     schedule_policy: SchedulePolicy = flag(
         "fcfs",
         help="order of waiting requests. fcfs: arrival; lpm: longest cached prefix first; priority: highest priority "
-        "first",
+        "first, less the time waited; random: mixed among those of about a minute",
     )
     schedule_aging_s: float = flag(
-        10.0, help="seconds of waiting that count as one priority level, or with lpm as 256 cached tokens"
+        10.0,
+        help="seconds of waiting that count as one priority level, or with lpm as 256 cached tokens; random shifts a "
+        "request by up to six times as many",
+    )
+    enable_priority_scheduling: bool = flag(
+        False,
+        help="start waiting requests strictly by the field priority, whatever they waited (with --schedule-policy "
+        "priority: less the time waited); a more urgent request displaces the least urgent from a full queue, and "
+        "preempts running ones",
+    )
+    schedule_low_priority_values_first: bool = flag(False, help="a lower value of priority is more urgent")
+    priority_scheduling_preemption_threshold: int = flag(
+        10, help="a request preempts running ones whose priority differs by more than this"
+    )
+    disable_priority_preemption: bool = flag(False, help="priority scheduling preempts no running request")
+    default_priority_value: int | None = flag(
+        None,
+        help="priority of requests without one; when absent the least urgent one with --enable-priority-scheduling and "
+        "fcfs, else 0",
+    )
+    abort_on_priority_when_disabled: bool = flag(
+        False, help="refuse requests with a priority with 503 where priority acts on no queue"
     )
     req_waiting_timeout_s: float = flag(
         -1.0,
@@ -197,6 +220,20 @@ class ScheduleConfig:
     def running_timeout_s(self) -> float | None:
         """Most seconds that a request may run; None: no limit."""
         return self.req_running_timeout_s if self.req_running_timeout_s > 0 else None
+
+    @property
+    def default_priority(self) -> int:
+        """Priority of a request that has none: `default_priority_value`, else the least urgent one or 0."""
+        if self.default_priority_value is not None:
+            return self.default_priority_value
+        if not self.enable_priority_scheduling or self.schedule_policy == "priority":
+            return 0
+        return MAX_PRIORITY if self.schedule_low_priority_values_first else MIN_PRIORITY
+
+    @property
+    def uses_priority(self) -> bool:
+        """True when the field `priority` of requests acts on the waiting queue."""
+        return self.enable_priority_scheduling or self.schedule_policy == "priority"
 
     @property
     def most_queued(self) -> int | None:

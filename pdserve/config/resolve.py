@@ -11,7 +11,7 @@ from typing import Any
 
 from pdserve.base.cpu_affinity import granted_cores
 from pdserve.base.env import RETURN_ORIGINAL_LOGPROB, returns_original_logprobs, triton_is_interpreted
-from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
+from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ScheduleConfig, ServerConfig
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError
 
@@ -64,7 +64,20 @@ def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfi
         log.info("%s = %s: %s", choice.field, choice.value, choice.reason)
     for line in without_effect(resolved):
         log.warning("%s", line)
+    for name in idle_priority_flags(config.schedule):
+        log.info("%s has no effect without --enable-priority-scheduling", name)
     return resolved
+
+
+def idle_priority_flags(schedule: ScheduleConfig) -> list[str]:
+    """Return the given flags of priority scheduling that have no effect because it is off."""
+    if schedule.enable_priority_scheduling:
+        return []
+    defaults = ScheduleConfig()
+    fields = ["priority_scheduling_preemption_threshold", "disable_priority_preemption"]
+    if not schedule.uses_priority:
+        fields.append("schedule_low_priority_values_first")
+    return [f"--{name.replace('_', '-')}" for name in fields if getattr(schedule, name) != getattr(defaults, name)]
 
 
 def fill_in(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, list[Choice]]:

@@ -6,7 +6,7 @@ Data only. Flags that pdserve supports are in `groups` and never here; a test ch
 from __future__ import annotations
 
 _NAMES = """
-abort-on-priority-when-disabled allow-auto-truncate allowed-media-domains
+allow-auto-truncate allowed-media-domains
 asr-max-buffer-seconds asr-max-concurrent-sessions attention-context-parallel-size attention-data-parallel-size
 attn-cp-size attn-dp-size batch-notify-size bf16-gemm-backend boundary-reduction
 bucket-e2e-request-latency bucket-inter-token-latency bucket-time-to-first-token c128-page-size
@@ -18,12 +18,12 @@ dcp-comm-backend dcp-replicate-q-proj dcp-size debug-cuda-graph debug-tensor-dum
 debug-tensor-dump-layers debug-tensor-dump-output-folder decode-attention-backend decode-context-parallel-size
 decoupled-spec-bind-endpoint decoupled-spec-connect-endpoints decoupled-spec-rank
 decoupled-spec-role decrypted-config-file decrypted-draft-config-file deepep-config deepep-dispatcher-output-dtype
-deepep-mode deepep-v2-mode default-chat-template-kwargs default-priority-value delete-ckpt-after-loading
+deepep-mode deepep-v2-mode default-chat-template-kwargs delete-ckpt-after-loading
 detokenizer-worker-num disable-aiter-allreduce-fusion-in-decode disable-aiter-allreduce-fusion-in-prefill
 disable-attn-tp-gather disable-chunked-prefix-cache disable-cuda-graph-padding
 disable-custom-all-reduce disable-decode-cuda-graph disable-fast-image-processor disable-flashinfer-autotune
 disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory disable-outlines-disk-cache
-disable-prefill-cuda-graph disable-priority-preemption disable-shared-experts-fusion disable-tokenizer-batch-decode
+disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
 disaggregation-decode-retraction-backup dist-timeout dllm-algorithm
@@ -49,7 +49,7 @@ enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal
 enable-nccl-nvls enable-nsa-prefill-context-parallel enable-nvidia-megakernel enable-p2p-check
 enable-page-major-kv-layout enable-paged-experts enable-pdmux enable-piecewise-cuda-graph
 enable-precise-embedding-interpolation enable-prefill-cp enable-prefill-delayer enable-prefix-mm-cache
-enable-priority-scheduling enable-profile-cuda-graph enable-quant-communications
+enable-profile-cuda-graph enable-quant-communications
 enable-response-store enable-return-aux-hidden-states enable-return-hidden-states enable-return-indexer-topk
 enable-return-routed-experts enable-scattered-sconv enable-session-radix-cache enable-shared-experts-attn-tp
 enable-single-batch-overlap enable-ssl-refresh enable-streaming-session enable-strict-thinking enable-symm-mem
@@ -97,13 +97,13 @@ prefill-decode-interval prefill-decode-interval-min-bs prefill-delayer-forward-p
 prefill-delayer-max-delay-ms prefill-delayer-max-delay-passes prefill-delayer-queue-min-ratio
 prefill-delayer-token-usage-low-watermark prefill-delayer-wait-seconds-buckets prefill-kv-cache-dequant-dtype
 prefill-max-requests prefill-only-disable-kv-cache prefill-round-robin-balance
-priority-scheduling-preemption-threshold prompt-tokens-buckets qsa-indexer-dtype quantization-param-path
+prompt-tokens-buckets qsa-indexer-dtype quantization-param-path
 quantize-and-serve radix-cache-backend radix-eviction-policy-config
 remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
 remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-loader-send-weights-group-ports
 remote-instance-weight-loader-start-seed-via-transfer-engine retraction-policy return-aux-hidden-state-layer-ids
 return-hidden-states-mode return-input-ids return-output-ids revision rl-on-policy-target rl-quant-profile
-sampling-backend sampling-defaults sampling-mask-max-tokens schedule-low-priority-values-first
+sampling-backend sampling-defaults sampling-mask-max-tokens
 scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args skip-server-warmup
 skip-tokenizer-init sleep-on-idle sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
 spec-trace-dir speculative-accept-threshold-acc speculative-accept-threshold-single speculative-adaptive

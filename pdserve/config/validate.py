@@ -9,6 +9,8 @@ import re
 from pdserve.base.cpu_affinity import check_cores
 from pdserve.base.hosts import parse_host_patterns
 from pdserve.config.groups import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
     DisaggConfig,
     GrammarConfig,
     MemoryConfig,
@@ -148,6 +150,12 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
     ):
         if not math.isfinite(seconds):
             _refuse(field, seconds, "must be a number of seconds, or -1 for no limit")
+    _between("default_priority_value", schedule.default_priority_value, MIN_PRIORITY, MAX_PRIORITY)
+    threshold = schedule.priority_scheduling_preemption_threshold
+    _between("priority_scheduling_preemption_threshold", threshold, 0, MAX_PRIORITY - MIN_PRIORITY)
+    if schedule.enable_priority_scheduling and schedule.schedule_policy not in ("fcfs", "priority"):
+        rule = "--enable-priority-scheduling orders by priority: use fcfs or priority"
+        _refuse("schedule_policy", schedule.schedule_policy, rule)
     if schedule.chunked_prefill_size != -1:
         _at_least("chunked_prefill_size", schedule.chunked_prefill_size, 1, "at least 1, or -1 for no chunking")
     if schedule.prefill_saturation_tokens != -1:

@@ -19,6 +19,7 @@ from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
@@ -97,7 +98,8 @@ def make_scheduler(
     `step_log` None: decode steps are not logged.
     """
     context = SchedulerContext(memory, executor, Outbox(send), clock, _limits(config, built))
-    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory)
+    rules = PriorityRules.of(config.schedule)
+    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory, rules)
     role: SchedulerRole
     if kv is None:
         role = MonolithRole(context, waiting, step_log)
@@ -119,6 +121,7 @@ def make_scheduler(
         idle_batches=idle_batches,
         heartbeat=heartbeat,
         num_gated=num_gated,
+        rules=rules,
     )
 
 

@@ -6,13 +6,13 @@ that free + cached + leased = total, and that every page has one owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.lease import Lease, LeasePool, PageAllocator
+from pdserve.memory.lease import Lease, LeasePool, PageAllocator, ReleasePreview
 from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
 
 
@@ -78,12 +78,22 @@ class KVMemory:
             return 0
         return self.layout.tokens_in(self.pages.tree.peek(token_ids, self.layout.whole_pages(max_tokens)))
 
-    def num_taken(self, num_tokens: int, prefix: bytes, max_prefix_tokens: int) -> int:
-        """Return how much `num_available` falls when `reserve_tokens` is called with these arguments."""
+    def num_taken(
+        self, num_tokens: int, prefix: bytes, max_prefix_tokens: int, after: ReleasePreview | None = None
+    ) -> int:
+        """Return how much `num_available` falls when `reserve_tokens` is called with these arguments.
+
+        `after`: when it is called after that release.
+        """
         num_pages = self.num_pages(num_tokens)
         if self.pages.tree is None:
             return num_pages
-        return num_pages - self.pages.tree.peek_locked(prefix, self.layout.whole_pages(max_prefix_tokens))
+        going = None if after is None else after.locks
+        return num_pages - self.pages.tree.peek_locked(prefix, self.layout.whole_pages(max_prefix_tokens), going)
+
+    def preview_release(self, leases: Iterable[Lease]) -> ReleasePreview:
+        """Return what changes when the hold `request` of these leases drops. Changes nothing."""
+        return self.pages.preview_release(leases)
 
     def reserve_tokens(
         self, num_tokens: int, owner: str = "", prefix: bytes | None = None, max_prefix_tokens: int = 0

@@ -28,13 +28,14 @@ Pages of a lease, in token order; `cache` moves the boundary to the right:
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from pdserve.memory.prefix_cache import RadixNode, RadixTree
+from pdserve.memory.prefix_cache import RadixNode, RadixTree, path_to
 
 
 class PageAllocator:
@@ -131,6 +132,10 @@ class Lease:
         """True while the lease has the hold `name`."""
         return name in self._holds
 
+    def held_only_by(self, name: Hold) -> bool:
+        """True while `name` is the only hold: dropping it ends the lease."""
+        return self._holds == {name}
+
     def hold(self, name: Hold) -> None:
         """Add a hold; the lease must be alive."""
         assert self._holds, f"hold {name} on a dead lease"
@@ -148,6 +153,17 @@ class Lease:
         """Append pages, which the lease owns from now on; the caller has taken them from the allocator."""
         assert self._holds, "extend of a dead lease"
         self.pages.extend(pages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReleasePreview:
+    """What the end of some leases would change: pages that become available, and locks that go, by node of the cache.
+
+    A node is unlocked only if all of its locks go.
+    """
+
+    num_pages: int
+    locks: Mapping[RadixNode, int]
 
 
 class LeasePool:
@@ -246,6 +262,16 @@ class LeasePool:
         del self.live_leases[lease]
         lease.pages, lease.spares, lease.node, lease.num_locked_pages = [], [], None, 0
         self.allocator.give_back(owned)
+
+    def preview_release(self, leases: Iterable[Lease]) -> ReleasePreview:
+        """Return what changes when the hold `request` of these leases drops. Changes nothing."""
+        num_pages, locks = 0, Counter[RadixNode]()
+        for lease in leases:
+            if lease.held_only_by("request"):
+                num_pages += len(lease.owned)
+                locks.update(path_to(lease.node))
+        num_pages += sum(len(node.pages) for node, count in locks.items() if node.locks == count)
+        return ReleasePreview(num_pages, locks)
 
     def holders(self) -> dict[str, int]:
         """Return the number of pages that live leases own, by `owner`. Cached pages belong to no lease."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -60,6 +60,16 @@ class Match:
     num_pages: int
 
 
+_NONE_GOING: Mapping[RadixNode, int] = {}
+
+
+def path_to(node: RadixNode | None) -> Iterator[RadixNode]:
+    """Yield `node` and its parents, without the root; nothing for None."""
+    while node is not None and node.parent is not None:
+        yield node
+        node = node.parent
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Inserted:
     """Result of an insert: the tree has taken pages `[taken_from, taken_to)`; the pages before were cached already.
@@ -95,15 +105,16 @@ class RadixTree:
         node, used = self._walk(tokens, max_pages)
         return node.end - len(node.pages) + used
 
-    def peek_locked(self, tokens: bytes, max_pages: int) -> int:
+    def peek_locked(self, tokens: bytes, max_pages: int, going: Mapping[RadixNode, int] | None = None) -> int:
         """Return how many pages of `tokens` are cached and locked: another lock makes no further page unevictable.
 
-        At most `max_pages`. Changes nothing.
+        At most `max_pages`. `going`: locks by node that do not count. Changes nothing.
         """
         node, used = self._walk(tokens, max_pages)
-        if node.locks:
+        gone = going or _NONE_GOING
+        if node.locks > gone.get(node, 0):
             return node.end - len(node.pages) + used
-        while node.parent is not None and not node.locks:
+        while node.parent is not None and node.locks <= gone.get(node, 0):
             node = node.parent
         return node.end
 

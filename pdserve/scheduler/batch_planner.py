@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
@@ -126,17 +126,18 @@ SCAN = 1024
 """Most queue positions that a step passes."""
 
 
-class PrefillManager:
-    """Admission and chunked prefill. `headroom_tokens(req)`: token slots that must stay free when `req` starts.
+Headroom = Callable[[Req, Collection[str]], float]
+"""`headroom(req, without)`: token slots that must stay free when `req` starts, once the rids `without` do not run."""
 
-    With `needs_aux` a request also needs an aux slot to start.
-    """
+
+class PrefillManager:
+    """Admission and chunked prefill. With `needs_aux` a request also needs an aux slot to start."""
 
     def __init__(
         self,
         context: SchedulerContext,
         waiting: WaitingQueue,
-        headroom_tokens: Callable[[Req], float],
+        headroom_tokens: Headroom,
         *,
         needs_aux: bool,
     ) -> None:
@@ -169,7 +170,7 @@ class PrefillManager:
         for req in self._candidates():
             if budget <= 0 or (whole and rows and req.seq_len > budget):
                 break
-            if not self._start(req):
+            if not self.start(req):
                 break
             budget -= self._chunk(req, rows, _num_unplanned(req) if whole else budget)
         return rows
@@ -185,7 +186,7 @@ class PrefillManager:
         if not self.waiting.num_resumed:
             return False
         head = self.waiting[0]
-        return head.saved is not None and self._may_start(head)
+        return head.saved is not None and self.may_start(head)
 
     def committed(self, req: Req, end: int) -> bool:
         """Record that the chunk up to `end` is computed; True when the prompt is complete (the request leaves
@@ -211,6 +212,54 @@ class PrefillManager:
             self.waiting.remove(req)
         self.active.pop(req.rid, None)
         self._waits_for.pop(req.rid, None)
+
+    def may_start(self, req: Req, without: Sequence[Req] = ()) -> bool:
+        """True when a row, an aux slot and enough memory are free, with the headroom that running requests need.
+
+        `without`: as if these running requests had been retracted.
+        """
+        memory = self._context.memory
+        num_rows_free = memory.table.num_free + len(without)
+        if num_rows_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
+            return False
+        if without:
+            return self._fits(req, num_rows_free, without)
+        left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
+        alone = not self.active and num_rows_free == memory.table.num_rows
+        return left >= 0 and (alone or memory.layout.tokens_in(left) >= self._headroom_tokens(req, ()))
+
+    def waits_for_page(self, req: Req) -> bool:
+        """True when an active prompt computes the page that `req` needs next."""
+        num_cached = self._num_cached(req)
+        return self._may_use(req, num_cached) and self._next_page(req, num_cached) in self._under_way()
+
+    def start(self, req: Req) -> bool:
+        """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
+        wait.
+        """
+        context, memory = self._context, self._context.memory
+        if not self.may_start(req) or (req.saved is not None and not context.no_step_in_flight):
+            return False
+        req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
+        if req.lease is None:
+            return False
+        if self._needs_aux:
+            req.aux = memory.aux.reserve(1, req.rid)
+        self.waiting.remove(req)
+        self.active[req.rid] = req
+        assigned = context.assign_row(req)
+        assert assigned, "a row was free"
+        if req.saved is not None:
+            context.restore(req)
+        else:
+            req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
+        req.planned = req.computed
+        if req.num_retractions:
+            context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
+        if req.times.started is None:
+            req.times.started = context.clock.now()
+            req.num_cached = min(req.computed, req.num_prompt)
+        return True
 
     # ------------------------------------------------------------------ inside
 
@@ -240,7 +289,7 @@ class PrefillManager:
                 break
             missing = req.seq_len - self._num_cached(req)
             if missing <= most - spent:
-                if not self._start(req):
+                if not self.start(req):
                     break
                 spent += self._chunk(req, rows, budget)
             elif partial is None and missing <= _num_unplanned(long) // 2:
@@ -251,9 +300,7 @@ class PrefillManager:
 
     def _start_alone(self, req: Req) -> bool:
         """Start `req` unless a prompt that started since the scan computes its next page."""
-        num_cached = self._num_cached(req)
-        under_way = self._may_use(req, num_cached) and self._next_page(req, num_cached) in self._under_way()
-        return not under_way and self._start(req)
+        return not self.waits_for_page(req) and self.start(req)
 
     def _under_way(self) -> set[bytes]:
         """The pages that active prompts compute next, where other requests can use them."""
@@ -299,42 +346,14 @@ class PrefillManager:
         """True when `req` may take the page behind its first `num_cached` tokens from the prefix cache."""
         return num_cached + self._context.memory.layout.tokens_in(1) <= req.most_cached
 
-    def _may_start(self, req: Req) -> bool:
-        """True when a row, an aux slot and enough memory are free, with the headroom that running requests need."""
+    def _fits(self, req: Req, num_rows_free: int, without: Sequence[Req]) -> bool:
+        """See `may_start`; `without` is not empty."""
         memory = self._context.memory
-        if memory.table.num_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
-            return False
-        left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
-        alone = not self.active and memory.table.num_free == memory.table.num_rows
-        return left >= 0 and (alone or memory.layout.tokens_in(left) >= self._headroom_tokens(req))
-
-    def _start(self, req: Req) -> bool:
-        """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
-        wait.
-        """
-        context, memory = self._context, self._context.memory
-        if not self._may_start(req) or (req.saved is not None and not context.no_step_in_flight):
-            return False
-        req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
-        if req.lease is None:
-            return False
-        if self._needs_aux:
-            req.aux = memory.aux.reserve(1, req.rid)
-        self.waiting.remove(req)
-        self.active[req.rid] = req
-        assigned = context.assign_row(req)
-        assert assigned, "a row was free"
-        if req.saved is not None:
-            context.restore(req)
-        else:
-            req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
-        req.planned = req.computed
-        if req.num_retractions:
-            context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
-        if req.times.started is None:
-            req.times.started = context.clock.now()
-            req.num_cached = min(req.computed, req.num_prompt)
-        return True
+        after = memory.preview_release(other.lease for other in without if other.lease is not None)
+        left = memory.num_available + after.num_pages - memory.num_taken(req.num_reserved, *self._prefix(req), after)
+        rids = {other.rid for other in without}
+        alone = num_rows_free == memory.table.num_rows
+        return left >= 0 and (alone or memory.layout.tokens_in(left) >= self._headroom_tokens(req, rids))
 
     def _prefix(self, req: Req) -> tuple[bytes, int]:
         """The tokens to look up in the prefix cache, and the most that may be taken from it."""
@@ -367,21 +386,21 @@ class BatchPlanner:
     """Decides what each step holds. Owns `DecodeBatch`, `PrefillManager`, `PrefillBudget` and `BatchSplitter`; returns
     retracted requests to `waiting`.
 
-    `headroom_tokens(req)`: token slots that must stay free when `req` starts. With `prefill_only` no request decodes
-    here: every step has the full prompt budget, and a request also needs an aux slot to start.
+    With `prefill_only` no request decodes here: every step has the full prompt budget, and a request also needs an aux
+    slot to start.
     """
 
     def __init__(
         self,
         context: SchedulerContext,
         waiting: WaitingQueue,
-        headroom_tokens: Callable[[Req], float],
+        headroom_tokens: Headroom,
         *,
         prefill_only: bool = False,
     ) -> None:
         self._context = context
         self._prefill_only = prefill_only
-        self.running = DecodeBatch(context, self._retract)
+        self.running = DecodeBatch(context, self._retract, waiting.rules)
         self.prefilling = PrefillManager(context, waiting, headroom_tokens, needs_aux=prefill_only)
         self._prefill_budget = PrefillBudget(context)
         self._splitter = BatchSplitter(context.limits.saturation_tokens)
@@ -444,6 +463,20 @@ class BatchPlanner:
         self._splitter.clear()
         for req in taken:
             self._context.counters["requests_retracted"] += 1
+            self._retract(req)
+
+    @property
+    def is_step_complete(self) -> bool:
+        """True when all parts of the last planned step have been launched: `plan` plans a new one."""
+        return not self._splitter
+
+    def preempt(self, victims: Sequence[Req]) -> None:
+        """Retract running requests or active prompts for a more urgent one. No step may be under way."""
+        assert self.is_step_complete and self._context.no_step_in_flight
+        for req in victims:
+            self.running.reqs.pop(req.rid, None)
+            self.prefilling.active.pop(req.rid, None)
+            self._context.counters["requests_preempted"] += 1
             self._retract(req)
 
     def _any_request_streams(self) -> bool:

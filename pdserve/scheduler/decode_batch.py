@@ -6,11 +6,12 @@ The monolith and decode roles share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from pdserve.executor.interface import BatchRow, SampledToken
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.scheduler.request import Req
 
 RETRACT_STEPS = 16
@@ -55,9 +56,10 @@ class NewTokenRatio:
 class DecodeBatch:
     """The decode batch. `retract(req)` releases the memory of a retracted request and queues the request again."""
 
-    def __init__(self, context: SchedulerContext, retract: Callable[[Req], None]) -> None:
+    def __init__(self, context: SchedulerContext, retract: Callable[[Req], None], rules: PriorityRules) -> None:
         self._context = context
         self._retract = retract
+        self._rules = rules
         limits = context.limits
         self.ratio = NewTokenRatio(limits.init_new_token_ratio, limits.conservativeness, limits.clip_tokens)
         self.reqs: dict[str, Req] = {}
@@ -72,10 +74,11 @@ class DecodeBatch:
         num_available = self._context.memory.num_available
         return len(self.reqs) > num_available and self._pages_wanted(1) > num_available
 
-    def expected_tokens(self) -> float:
-        """KV token slots that the running requests are still expected to take: whole pages."""
-        left = sum(min(req.num_remaining, self._context.limits.clip_tokens) for req in self.reqs.values())
-        return self.ratio.value * left + self._context.memory.layout.tokens_in(len(self.reqs))
+    def expected_tokens(self, without: Collection[str] = ()) -> float:
+        """KV token slots that the running requests are still expected to take, without these rids: whole pages."""
+        reqs = [req for req in self.reqs.values() if req.rid not in without]
+        left = sum(min(req.num_remaining, self._context.limits.clip_tokens) for req in reqs)
+        return self.ratio.value * left + self._context.memory.layout.tokens_in(len(reqs))
 
     def plan(self) -> list[BatchRow]:
         """Return one row per request that has memory: the row computes the last token and samples the next.
@@ -138,12 +141,13 @@ class DecodeBatch:
     def _make_room(self) -> None:
         """Retract requests until `RETRACT_STEPS` further steps fit; those with the least computed KV go first.
 
-        The oldest request stays, and so do requests that need no more memory.
+        The oldest request stays, and so do requests that need no more memory. With priority scheduling the least urgent
+        go first, and the oldest of the most urgent ones stays.
         """
-        memory = self._context.memory
-        oldest = min(self.reqs.values(), key=lambda req: req.times.arrived)
-        victims = [req for req in self.reqs.values() if req is not oldest and not self._has_all(req)]
-        victims.sort(key=lambda req: (-req.computed, req.times.arrived))
+        memory, level = self._context.memory, self._rules.level
+        first = min(self.reqs.values(), key=lambda req: (level(req.spec), req.times.arrived))
+        victims = [req for req in self.reqs.values() if req is not first and not self._has_all(req)]
+        victims.sort(key=lambda req: (level(req.spec), -req.computed, req.times.arrived))
         self.ratio.raise_to(list(self.reqs.values()))
         while victims and self._pages_wanted(RETRACT_STEPS) > memory.num_available:
             req = victims.pop()

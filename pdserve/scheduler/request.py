@@ -1,9 +1,14 @@
-"""A request's state in the scheduler. Written by its role and by the planners of the role."""
+"""A request's state in the scheduler, and the order of waiting requests.
+
+The state is written by the request's role and by the planners of the role.
+"""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
+import random
 from collections.abc import Callable, Iterator
 
 import msgspec
@@ -17,6 +22,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.transfer.manager import KVReceiver, KVSender
 
 RESUME_TOKENS = 16
@@ -184,24 +190,47 @@ LPM_TOKENS = 256
 LPM_MOST = 6
 """Upper bound on a prefix's weight, in multiples of `LPM_TOKENS`."""
 
-Entry = tuple[bool, float, int, Req]
-"""(not resumed, rank, arrival number, request). Arrival numbers differ, so requests are never compared."""
+RANDOM_MOST = 6
+"""Most that the policy `random` shifts a request, in multiples of `aging_s`, so that no request waits forever."""
+
+Key = tuple[int, float]
+Entry = tuple[int, float, int, Req]
+"""(group, rank, arrival number, request). Arrival numbers differ, so requests are never compared."""
 
 
 class WaitingQueue:
-    """Requests in the order of a schedule policy. Retracted requests come before all new ones, the oldest first."""
+    """Requests in the order of a schedule policy.
 
-    def __init__(self, policy: SchedulePolicy, aging_s: float, memory: KVMemory) -> None:
+    Retracted requests come before all new ones, the oldest first. With priority scheduling they have no such advantage:
+    requests of the most urgent priority come first, of equal ones the oldest. The policy `priority` then orders
+    retracted requests like others, by arrival and priority.
+    """
+
+    def __init__(
+        self, policy: SchedulePolicy, aging_s: float, memory: KVMemory, rules: PriorityRules | None = None
+    ) -> None:
+        """`rules` None: no priority scheduling."""
+        self.rules = rules or PriorityRules()
         self._memory = memory
+        self._policy: SchedulePolicy = policy
         self._aging_s = aging_s
-        self._rank: Callable[[Req], float] = {"fcfs": _arrival, "priority": self._by_priority, "lpm": self._by_prefix}[
-            policy
-        ]
-        self._follows_cache = policy == "lpm"
+        self._rank: Callable[[Req], float] = {
+            "fcfs": _arrival,
+            "priority": self._by_priority,
+            "lpm": self._by_prefix,
+            "random": self._at_random,
+        }[policy]
+        self._random = random.Random(0)
         self._seen_version = -1
         self._entries: list[Entry] = []
         self._place: dict[str, Entry] = {}
         self._number = 0
+        self._resumed: set[str] = set()
+
+    def for_retracted(self) -> WaitingQueue:
+        """Return an empty queue for retracted requests beside this one: the oldest first, or by priority as here."""
+        policy: SchedulePolicy = self._policy if self.rules.enabled else "fcfs"
+        return WaitingQueue(policy, self._aging_s, self._memory, self.rules)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -220,40 +249,56 @@ class WaitingQueue:
     def add(self, req: Req, *, resumed: bool = False) -> None:
         """Add a request; `resumed` for one that was retracted."""
         self._number += 1
-        rank = req.times.arrived if resumed else self._rank(req)
-        self._insert((not resumed, rank, self._number, req))
+        group, rank = self._key(req, resumed=resumed)
+        if resumed:
+            self._resumed.add(req.rid)
+        self._insert((group, rank, self._number, req))
 
     def remove(self, req: Req) -> None:
         """Remove a request, at any position."""
         entry = self._place.pop(req.rid)
         index = bisect.bisect_left(self._entries, entry)
         assert self._entries[index] is entry
+        self._resumed.discard(req.rid)
         del self._entries[index]
 
     @property
     def num_resumed(self) -> int:
         """Retracted requests in the queue."""
-        return bisect.bisect_left(self._entries, True, key=lambda entry: entry[0])
+        return len(self._resumed)
+
+    def key(self, req: Req) -> Key:
+        """The place of a request in the order of priority scheduling, whether it waits or runs: lower is first."""
+        assert self.rules.enabled
+        return self._key(req, resumed=False)
 
     def refresh(self) -> None:
         """Rank the head of the queue again when the policy is `lpm` and the prefix cache has changed."""
         version = self._memory.cache_version
-        if not self._follows_cache or version == self._seen_version:
+        if self._policy != "lpm" or version == self._seen_version:
             return
         self._seen_version = version
-        head = [entry for entry in self._entries[:LPM_WINDOW] if entry[0]]
+        head = [entry for entry in self._entries[:LPM_WINDOW] if entry[3].rid not in self._resumed]
         for entry in head:
             rank = self._rank(entry[3])
             if rank != entry[1]:
                 self.remove(entry[3])
-                self._insert((True, rank, entry[2], entry[3]))
+                self._insert((entry[0], rank, entry[2], entry[3]))
 
     def _insert(self, entry: Entry) -> None:
         bisect.insort(self._entries, entry)
         self._place[entry[3].rid] = entry
 
+    def _key(self, req: Req, *, resumed: bool) -> Key:
+        if not self.rules.enabled:
+            return (0, req.times.arrived) if resumed else (1, self._rank(req))
+        return (0 if self._policy == "priority" else self.rules.level(req.spec)), self._rank(req)
+
     def _by_priority(self, req: Req) -> float:
-        return req.times.arrived - self._aging_s * req.spec.priority
+        return req.times.arrived + self._aging_s * self.rules.rank(req.spec)
+
+    def _at_random(self, req: Req) -> float:
+        return req.times.arrived + self._aging_s * RANDOM_MOST * self._random.random()
 
     def _by_prefix(self, req: Req) -> float:
         num_cached = self._memory.match_prefix(req.token_bytes(req.seq_len), req.seq_len - 1)
@@ -262,3 +307,32 @@ class WaitingQueue:
 
 def _arrival(req: Req) -> float:
     return req.times.arrived
+
+
+class EvictionOrder:
+    """Finds the least urgent queued request, which leaves a full queue first; of equal ones the newest.
+
+    A heap: entries of requests that no longer wait are dropped lazily.
+    """
+
+    def __init__(self, rules: PriorityRules, is_queued: Callable[[Req], bool]) -> None:
+        self._rules = rules
+        self._is_queued = is_queued
+        self._heap: list[tuple[int, int, Req]] = []
+        self._number = 0
+
+    def add(self, req: Req, num_queued: int) -> None:
+        """Add an admitted request. `num_queued`: requests that wait now; it bounds the entries."""
+        if len(self._heap) > 2 * num_queued + 64:
+            self._heap = [entry for entry in self._heap if self._is_queued(entry[2])]
+            heapq.heapify(self._heap)
+        self._number += 1
+        heapq.heappush(self._heap, (-self._rules.level(req.spec), -self._number, req))
+
+    def displaced_by(self, spec: GenerateRequest) -> Req | None:
+        """Return the queued request whose place `spec` takes; None when none is less urgent, or for a health probe."""
+        while self._heap and not self._is_queued(self._heap[0][2]):
+            heapq.heappop(self._heap)
+        if not self._heap or spec.probe:
+            return None
+        return self._heap[0][2] if self._rules.level(spec) < -self._heap[0][0] else None

@@ -38,7 +38,8 @@ from pdserve.protocol.messages import (
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
-from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, Req, Times
+from pdserve.scheduler.priority import EVICTED, PriorityRules
+from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, EvictionOrder, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
@@ -85,9 +86,11 @@ class Scheduler:
         idle_batches: IdleBatches | None = None,
         heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
+        rules: PriorityRules | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
+        With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
         """
         self.role = role
@@ -95,6 +98,8 @@ class Scheduler:
         self.kv = kv
         self.mailbox = mailbox
         self._max_queued = max_queued
+        evicts = rules is not None and rules.enabled and max_queued is not None
+        self._evictions = EvictionOrder(rules, role.is_queued) if rules is not None and evicts else None
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
@@ -291,9 +296,10 @@ class Scheduler:
         try:
             if spec.rid in self.role.live:
                 raise RequestError(f"rid {spec.rid!r} is in use", field="rid", status=409, code="rid_in_use")
-            if self._is_full():
+            displaced = None
+            if self._is_full() and (displaced := self._displaced_by(spec)) is None:
                 raise RequestError(
-                    f"{self._max_queued} requests wait already",
+                    "The waiting queue is full.",
                     status=503,
                     code="queue_full",
                     retry_after_s=self._retry_after.retry_after_s(self._num_ended()),
@@ -304,11 +310,19 @@ class Scheduler:
             self.role.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
+            if displaced is not None:
+                self.context.counters["requests_evicted"] += not displaced.spec.probe
+                self.role.end(displaced, EVICTED)
+            if self._evictions is not None:
+                self._evictions.add(req, self.role.num_waiting)
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
             finish = FinishReason.failed(Failure.from_error(error))
             self.context.outbox.log_end(spec, finish, 0)
             self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
+
+    def _displaced_by(self, spec: GenerateRequest) -> Req | None:
+        return None if self._evictions is None else self._evictions.displaced_by(spec)
 
     def _abort(self, abort: AbortRequest) -> None:
         live = self.role.live

@@ -97,8 +97,12 @@ class ServerContext:
         cache.
 
         Raises:
-            RequestError: 400 naming the field.
+            RequestError: 400 naming the field; 503 for a priority with `--abort-on-priority-when-disabled`.
         """
+        schedule = self.config.schedule
+        if body.priority is not None and schedule.abort_on_priority_when_disabled and not schedule.uses_priority:
+            message = "Using priority is disabled for this server. Please send a new request without a priority."
+            raise RequestError(message, field="priority", status=503, code="priority_disabled")
         check_size(prompts, n, self.limits().most_body_tokens, field)
         return make_requests(
             prompts,
@@ -110,6 +114,7 @@ class ServerContext:
             allowed_prefill=self.config.disagg.allowed_prefill,
             default_port=self.config.disagg.disaggregation_bootstrap_port,
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
+            default_priority=schedule.default_priority,
         )
 
     def limits(self) -> RequestLimits:

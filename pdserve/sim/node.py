@@ -30,6 +30,7 @@ from pdserve.protocol.messages import (
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
@@ -79,6 +80,8 @@ class Shape:
     kv_checksum: bool = False
     """Whether the receiver compares received KV with the sender's checksum."""
     max_queued: int | None = None
+    rules: PriorityRules = dataclasses.field(default_factory=PriorityRules)
+    """Of priority scheduling."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +170,7 @@ class SimNode:
             num_stages=shape.num_stages,
         )
         context = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
-        waiting = WaitingQueue(shape.policy, 10.0, self.memory)
+        waiting = WaitingQueue(shape.policy, 10.0, self.memory, shape.rules)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
         role: SchedulerRole
@@ -183,7 +186,13 @@ class SimNode:
                 else DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
             )
         self.scheduler = Scheduler(
-            role, context, self.kv, self._input_source(), overlap=shape.overlap, max_queued=shape.max_queued
+            role,
+            context,
+            self.kv,
+            self._input_source(),
+            overlap=shape.overlap,
+            max_queued=shape.max_queued,
+            rules=shape.rules,
         )
 
     def step(self) -> None:

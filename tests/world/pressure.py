@@ -13,8 +13,10 @@ import random
 from collections import Counter
 
 from pdserve.base.clock import ManualClock
+from pdserve.config.groups import SchedulePolicy
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import AbortRequest
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens, request
 
@@ -23,7 +25,8 @@ FAULTS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.01)
 KILLS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.02, kill=0.004)
 IN_MOST = ("cached_tokens", "evicted_pages", "requests_retracted", "offloaded_pages", "restored_pages", "aborts")
 """What must happen in more than half of the seeds for a run to say something; the rest must happen at all."""
-AT_ALL = ("recomputed_tokens", "decode_cached_tokens", "copies_failed")
+AT_ALL = ("recomputed_tokens", "decode_cached_tokens", "copies_failed", "requests_preempted")
+POLICIES: tuple[SchedulePolicy, ...] = ("fcfs", "lpm", "priority")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         chunk_tokens=rng.choice((None, page_tokens * rng.randint(1, 8), page_tokens * rng.randint(1, 64))),
         decode_prefix_cache=rng.random() < 0.5,
         eviction=rng.choice(("lru", "lfu", "priority")),
-        policy=rng.choice(("fcfs", "lpm", "priority")),
+        policy=rng.choice(POLICIES),
         overlap=rng.random() < 0.5,
         late=rng.random() < 0.5,
         offload_pages=rng.choice((0, 6, 100, 100, 100)),
@@ -59,6 +62,9 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         shape = dataclasses.replace(shape, mixed_chunk_tokens=seed // 2 % shape.chunk_tokens + 1)
     if seed // 4 % 2:
         shape = dataclasses.replace(shape, saturation_tokens=seed // 8 % 40 + 1)
+    if seed % 3 == 1:
+        rules = PriorityRules(enabled=True, threshold=seed // 3 % 2, low_values_first=seed % 5 == 0)
+        shape = dataclasses.replace(shape, rules=rules, policy="fcfs" if shape.policy == "lpm" else shape.policy)
     begins = [_tokens(rng, rng.randint(4, 20)) for _ in range(2)]
     prompts: list[Prompt] = []
     for _ in range(rng.randint(5, 10)):

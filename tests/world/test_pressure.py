@@ -26,3 +26,4 @@ def test_a_monolith_with_memory_for_its_largest_request_only() -> None:
     for seed in range(40):
         totals += press_monolith(seed)
     assert totals["requests_retracted"] and totals["restored_pages"] and totals["recomputed_tokens"]
+    assert totals["requests_preempted"]

@@ -14,7 +14,8 @@ from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.request import Req
+from pdserve.scheduler.preemption import Preemption
+from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.room import KVPoll
 
@@ -51,6 +52,10 @@ class SchedulerRole(Protocol):
     @property
     def num_waiting(self) -> int:
         """Requests that have not started."""
+        ...
+
+    def is_queued(self, req: Req) -> bool:
+        """True while the request waits and has no output: it may lose its place in a full queue."""
         ...
 
     def poll(self) -> None:
@@ -198,12 +203,37 @@ def _is_over(limit_s: float | None, since_s: float | None, now_s: float) -> bool
 
 
 class MixedBatchRole(BaseRole):
-    """Methods shared by the monolith and decode roles, which both plan mixed batches."""
+    """Methods shared by the monolith and decode roles, which both plan mixed batches and preempt requests."""
 
-    def __init__(self, context: SchedulerContext, planner: BatchPlanner, step_log: DecodeStepLog | None) -> None:
-        """`step_log` None: decode steps are not logged."""
+    def __init__(
+        self,
+        context: SchedulerContext,
+        planner: BatchPlanner,
+        waiting: WaitingQueue,
+        step_log: DecodeStepLog | None = None,
+    ) -> None:
+        """`waiting`: the queue of new requests, with the rules of priority scheduling.
+
+        `step_log` None: decode steps are not logged.
+        """
         super().__init__(context, planner)
+        self._preemption = Preemption(planner, waiting) if waiting.rules.preemption else None
         self._step_log = step_log
+
+    @property
+    def needs_sync(self) -> bool:
+        """See `SchedulerRole.needs_sync`."""
+        planner, preemption = self._batch_planner, self._preemption
+        return planner.needs_sync or (
+            preemption is not None and planner.is_step_complete and self._would_preempt(preemption)
+        )
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """See `SchedulerRole.plan`."""
+        planner, preemption = self._batch_planner, self._preemption
+        if preemption is not None and planner.is_step_complete and self._context.no_step_in_flight:
+            self._preempt(preemption)
+        return planner.plan(step)
 
     def launched(self, handle: StepHandle) -> None:
         """Do nothing: these roles send no KV."""
@@ -224,6 +254,14 @@ class MixedBatchRole(BaseRole):
     def retract_all(self) -> None:
         """See `SchedulerRole.retract_all`."""
         self._batch_planner.retract_all()
+
+    def _would_preempt(self, preemption: Preemption) -> bool:
+        """True when `_preempt` would retract a request now."""
+        return preemption.is_due
+
+    def _preempt(self, preemption: Preemption) -> None:
+        """Let waiting requests take the place of less urgent ones."""
+        preemption.run()
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""

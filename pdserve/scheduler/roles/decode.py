@@ -19,8 +19,9 @@ takes a row when it resumes, before its remaining tokens are computed (`PrefillM
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
@@ -30,6 +31,8 @@ from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
+from pdserve.scheduler.preemption import Preemption
+from pdserve.scheduler.priority import EVICTED_CODE
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, TransferPhase
 from pdserve.scheduler.step_log import DecodeStepLog
@@ -43,9 +46,11 @@ WRONG_ROOM = Failure(code="metadata_mismatch", message="the aux record that arri
 def can_recompute(failure: Failure) -> bool:
     """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
 
-    False for aborts, for bad requests, and for servers whose configuration or tokenizer differs.
+    False for aborts, for bad requests, for servers whose configuration or tokenizer differs, and for requests that a
+    more urgent one displaced from prefill's queue.
     """
-    return failure.retryable and failure.status >= 500 and failure.code != "prompt_mismatch"
+    is_excluded = failure.code in ("prompt_mismatch", EVICTED_CODE)
+    return failure.retryable and failure.status >= 500 and not is_excluded
 
 
 class DecodeRole(MixedBatchRole):
@@ -65,9 +70,9 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
-        self._retracted = WaitingQueue("fcfs", 1.0, context.memory)
+        self._retracted = ready.for_retracted()
         """Requests whose prompt or output is computed again here."""
-        super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), step_log)
+        super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), ready, step_log)
         self._kv_checksum = kv_checksum
         self._recomputes = load_failure_policy == "recompute"
         self._lost: dict[str, Req] = {}
@@ -102,18 +107,19 @@ class DecodeRole(MixedBatchRole):
         """See `SchedulerRole.num_waiting`."""
         return len(self._prealloc) + len(self._retracted)
 
+    def is_queued(self, req: Req) -> bool:
+        """See `SchedulerRole.is_queued`."""
+        return req.rid in self._prealloc
+
     def poll(self) -> None:
         """Publish pages where memory is free, take finished transfers, and give rows to waiting requests."""
         self._take_changed_rooms()
         self._end_the_overdue()
         self._end_timed_out()
-        if len(self._ready) and not len(self._retracted):
+        if len(self._ready) and self._may_publish():
             self._publish_ready()
             self._take_changed_rooms()
-        for req in list(itertools.islice(self._waiting.values(), self._context.memory.table.num_free)):
-            del self._waiting[req.rid]
-            self._context.assign_row(req)
-            self._batch_planner.running.add(req)
+        self._run_received()
 
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
@@ -147,12 +153,66 @@ class DecodeRole(MixedBatchRole):
             elif state is KVPoll.WAITING_FOR_INPUT and req.rid in self._prealloc:
                 self._ready.add(req)
 
+    def _run_received(self) -> None:
+        """Give free rows to requests whose KV has arrived: in the order of arrival, or by priority."""
+        num_free, received = self._context.memory.table.num_free, self._waiting.values()
+        if not num_free or not received:
+            return
+        if self._ready.rules.enabled:
+            chosen = heapq.nsmallest(num_free, received, key=self._ready.key)
+        else:
+            chosen = list(itertools.islice(received, num_free))
+        for req in chosen:
+            del self._waiting[req.rid]
+            self._context.assign_row(req)
+            self._batch_planner.running.add(req)
+
+    def _may_publish(self) -> bool:
+        """True when no retracted request waits, or only such that the first request with a session precedes."""
+        return not len(self._retracted) or self._is_before_retracted(self._retracted[0])
+
+    def _is_before_retracted(self, retracted: Req) -> bool:
+        """True when priority scheduling puts a request that waits for memory before `retracted`."""
+        ready = self._ready
+        return ready.rules.enabled and len(ready) > 0 and ready.key(ready[0]) < ready.key(retracted)
+
     def _publish_ready(self) -> None:
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
-        while len(self._ready) and self._publish(self._ready[0], reserve):
+        while len(self._ready) and self._may_publish() and self._publish(self._ready[0], reserve):
             self._ready.remove(self._ready[0])
+
+    def _would_preempt(self, preemption: Preemption) -> bool:
+        return preemption.is_due or bool(self._victims(preemption))
+
+    def _preempt(self, preemption: Preemption) -> None:
+        """Let requests take the place of less urgent running ones: retracted, received, and those without memory."""
+        preemption.run()
+        while victims := self._victims(preemption):
+            self._batch_planner.preempt(victims)
+            self._run_received()
+            self._publish_ready()
+
+    def _victims(self, preemption: Preemption) -> list[Req]:
+        """Return the requests that the first one without a row preempts, else the first one without memory."""
+        table, ready = self._context.memory.table, self._ready
+        if self._waiting and not table.num_free:
+            first = min(self._waiting.values(), key=ready.key)
+            if victims := preemption.victims(first, lambda gone: True):
+                return victims
+        if not len(ready) or not self._may_publish() or self._has_memory(ready[0]):
+            return []
+        return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
+
+    def _has_memory(self, req: Req, without: Sequence[Req] = ()) -> bool:
+        """True when `_publish` finds enough memory for `req`, once the requests `without` are retracted."""
+        memory, rids = self._context.memory, {other.rid for other in without}
+        after = memory.preview_release(other.lease for other in without if other.lease is not None)
+        num_remaining = memory.num_available + after.num_pages - memory.num_pages(req.num_input_tokens)
+        held = (other for other in self._held() if other.rid not in rids)
+        reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, held)
+        return memory.aux.num_free > 0 and memory.layout.tokens_in(num_remaining) >= reserve.tokens
 
     def _end_the_overdue(self) -> None:
         """End requests that wait too long for memory. The transfer manager ends requests without a session at the same
@@ -264,9 +324,11 @@ class DecodeRole(MixedBatchRole):
                 picked = tuple(part.arrays()[-1][0].tolist())
         return picked
 
-    def _headroom_tokens(self, req: Req) -> float:
-        """Return the token slots that must stay free when the retracted `req` resumes."""
-        return DecodeReservation(self._context.limits.reserved_decode_tokens, self._held()).tokens
+    def _headroom_tokens(self, req: Req, without: Collection[str]) -> float:
+        """See `Headroom`. Also leaves the memory that a more urgent request without memory needs."""
+        held = (other for other in self._held() if other.rid not in without) if without else self._held()
+        tokens = DecodeReservation(self._context.limits.reserved_decode_tokens, held).tokens
+        return tokens + (self._ready[0].num_input_tokens if self._is_before_retracted(req) else 0)
 
     def _held(self) -> Iterator[Req]:
         """Requests that hold memory and will need more."""

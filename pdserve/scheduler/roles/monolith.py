@@ -6,6 +6,8 @@ waiting -> active -> running -> finished
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
@@ -18,7 +20,7 @@ class MonolithRole(MixedBatchRole):
     """Admits a request when its prompt fits beside the expected growth of the running requests."""
 
     def __init__(self, context: SchedulerContext, waiting: WaitingQueue, step_log: DecodeStepLog | None = None) -> None:
-        super().__init__(context, BatchPlanner(context, waiting, self._headroom_tokens), step_log)
+        super().__init__(context, BatchPlanner(context, waiting, self._headroom_tokens), waiting, step_log)
         self._waiting = waiting
 
     def admit(self, req: Req) -> None:
@@ -31,6 +33,10 @@ class MonolithRole(MixedBatchRole):
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
         return len(self._waiting)
+
+    def is_queued(self, req: Req) -> bool:
+        """See `SchedulerRole.is_queued`."""
+        return req in self._waiting and req.times.started is None
 
     def poll(self) -> None:
         """End requests that have waited or run for too long; this role has no transfers."""
@@ -49,12 +55,13 @@ class MonolithRole(MixedBatchRole):
         """See `SchedulerRole.waits_for`."""
         return "compute"
 
-    def _headroom_tokens(self, req: Req) -> float:
-        """Return the token slots that must stay free when `req` starts."""
+    def _headroom_tokens(self, req: Req, without: Collection[str]) -> float:
+        """See `Headroom`."""
         running, active = self._batch_planner.running, self._batch_planner.prefilling.active
         clip_tokens = self._context.limits.clip_tokens
-        starting = sum(min(other.num_remaining, clip_tokens) for other in (req, *active.values()))
-        return running.expected_tokens() + running.ratio.value * starting
+        others = [other for other in active.values() if other.rid not in without]
+        starting: int = sum(min(other.num_remaining, clip_tokens) for other in (req, *others))
+        return running.expected_tokens(without) + running.ratio.value * starting
 
     def _timing(self, req: Req) -> RequestTiming:
         times = req.times

@@ -37,7 +37,7 @@ class PrefillRole(BaseRole):
         self, context: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
         """`kv_checksum` hashes the KV that is sent; None: no checksums."""
-        super().__init__(context, BatchPlanner(context, waiting, lambda req: 0.0, prefill_only=True))
+        super().__init__(context, BatchPlanner(context, waiting, lambda req, without: 0.0, prefill_only=True))
         self._kv_checksum = kv_checksum
         self._kv = kv
         self._poll_failures = PollFailures(kv.args.poll_failures, kv.args.secret)
@@ -62,6 +62,10 @@ class PrefillRole(BaseRole):
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
         return len(self._bootstrap) + len(self._waiting)
+
+    def is_queued(self, req: Req) -> bool:
+        """See `SchedulerRole.is_queued`."""
+        return req.rid in self._bootstrap or req in self._waiting
 
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""

@@ -302,12 +302,13 @@ def make_requests(
     allowed_prefill: HostPatterns | None = None,
     default_port: int | None = None,
     fake_rooms: bool = False,
+    default_priority: int = 0,
 ) -> list[RequestState]:
     """Build all sequences of a body from the requests of its prompts (`prompt_request`).
 
-    `body` has the bootstrap fields, `rid` and `priority`. `default_port`, `fake_rooms`: see `rooms_of`. Each request
-    has a unique internal `rid` that is never reused. So late outputs of an aborted request cannot reach another request
-    to which the client gave the same `rid`.
+    `body` has the bootstrap fields, `rid` and `priority`; without one, requests have `default_priority`.
+    `default_port`, `fake_rooms`: see `rooms_of`. Each request has a unique internal `rid` that is never reused. So late
+    outputs of an aborted request cannot reach another request to which the client gave the same `rid`.
 
     Raises:
         RequestError: 400 naming the field.
@@ -331,7 +332,7 @@ def make_requests(
             stream=stream,
             room=room,
             arrival_s=arrival_s,
-            priority=body.priority or 0,
+            priority=default_priority if body.priority is None else body.priority,
             replica=rank,
             request_id=current_request_id(),
         )

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
+from pdserve.config.groups import MAX_PRIORITY, MIN_PRIORITY
 from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS
 from pdserve.server.request.field_types import (
     Counts,
@@ -32,8 +33,9 @@ MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 4096
 """Maximum messages of a chat. A template takes some 80 us for each, and holds the GIL."""
 
-Priority = Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
-"""Scheduling priority: higher runs first; the same for all prompts of a body."""
+Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+"""Scheduling priority: higher runs first, unless the server was started otherwise; it is that of all prompts of a body.
+"""
 
 UNSUPPORTED_NATIVE = (
     "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path",

@@ -153,6 +153,8 @@ def test_what_does_not_parse_is_a_config_error_naming_the_flag(words: str, named
         ("max-queued-requests", ["0", "-2"]),
         ("req-waiting-timeout-s", ["nan", "inf"]),
         ("req-running-timeout-s", ["nan", "-inf"]),
+        ("default-priority-value", ["-2147483649", "2147483648"]),
+        ("priority-scheduling-preemption-threshold", ["-1"]),
         ("chunked-prefill-size", ["0", "-2"]),
         ("mixed-chunk-size", ["0", "-1"]),
         ("cpu-nice", ["-1", "20"]),
@@ -225,3 +227,31 @@ def test_help_prints_and_exits(capsys: pytest.CaptureFixture[str]) -> None:
         parse_server_args(["--help"])
     assert caught.value.code == 0
     assert "--disaggregation-mode" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "default", "uses"),
+    [
+        ("", 0, False),
+        ("--schedule-policy priority", 0, True),
+        ("--enable-priority-scheduling", -(1 << 31), True),
+        ("--enable-priority-scheduling --schedule-low-priority-values-first", (1 << 31) - 1, True),
+        ("--enable-priority-scheduling --schedule-policy priority", 0, True),
+        ("--enable-priority-scheduling --default-priority-value 3", 3, True),
+        ("--default-priority-value 3", 3, False),
+    ],
+)
+def test_requests_without_a_priority_are_the_least_urgent_unless_the_flags_say_otherwise(
+    words: str, default: int, uses: bool
+) -> None:
+    schedule = parse_server_args([*MODEL, *words.split()]).schedule
+    assert (schedule.default_priority, schedule.uses_priority) == (default, uses)
+
+
+@pytest.mark.parametrize("policy", ["lpm", "random"])
+def test_priority_scheduling_refuses_another_order(policy: str) -> None:
+    with pytest.raises(
+        ConfigError, match=f"--schedule-policy is '{policy}', but --enable-priority-scheduling"
+    ) as caught:
+        parse_server_args([*MODEL, "--enable-priority-scheduling", "--schedule-policy", policy])
+    assert caught.value.field == "schedule_policy"

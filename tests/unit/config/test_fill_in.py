@@ -7,7 +7,16 @@ import logging
 import pytest
 
 from pdserve.config.cli import parse_server_args
-from pdserve.config.resolve import Choice, Machine, fill_in, for_mode, look_at_machine, resolve, without_effect
+from pdserve.config.resolve import (
+    Choice,
+    Machine,
+    fill_in,
+    for_mode,
+    idle_priority_flags,
+    look_at_machine,
+    resolve,
+    without_effect,
+)
 from pdserve.errors import ConfigError
 
 CPU = Machine(has_cuda=False, num_cores=2)
@@ -244,3 +253,18 @@ def test_eight_bits_are_not_for_torch_s_attention() -> None:
 def test_flags_of_graphs_are_taken_on_cpus() -> None:
     """Command lines of SGLang carry them."""
     assert choices("--cuda-graph-max-bs 8 --disable-cuda-graph", CPU) == choices("", CPU)
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("", []),
+        ("--disable-priority-preemption", ["--disable-priority-preemption"]),
+        ("--schedule-low-priority-values-first", ["--schedule-low-priority-values-first"]),
+        ("--schedule-low-priority-values-first --schedule-policy priority", []),
+        ("--enable-priority-scheduling --priority-scheduling-preemption-threshold 3", []),
+        ("--priority-scheduling-preemption-threshold 3", ["--priority-scheduling-preemption-threshold"]),
+    ],
+)
+def test_flags_of_priority_scheduling_without_effect_are_told(words: str, idle: list[str]) -> None:
+    assert idle_priority_flags(parse_server_args(["--model-path", "m", *words.split()]).schedule) == idle

@@ -14,6 +14,7 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRe
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import WriteLine
+from pdserve.scheduler.priority import PriorityRules
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
@@ -68,6 +69,7 @@ class Mono:
         conservativeness: float = 1.0,
         num_gated: Callable[[], int] | None = None,
         write_line: WriteLine | None = None,
+        rules: PriorityRules | None = None,
     ) -> None:
         self.sent: list[ToApi] = []
         table = PageTable(num_rows, width)
@@ -88,13 +90,14 @@ class Mono:
         self.mailbox: Mailbox[Event] = Mailbox()
         step_log = None if write_line is None else DecodeStepLog(write_line, self.memory.layout, dp_rank=0)
         self.scheduler = Scheduler(
-            MonolithRole(context, WaitingQueue(policy, 10.0, context.memory), step_log),
+            MonolithRole(context, WaitingQueue(policy, 10.0, context.memory, rules), step_log),
             context,
             None,
             self.mailbox,
             max_queued=max_queued,
             overlap=overlap,
             num_gated=num_gated,
+            rules=rules,
         )
 
     def post(
@@ -103,6 +106,7 @@ class Mono:
         tokens: list[int] | None = None,
         top_logprobs: int | None = None,
         priority: int = 0,
+        probe: bool = False,
         **sampling: object,
     ) -> None:
         params = CoreSamplingParams(**({"max_new_tokens": 4} | sampling))  # type: ignore[arg-type]
@@ -113,6 +117,7 @@ class Mono:
                 sampling=params,
                 logprobs=None if top_logprobs is None else Logprobs(top=top_logprobs),
                 priority=priority,
+                probe=probe,
             )
         )
 

@@ -20,6 +20,7 @@ from pdserve.config.groups import (
     DisaggMode,
     ModelConfig,
     ObserveConfig,
+    ScheduleConfig,
     ServerConfig,
     ServingConfig,
     TransferBackend,
@@ -331,10 +332,12 @@ def make_config(
     backend: TransferBackend = "mooncake",
     allowed_prefill: str | None = None,
     bootstrap_port: int | None = None,
+    schedule: ScheduleConfig | None = None,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
+        schedule=schedule or ScheduleConfig(),
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(
@@ -360,6 +363,7 @@ async def bench(
     allowed_prefill: str | None = None,
     bootstrap_port: int | None = None,
     control_token: str = "",
+    schedule: ScheduleConfig | None = None,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -370,6 +374,7 @@ async def bench(
         backend=backend,
         allowed_prefill=allowed_prefill,
         bootstrap_port=bootstrap_port,
+        schedule=schedule,
         **serving,
     )
     api, low = memory_channel_pair()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.config.groups import ScheduleConfig
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
@@ -36,6 +37,31 @@ async def test_all_prompts_and_answers_of_a_body_have_its_priority(tokenizer: To
     async with bench(tokenizer) as b:
         await b.http.post(COMPLETIONS, json={"prompt": ["a", "b"], "n": 2, "priority": 3})
         assert [request.priority for request in b.scheduler.requests] == [3] * 4
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_without_a_priority_a_request_has_the_default_one(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    async with bench(tokenizer, schedule=ScheduleConfig(enable_priority_scheduling=True)) as b:
+        for extra in ({}, {"priority": 0}):
+            assert (await b.http.post(path, json=body | extra)).status_code == 200
+        assert [request.priority for request in b.scheduler.requests] == [-(1 << 31), 0]
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+async def test_a_priority_is_refused_where_it_acts_on_no_queue_and_the_flag_says_so(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any]
+) -> None:
+    async with bench(tokenizer, schedule=ScheduleConfig(abort_on_priority_when_disabled=True)) as b:
+        assert (await b.http.post(path, json=body)).status_code == 200
+        answer = await b.http.post(path, json=body | {"priority": 0})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "priority_disabled")
+        assert "Using priority is disabled" in answer.json()["message"]
+    for used in ({"enable_priority_scheduling": True}, {"schedule_policy": "priority"}):
+        schedule = ScheduleConfig(abort_on_priority_when_disabled=True, **used)  # type: ignore[arg-type]
+        async with bench(tokenizer, schedule=schedule) as b:
+            assert (await b.http.post(path, json=body | {"priority": 0})).status_code == 200
 
 
 @pytest.mark.parametrize("priority", ["5", True, 1.5, [1], {}, 1 << 31, -(1 << 31) - 1, 1 << 80])
