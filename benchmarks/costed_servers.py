@@ -29,6 +29,7 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.step_parts import StepKind
 from pdserve.sim.cost_model import CostModel, CostModelExecutor
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.sim.network import Faults, SimNet, SimSocket
@@ -131,6 +132,11 @@ class WatchedRole:
         plan = self.role.plan(step)
         self.watch.timed("plan", began)
         return plan
+
+    @property
+    def step_kind(self) -> StepKind:
+        """See `SchedulerRole`."""
+        return self.role.step_kind
 
     def launched(self, handle: StepHandle) -> None:
         """See `SchedulerRole`."""

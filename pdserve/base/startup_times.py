@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,7 +17,10 @@ POOLS = "kv_cache_allocation"
 WARM_UP = "warm_up"
 TRANSFER = "transfer"
 SCHEDULER = "scheduler_e2e"
-"""Names of parts, as in SGLang where it has them. `SCHEDULER` is a scheduler's total, since its process was created."""
+API = "tokenizer_e2e"
+"""Names of parts, as in SGLang where it has them. `SCHEDULER` is a scheduler's total, since its process was created;
+`API` is the API process's until its application was built.
+"""
 
 FACT = "startup_{}_s"
 """Key of a part in an engine's facts."""
@@ -25,6 +29,12 @@ FACT = "startup_{}_s"
 def process_age_s() -> float:
     """Return the seconds since this process was created, which includes the start of the interpreter."""
     return max(0.0, time.time() - psutil.Process().create_time())
+
+
+@functools.cache
+def api_startup_s() -> float:
+    """Return the age of this process at the first call, in seconds. A role switch is no start-up."""
+    return process_age_s()
 
 
 class StartupTimes:

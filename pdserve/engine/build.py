@@ -19,6 +19,7 @@ from pdserve.engine.build_transfer import ReplicaId, open_transfer
 from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
+from pdserve.executor.memory_sizing import free_bytes
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.consensus import Consensus
@@ -111,6 +112,7 @@ def build_scheduler(
         "layout": str(built.layout.fields()),
         "kv_token_bytes": built.layout.token_bytes,
         "prefill_saturation_tokens": saturation_tokens(config, built),
+        "startup_available_bytes": free_bytes(built.device),
     }
     write_line = open_kv_log(config, replica.dp_rank, 0, stack)
     step_log = None

@@ -104,7 +104,13 @@ class ReplicaEngine:
     def facts(self) -> dict[str, float]:
         """Facts for `/get_server_info` and `/metrics`: start-up times, and rank 0's memory and expert balance."""
         own = self.built.executor
-        memory = {"weight_bytes": own.weight_bytes, "kv_pool_bytes": sum(size for _, size in own.buffers)}
+        graph_s, graph_bytes = own.graph_cost
+        memory: dict[str, float] = {
+            "weight_bytes": own.weight_bytes,
+            "kv_pool_bytes": sum(size for _, size in own.buffers),
+            "graph_s": graph_s,
+            "graph_bytes": graph_bytes,
+        }
         return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
 
     @property

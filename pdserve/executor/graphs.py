@@ -159,9 +159,11 @@ class DecodeGraphs:
         gc.unfreeze()
         for moe in model.moe_layers.values():
             moe.counts.zero_()
+        self.seconds, self.num_bytes = time.monotonic() - began, max(0, before - _free_bytes(tokens.device))
+        """Seconds of the capture, and bytes of device memory that it took."""
         _LOG.info(
             "captured decode steps at %d batch sizes up to %d: %.1f s, %d MB",
-            len(sizes), sizes[-1], time.monotonic() - began, (before - _free_bytes(tokens.device)) >> 20,
+            len(sizes), sizes[-1], self.seconds, self.num_bytes >> 20,
         )  # fmt: skip
 
     @property

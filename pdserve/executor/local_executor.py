@@ -189,6 +189,12 @@ class LocalExecutor:
         return () if self._model_runner.graphs is None else self._model_runner.graphs.sizes
 
     @property
+    def graph_cost(self) -> tuple[float, int]:
+        """Seconds and bytes of device memory that the capture took; zeros without one."""
+        graphs = self._model_runner.graphs
+        return (0.0, 0) if graphs is None else (graphs.seconds, graphs.num_bytes)
+
+    @property
     def layout(self) -> KVLayout:
         """Geometry of the whole model's KV pages."""
         return self._layout

@@ -133,3 +133,8 @@ def _available_bytes(fraction: float | None, device: torch.device, num_sharing: 
         return taken // num_sharing
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - max(reserved, int(total * (1.0 - (fraction or CUDA_FRACTION)))))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the bytes that are free now: on CUDA of the device, else of this host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes()

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.base import startup_times
-from pdserve.base.process_use import ProcessUse, own_processes
+from pdserve.base.process_use import OWN, ProcessUse, own_processes
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -28,11 +28,34 @@ SGLANG_QUEUES = (
 
 NEW_TOKEN_RATIO = "new_token_ratio"
 """The scheduler's fact behind `sglang:new_token_ratio`, if it has that fact."""
+PREFILL_INFLIGHT = "num_prefill_inflight_reqs"
+"""The scheduler's fact behind the metric of that name."""
+
+LABELLED = {
+    "realtime_tokens": (
+        "mode",
+        ("prefill_compute", "prefill_cache", "decode"),
+        "prompt tokens that were computed or found in the cache, and tokens that were decoded",
+    ),
+    "forward_execution_seconds": (
+        "category",
+        ("extend", "decode", "mixed"),
+        "seconds from the launch of a step until its results, without those of an earlier step",
+    ),
+    "scheduler_stage_seconds": (
+        "category",
+        (),
+        "seconds of the scheduler loop by stage; they add up to the time since its start",
+    ),
+}
+"""Counters of SGLang that the scheduler counts as `name.value`: label, values that exist at first, description."""
 
 SGLANG_COUNTERS = {
     "bootstrap_failed_reqs": "num_bootstrap_failed_reqs",
     "transfer_failed_reqs": "num_transfer_failed_reqs",
     "requests_retracted": "num_retracted_requests",
+    "scheduler_idle_seconds": "scheduler_idle_seconds",
+    "scheduler_process_cpu_seconds": "scheduler_process_cpu_seconds",
 }
 """The scheduler's counters with another name in SGLang; 0 before the first event."""
 
@@ -46,7 +69,10 @@ ZEROS = (
     "kv_loads_recomputed",
     "peers_lost",
     "requests_refused",
+    "requests_preempted",
+    "requests_evicted",
     "health_probes",
+    *(f"{name}.{value}" for name, (_, values, _) in LABELLED.items() for value in values),
 )
 """Counters that exist from the start at 0, so that a rate over them exists."""
 
@@ -64,6 +90,8 @@ class EngineCollector(Collector):
         self.state: EngineState | None = None
         self.alive: Mapping[int, bool] = {}
         """By replica, whether its scheduler runs."""
+        self.api_startup_s: float | None = None
+        """Seconds of the API process's start; None: unknown."""
 
     def collect(self) -> Iterator[Family]:
         """Yield all families; called by the registry."""
@@ -75,6 +103,9 @@ class EngineCollector(Collector):
             families.gauge("pdserve:scheduler_alive", text, {"dp_rank": str(rank)}, float(is_alive))
         for name, use in own_processes().items():
             _process(families, {"process": name}, use)
+            if name == OWN:
+                text = "CPU time of the process that tokenizes, detokenizes and serves HTTP"
+                families.counter("sglang:process_cpu_seconds", text, {"component": "tokenizer"}, use.cpu_s)
         if self.state is not None:
             replicas = self.state.replicas
             for rank, state in enumerate(replicas or [self.state]):
@@ -86,7 +117,7 @@ class EngineCollector(Collector):
                 _totals(families, where, state)
                 _peers(families, where, state.peers)
                 _ages(families, where, state)
-                _startup(families, where, state)
+                _startup(families, where, state, self.api_startup_s)
         yield from families
 
 
@@ -146,8 +177,26 @@ def _preallocated(families: _Families, where: Mapping[str, str], state: EngineSt
 def _queues(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
     for queue in SGLANG_QUEUES:
         families.gauge(f"sglang:{queue}", "requests in this queue", where, state.queues.get(queue, 0))
+    for name, text, depth in _queue_depths(state):
+        families.gauge(f"sglang:{name}", text, where, depth)
     for queue, length in sorted(state.queues.items()):
         families.gauge("pdserve:queue_reqs", "length of a queue", {**where, "queue": queue}, length)
+
+
+def _queue_depths(state: EngineState) -> Iterator[tuple[str, str, float]]:
+    """Yield SGLang's queue depths: requests that wait for prefill, and retracted ones. Decode prefills no new request.
+
+    On a monolith retracted requests are in the waiting queue.
+    """
+    queues, retracted = state.queues, state.queues.get("num_retracted_reqs", 0)
+    prefill = 0
+    if "num_decode_prealloc_queue_reqs" not in queues:
+        prefill = queues.get("num_queue_reqs", 0) + queues.get("num_prefill_bootstrap_queue_reqs", 0) - retracted
+    yield "prefill_queue_depth", "new requests whose prompt waits to be computed here", prefill
+    yield "decode_queue_depth", "retracted requests that wait to continue", retracted
+    inflight = state.facts.get(PREFILL_INFLIGHT)
+    if isinstance(inflight, int | float):
+        yield PREFILL_INFLIGHT, "prompts that have started and are not complete", inflight
 
 
 def _pages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
@@ -175,6 +224,11 @@ def _totals(families: _Families, where: Mapping[str, str], state: EngineState) -
 
 
 def _count(families: _Families, where: Mapping[str, str], name: str, total: float) -> None:
+    family, _, value = name.partition(".")
+    if family in LABELLED:
+        label, _, text = LABELLED[family]
+        families.counter(f"sglang:{family}", text, {**where, label: value}, total)
+        return
     known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
     full = f"pdserve:{name}" if known is None else f"sglang:{known}"
     families.counter(full, name.replace("_", " "), where, total)
@@ -240,9 +294,11 @@ def _process(families: _Families, where: Mapping[str, str], use: ProcessUse) -> 
     families.counter("process_cpu_seconds", "CPU time of all threads of the process", where, use.cpu_s)
 
 
-def _startup(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    """Add the start-up times, and the memory that was allocated then."""
+def _startup(families: _Families, where: Mapping[str, str], state: EngineState, api_s: float | None) -> None:
+    """Add the start-up times, and the memory that was allocated then. `api_s`: see `EngineCollector`."""
     seconds = startup_times.read_facts(state.facts)
+    if seconds and api_s is not None:
+        seconds[startup_times.API] = api_s
     for phase, value in seconds.items():
         text = "seconds of the engine's start by phase; scheduler_e2e is all of it"
         families.gauge("sglang:startup_time_seconds", text, {**where, "phase": phase}, value)
@@ -258,10 +314,20 @@ def _startup(families: _Families, where: Mapping[str, str], state: EngineState) 
             "sglang:kv_cache_memory_usage_gb",
             "GiB of a rank's KV pool; on CPU, committed as it is used",
         ),
+        (
+            "startup_available_bytes",
+            "sglang:startup_available_gpu_memory_gb",
+            "GiB free on the device, on CPU in the host, once all was allocated",
+        ),
     ):
         size = state.facts.get(fact)
         if isinstance(size, int | float):
             families.gauge(name, text, where, size / (1 << 30))
+    graph_bytes, graph_s = state.facts.get("graph_bytes"), state.facts.get("graph_s")
+    if isinstance(graph_bytes, int | float) and isinstance(graph_s, int | float):
+        decode = {**where, "phase": "decode"}
+        families.gauge("sglang:graph_memory_usage_gb", "GiB of captured CUDA graphs", decode, graph_bytes / (1 << 30))
+        families.gauge("sglang:startup_cuda_graph_time_seconds", "seconds to capture CUDA graphs", decode, graph_s)
 
 
 def pages_by_state(state: EngineState) -> dict[str, int]:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from pdserve.observe.engine_metrics import EngineCollector
+from pdserve.observe.http_metrics import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming
@@ -149,6 +150,10 @@ class ServerMetrics:
         """The same statistics of the last seconds, for the log."""
         self._engine = EngineCollector(self._labels, own_counters)
         self._registry.register(self._engine)
+        self.http = HttpMetrics(self._registry, self._labels)
+        """Of HTTP calls; written by the server's middleware."""
+        self._routing_keys = RoutingKeyCollector(self._labels)
+        self._registry.register(self._routing_keys)
 
     @property
     def tokens_per_s(self) -> float:
@@ -164,11 +169,17 @@ class ServerMetrics:
         """Add totals of the API process to every scrape."""
         self._engine.own_counters.append(own_counters)
 
+    def set_api_startup(self, seconds: float) -> None:
+        """Set the seconds from the creation of the API process until its application was built."""
+        self._engine.api_startup_s = seconds
+
     def started(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
         self._requests.inc()
         self._live.inc()
         self.interval.started()
+        if record.routing_key is not None:
+            self._routing_keys.requests[id(record)] = record
 
     def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
         """See `RequestMetrics`."""
@@ -200,6 +211,7 @@ class ServerMetrics:
         """See `RequestMetrics`."""
         self._live.dec()
         self.interval.ended()
+        self._routing_keys.requests.pop(id(record), None)
         self._ended.labels(**self._labels, outcome=record.outcome).inc()
         if record.outcome == "abort":
             self._aborted.inc()
@@ -255,7 +267,7 @@ class RequestRecord:
 
     `name` is the client's id of the sequence; `request.rid` is the server's, unique for all requests.
     Of the HTTP call: `path`, `request_id` (equal on both servers of a pair and in the client's response), `traceparent`
-    of the parent span (None without tracing); all None without a call.
+    of the parent span (None without tracing), `routing_key`; all None without a call.
     `arrived_at` is wall time in seconds since 1970, `arrived_s` monotonic seconds; `intake_s` are the seconds from the
     arrival to the submission. Other seconds count from the arrival. `ttft_s` lasts until the first token, or the
     prompt's end if no token was requested; None if it ended before that. `seen_s` is the monotonic time of the newest
@@ -268,6 +280,7 @@ class RequestRecord:
     path: str | None = None
     request_id: str | None = None
     traceparent: str | None = None
+    routing_key: str | None = None
     arrived_at: float = 0.0
     arrived_s: float = 0.0
     intake_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Batch planning: admission, chunked prefill, and the split of a step into parts. All roles share it.
+"""Batch planning: admission, chunked prefill, and what a step holds. All roles share it.
 
 waiting   holds no memory; in the order of the schedule policy
    v
@@ -14,8 +14,6 @@ On decode only retracted requests, and requests whose KV transfer failed, are pr
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
@@ -23,103 +21,15 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext, plan_of
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.step_parts import BatchSplitter, PrefillBudget, StepKind
 
-FULL_BUDGET_STEPS = 2
-"""Full steps before the mixed budget applies: the requests of one burst seldom all arrive before its first step."""
+PREFILL_TOKENS, CACHE_TOKENS, DECODE_TOKENS = (
+    f"realtime_tokens.{mode}" for mode in ("prefill_compute", "prefill_cache", "decode")
+)
+"""Counters by SGLang's name and label: prompt tokens computed and taken from the cache, and decode rows.
 
-
-class PrefillBudget:
-    """Prompt tokens that the next step may take.
-
-    The prefill budget is `FULL_BUDGET_STEPS` full steps until a running request waits for its second or a later token.
-    """
-
-    def __init__(self, context: SchedulerContext) -> None:
-        self._context = context
-        self._left = 0
-        self.refill()
-
-    def refill(self) -> None:
-        """Restore the full budget: no running request waits for a token after its first."""
-        self._left = FULL_BUDGET_STEPS * self._context.limits.step_tokens
-
-    def end(self) -> None:
-        """Drop the rest of the full budget: a running request waits for its next token."""
-        self._left = 0
-
-    def take(self, num_tokens: int) -> None:
-        """Charge the prompt tokens of the next step. A request that ends before they are computed returns none."""
-        self._left -= num_tokens
-
-    @property
-    def is_over(self) -> bool:
-        """True when the next step has the mixed budget: less than `mixed_step_tokens` of the full budget is left."""
-        return self._left < self._context.limits.mixed_step_tokens
-
-    @property
-    def budget(self) -> int:
-        """Prompt tokens that the next step may take."""
-        limits = self._context.limits
-        return limits.mixed_step_tokens if self.is_over else min(limits.step_tokens, self._left)
-
-
-TIMES_BESIDE_STREAMS = 2
-"""Factor on the size of a part in a step with decode rows."""
-
-
-class BatchSplitter:
-    """Splits a planned step into parts of limited size. It is falsy when it has no rows."""
-
-    def __init__(self, saturation_tokens: int | None) -> None:
-        """`saturation_tokens`: see `StepLimits.saturation_tokens`.
-
-        A part has at least half of that many tokens, which is nearly as efficient.
-        """
-        self._saturation_tokens = saturation_tokens
-        self._most: float = math.inf
-        self._prompts: deque[BatchRow] = deque()
-        self._decode: list[BatchRow] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._prompts or self._decode)
-
-    def put(self, decode: list[BatchRow], prompts: list[BatchRow], *, beside_streams: bool = False) -> None:
-        """Set the rows of the next step; all rows of the last step must be taken."""
-        assert not self
-        self._decode, self._prompts = decode, deque(prompts)
-        if self._saturation_tokens is not None:
-            self._most = self._saturation_tokens * (TIMES_BESIDE_STREAMS if beside_streams else 1)
-
-    def take(self) -> list[BatchRow]:
-        """Return the next part: prompt chunks in order. The last part also has the decode rows, which come first."""
-        part: list[BatchRow] = []
-        taken, left = 0, sum(row.num_tokens for row in self._prompts)
-        while self._prompts and not self._is_full(taken, left):
-            row = self._prompts.popleft()
-            part.append(row)
-            taken, left = taken + row.num_tokens, left - row.num_tokens
-        if self._prompts:
-            return part
-        decode, self._decode = self._decode, []
-        return decode + part
-
-    def drop(self, rid: str) -> None:
-        """Remove the rows of a request that has ended or was retracted."""
-        self._decode = [row for row in self._decode if row.rid != rid]
-        self._prompts = deque(row for row in self._prompts if row.rid != rid)
-
-    def clear(self) -> None:
-        """Remove all rows."""
-        self._decode, self._prompts = [], deque()
-
-    def _is_full(self, taken: int, left: int) -> bool:
-        """True when the next chunk belongs to the next part, because it would exceed the size of this part.
-
-        Both this part, with `taken` prompt tokens, and the rest, with `left`, keep at least half of that size.
-        """
-        return min(taken, left) >= self._most / 2 and taken + self._prompts[0].num_tokens > self._most
-
-
+Tokens that are computed again count again.
+"""
 LOOK_AHEAD = 32
 """A step passes over at most this many new requests, and as many that waited for a page in an earlier step."""
 SCAN = 1024
@@ -192,6 +102,8 @@ class PrefillManager:
         """Record that the chunk up to `end` is computed; True when the prompt is complete (the request leaves
         `active`).
         """
+        if not req.spec.probe:
+            self._context.counters[PREFILL_TOKENS] += end - req.computed
         req.computed = end
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
@@ -253,6 +165,7 @@ class PrefillManager:
             context.restore(req)
         else:
             req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
+            context.counters[CACHE_TOKENS] += 0 if req.spec.probe else req.computed
         req.planned = req.computed
         if req.num_retractions:
             context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
@@ -424,13 +337,18 @@ class BatchPlanner:
             self._splitter.put(decode, prompts, beside_streams=beside_streams)
         return plan_of(step, self._splitter.take())
 
+    @property
+    def step_kind(self) -> StepKind:
+        """What the rows of the last plan compute."""
+        return self._splitter.kind
+
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
     ) -> Iterator[tuple[Req, SampledToken, FinishReason | None]]:
         """Yield each request that got a token, with the token and its finish reason; finished prompts join the decode
         batch.
         """
-        running, prompts = self.running.reqs, result.prompts
+        running, prompts, num_decoded = self.running.reqs, result.prompts, 0
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
@@ -439,6 +357,7 @@ class BatchPlanner:
                 self._context.outbox.emit_prompt(req, prompts[index])
             if row.rid in running:
                 assert token is not None
+                num_decoded += not req.spec.probe
                 yield req, token, self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):
                 assert token is not None
@@ -448,6 +367,7 @@ class BatchPlanner:
                     if len(req.output_ids) > 1:
                         self._prefill_budget.end()
                 yield req, token, finish
+        self._context.counters[DECODE_TOKENS] += num_decoded
 
     def remove(self, req: Req) -> None:
         """Remove a request from all queues and batches."""

@@ -38,6 +38,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
+from pdserve.scheduler.loop_times import LoopTimes
 from pdserve.scheduler.priority import EVICTED, PriorityRules
 from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, EvictionOrder, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -111,6 +112,7 @@ class Scheduler:
         self._audited = True
         self._found: list[str] = []
         self._retry_after = RetryAfterEstimator(context.clock)
+        self._times = LoopTimes()
         self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
@@ -118,6 +120,7 @@ class Scheduler:
 
     def run(self) -> None:
         """Run turns until shutdown; sleeps while there is nothing to compute and nothing is posted."""
+        self._times.begin()
         while not self._stopping:
             self.heartbeat.begin()
             computed = self.step()
@@ -127,6 +130,7 @@ class Scheduler:
                 waiting = (self.kv is not None and not self.kv.quiet) or (
                     self.context.limits.has_timeouts and bool(self.role.live)
                 )
+                self._times.enter("idle")
                 self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
             self.context.executor.resolve(self._under_way.popleft())
@@ -139,15 +143,23 @@ class Scheduler:
         With overlap, the next step is planned and launched before the results of the last one are taken. With S
         pipeline stages up to S - 1 steps stay under way.
         """
-        for event in self.mailbox.drain():
-            self._handle(event)
+        times = self._times
+        times.enter("recv_requests")
+        events = self.mailbox.drain()
+        if events:
+            times.enter("process_input_requests")
+            for event in events:
+                self._handle(event)
+        times.enter("process_queue")
         if self.kv is not None:
             self.kv.tick()
         self.role.poll()
         was_under_way = bool(self._under_way)
         if was_under_way and self.role.needs_sync:
             self._process_all_results()
+        times.enter("get_next_batch_to_run")
         plan = None if self._paused or self._stopping else self.role.plan(self._step + 1)
+        times.enter("other")
         self.context.outbox.flush()
         if plan is None and self._idle_batches is not None:
             plan = self._idle_batches.plan(self._step + 1)
@@ -159,7 +171,9 @@ class Scheduler:
             self._process_result()
         self.context.outbox.flush()
         if not self._audited and self._idle:
+            times.enter("sanity_check_cache")
             self._audit_at_idle()
+            times.enter("other")
         return plan is not None or was_under_way
 
     def audit(self) -> list[str]:
@@ -197,8 +211,11 @@ class Scheduler:
 
     def _launch(self, plan: BatchPlan) -> StepHandle:
         self._step, self._audited = plan.step, False
+        self._times.enter("run_batch")
+        self._times.launch(self.role.step_kind if plan.rows else None)
         handle = self.context.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
         self.context.launched(plan.step)
+        self._times.enter("other")
         if plan.rows:
             self.role.launched(handle)
         return handle
@@ -210,7 +227,10 @@ class Scheduler:
     def _process_result(self) -> None:
         """Take the results of the oldest step."""
         handle = self._under_way.popleft()
+        self._times.enter("run_batch")
         result = self.context.executor.resolve(handle)
+        self._times.resolve()
+        self._times.enter("process_batch_result")
         self.context.resolved(handle.plan.step)
         if self._profiler.steps_left is not None:
             self._profiler.step()
@@ -218,6 +238,7 @@ class Scheduler:
         if handle.plan.rows:
             self._num_computed += 1
             self.role.commit(handle.plan, result)
+        self._times.enter("other")
 
     def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
         """End the requests whose grammar failed in this step; their tokens of this step are discarded."""
@@ -234,6 +255,7 @@ class Scheduler:
         memory = self.context.memory.counts() | {"reqs_live": len(self.role.live)}
         counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
         counters["evicted_pages"] = float(self.context.memory.pages.num_evicted)
+        counters |= self._times.counters()
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}

@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 import pdserve
 from pdserve.config.groups import DisaggMode, ServerConfig
@@ -25,7 +26,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware as access
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
-from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware
+from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware, HttpMetricsMiddleware
 from pdserve.server.http.request_id import RequestIdMiddleware
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
@@ -155,6 +156,8 @@ def create_app(
     observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
     access.install(app, config.access, context.max_body_bytes, proof)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(HttpMetricsMiddleware, metrics=metrics.http, paths=paths)
     app.add_middleware(RequestIdMiddleware, config=config.access, logs_access=config.observe.logs_access)
     return app
 

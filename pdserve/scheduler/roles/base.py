@@ -17,6 +17,7 @@ from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.step_log import DecodeStepLog
+from pdserve.scheduler.step_parts import StepKind
 from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
@@ -69,6 +70,11 @@ class SchedulerRole(Protocol):
 
     def plan(self, step: int) -> BatchPlan | None:
         """Return the batch of step `step`; None when there is nothing to compute."""
+        ...
+
+    @property
+    def step_kind(self) -> StepKind:
+        """What the rows of the last plan compute."""
         ...
 
     def launched(self, handle: StepHandle) -> None:
@@ -140,6 +146,11 @@ class BaseRole(abc.ABC):
         """See `SchedulerRole.plan`."""
         return self._batch_planner.plan(step)
 
+    @property
+    def step_kind(self) -> StepKind:
+        """See `SchedulerRole.step_kind`."""
+        return self._batch_planner.step_kind
+
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `SchedulerRole.end`."""
         if failure is not None:
@@ -169,6 +180,9 @@ class BaseRole(abc.ABC):
     def _running_since_s(self, req: Req) -> float | None:
         """When the request started; None: it waits, or its KV is transferred."""
         return req.times.started
+
+    def _prefilling_facts(self) -> dict[str, float]:
+        return {"num_prefill_inflight_reqs": len(self._batch_planner.prefilling.active)}
 
     def _leave(self, req: Req) -> None:
         """Remove the request from all queues and release its memory."""
@@ -265,4 +279,4 @@ class MixedBatchRole(BaseRole):
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""
-        return {"new_token_ratio": self._batch_planner.running.ratio.value}
+        return self._prefilling_facts() | {"new_token_ratio": self._batch_planner.running.ratio.value}

@@ -154,7 +154,7 @@ class PrefillRole(BaseRole):
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""
-        return {}
+        return self._prefilling_facts()
 
     def _send_logprobs(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt to the client, and to decode where its client wants them."""

@@ -304,6 +304,7 @@ class RequestStatsRecorder:
             record.arrived_at -= record.intake_s
             record.arrived_s = call.arrived_s
             record.path, record.request_id, record.traceparent = call.path, call.request_id, call.traceparent
+            record.routing_key = call.routing_key
             if call.span is not None and call.span.recorded:
                 record.request = msgspec.structs.replace(record.request, traced=True)
         if not record.request.probe:

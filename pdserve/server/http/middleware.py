@@ -57,6 +57,7 @@ from pdserve.http.access import (
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
+from pdserve.observe.http_metrics import HttpMetrics, routing_key_of
 from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.json_http import BODIES, error_response, json_response, refused
 
@@ -275,6 +276,7 @@ class HttpCall:
     span: CallSpan | None
     client: str = ""
     """The client, as `access` names clients."""
+    routing_key: str | None = None
 
     @property
     def traceparent(self) -> str | None:
@@ -333,8 +335,8 @@ def request_id_of(scope: Scope) -> str | None:
 
 
 def _arrived(scope: Scope, span: CallSpan | None) -> HttpCall:
-    client = scope.get(CLIENT_OF_SCOPE, "")
-    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id_of(scope), span, client)
+    client, key = scope.get(CLIENT_OF_SCOPE, ""), routing_key_of(scope["headers"])
+    return HttpCall(scope["path"], time.time(), time.monotonic(), request_id_of(scope), span, client, key)
 
 
 class DrainGate:
@@ -423,3 +425,30 @@ class DrainGateMiddleware:
             await self._app(scope, receive, send)
         finally:
             self._drain_gate.leave()
+
+
+class HttpMetricsMiddleware:
+    """ASGI middleware: counts the calls of known paths. `app` installs it outside of all others."""
+
+    def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http" or scope["path"] not in self._paths:
+            await self._app(scope, receive, send)
+            return
+        endpoint, method, key = scope["path"], scope["method"], routing_key_of(scope["headers"])
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._metrics.answered(endpoint, method, message["status"])
+            await send(message)
+
+        self._metrics.began(endpoint, method, key)
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            self._metrics.ended(endpoint, method, key)

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping
 from starlette.types import Receive, Scope, Send
 
 from pdserve.base.log import no_request
+from pdserve.base.startup_times import api_startup_s
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
 from pdserve.protocol.channel import ApiChannel
@@ -129,6 +130,7 @@ class EngineInstance:
         except BaseException:
             self._channel.close()
             raise
+        metrics.set_api_startup(api_startup_s())
         self._lifespan = self.app.router.lifespan_context(self.app)
         self._closed = False
 

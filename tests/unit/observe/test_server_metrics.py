@@ -12,9 +12,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggMode
 from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
-from pdserve.observe.metrics import TTFT_PARTS, ServerMetrics
-from pdserve.protocol.messages import EngineState, FinishReason, Flow, PeerLoad
+from pdserve.observe.metrics import TTFT_PARTS, RequestRecord, ServerMetrics
+from pdserve.protocol.messages import EngineState, FinishReason, Flow, GenerateRequest, PeerLoad
 from pdserve.protocol.replicas import merge_states
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until
@@ -84,7 +85,11 @@ def test_the_parts_of_a_start_have_sglang_s_names() -> None:
         "startup_scheduler_e2e_s": 4.0,
         "weight_bytes": 3 << 30,
         "kv_pool_bytes": 1 << 29,
+        "startup_available_bytes": 5 << 30,
+        "graph_bytes": 1 << 28,
+        "graph_s": 7.0,
     }
+    metrics.set_api_startup(1.5)
     samples = read(metrics.render(state(facts=facts)).decode())
     assert value(samples, "sglang:startup_time_seconds", phase="load_weight") == 2.0
     assert value(samples, "sglang:startup_time_seconds", phase="scheduler_e2e") == 4.0
@@ -92,6 +97,10 @@ def test_the_parts_of_a_start_have_sglang_s_names() -> None:
     assert value(samples, "sglang:engine_load_weights_time") == 2.5
     assert value(samples, "sglang:weight_memory_usage_gb") == 3.0
     assert value(samples, "sglang:kv_cache_memory_usage_gb") == 0.5
+    assert value(samples, "sglang:startup_available_gpu_memory_gb") == 5.0
+    assert value(samples, "sglang:graph_memory_usage_gb", phase="decode") == 0.25
+    assert value(samples, "sglang:startup_cuda_graph_time_seconds", phase="decode") == 7.0
+    assert value(samples, "sglang:startup_time_seconds", phase="tokenizer_e2e") == 1.5
 
 
 async def test_how_requests_end_is_counted(tokenizer: Tokenizer) -> None:
@@ -159,7 +168,7 @@ async def test_health_probes_are_no_traffic(tokenizer: Tokenizer, tmp_path: Path
         assert (await b.http.get("/health_generate")).status_code == 503
         assert all(request.probe for request in b.scheduler.requests) and len(b.scheduler.requests) == 2
         changed = {name for (name, _), value in (await scrape(b)).items() if before.get((name, _)) != value}
-        assert {name for name in changed if "process_" not in name} == set()
+        assert {name for name in changed if "process_" not in name and ":http_" not in name} == set()
         b.scheduler.script = lambda request: [73]
         assert (await b.http.post("/v1/completions", json=body(mode, 1, rid="mine"))).status_code == 200
         assert not b.scheduler.requests[-1].probe
@@ -279,3 +288,127 @@ def test_messages_of_before_can_still_be_read() -> None:
     for name in ("failures", "peers", "replicas", "audit"):
         del fields[name]
     assert msgspec.convert(fields, EngineState) == state()
+
+
+async def test_http_calls_by_endpoint_and_status(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        for _ in range(2):
+            assert (await b.http.post("/v1/completions", json=body("null", 1))).status_code == 200
+        assert (await b.http.post("/v1/completions", json={"prompt": 5.5})).status_code == 400
+        assert (await b.http.get("/no/such/path")).status_code == 404
+        samples = await scrape(b)
+        where = {"endpoint": "/v1/completions", "method": "POST"}
+        assert value(samples, "sglang:http_requests_total", **where) == 3
+        assert value(samples, "sglang:http_responses_total", **where, status_code="200") == 2
+        assert value(samples, "sglang:http_responses_total", **where, status_code="400") == 1
+        assert value(samples, "sglang:http_requests_active", **where) == 0
+        assert value(samples, "sglang:http_requests_active", endpoint="/metrics", method="GET") == 1, "this scrape"
+        assert not any("/no/such" in str(labels) for _, labels in samples)
+
+
+def test_requests_in_progress_by_routing_key() -> None:
+    metrics = ServerMetrics("m", "unified")
+    records = []
+    for key, count in (("a", 1), ("b", 3), ("c", 201), (None, 4)):
+        for index in range(count):
+            request = GenerateRequest(rid="r", input_ids=[1], sampling=CoreSamplingParams())
+            ttft_s = 1.0 if key == "b" or index == 0 else None
+            records.append(RequestRecord(request=request, name="r", routing_key=key, ttft_s=ttft_s))
+            metrics.started(records[-1])
+
+    def keys(name: str) -> dict[str, float]:
+        samples = read(metrics.render(None).decode())
+        labels = [(dict(pairs), count) for (metric, pairs), count in samples.items() if metric == f"sglang:{name}"]
+        return {f"{pairs['gt']}-{pairs['le']}": count for pairs, count in labels if count}
+
+    assert keys("routing_key_all_req_count") == {"0-1": 1, "2-3": 1, "200-+Inf": 1}
+    assert keys("routing_key_running_req_count") == {"0-1": 2, "2-3": 1}
+    samples = read(metrics.render(None).decode())
+    assert value(samples, "sglang:num_unique_running_routing_keys") == 3
+    assert sum(name == "sglang:routing_key_all_req_count" for name, _ in samples) == 11
+    for record in records:
+        record.outcome = "stop"
+        metrics.ended(record)
+    assert keys("routing_key_all_req_count") == {}
+
+
+async def test_the_routing_key_of_a_call_reaches_its_sequences(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer) as b:
+        seen: list[dict[str, float]] = []
+
+        def look(request: GenerateRequest) -> list[int]:
+            seen.append(read(b.metrics.render(None).decode()))  # type: ignore[arg-type]
+            return [73]
+
+        b.scheduler.script = look
+        headers = {"X-SMG-Routing-Key": "mine"}
+        assert (await b.http.post("/v1/completions", json=body("null", 1), headers=headers)).status_code == 200
+        assert value(seen[0], "sglang:routing_keys_active") == 1  # type: ignore[arg-type]
+        assert value(seen[0], "sglang:routing_key_all_req_count", gt="0", le="1") == 1  # type: ignore[arg-type]
+        samples = await scrape(b)
+        assert value(samples, "sglang:routing_keys_active") == 0
+        assert value(samples, "sglang:routing_key_all_req_count", gt="0", le="1") == 0
+
+
+@pytest.mark.parametrize(
+    ("queues", "depths"),
+    [
+        ({"num_queue_reqs": 5, "num_running_reqs": 1, "num_retracted_reqs": 2}, (3, 2)),
+        ({"num_queue_reqs": 5, "num_prefill_bootstrap_queue_reqs": 4, "num_prefill_inflight_queue_reqs": 9}, (9, 0)),
+        ({"num_queue_reqs": 5, "num_decode_prealloc_queue_reqs": 4, "num_retracted_reqs": 3}, (0, 3)),
+    ],
+    ids=["monolith", "prefill", "decode"],
+)
+def test_what_waits_for_prefill_and_what_was_retracted(queues: dict[str, int], depths: tuple[int, int]) -> None:
+    facts = {"num_prefill_inflight_reqs": 6}
+    samples = read(ServerMetrics("m", "unified").render(state(queues=queues, facts=facts)).decode())
+    assert (value(samples, "sglang:prefill_queue_depth"), value(samples, "sglang:decode_queue_depth")) == depths
+    assert value(samples, "sglang:num_prefill_inflight_reqs") == 6
+
+
+def test_counters_with_a_label_have_sglang_s_names() -> None:
+    counters = {"realtime_tokens.decode": 4.0, "scheduler_stage_seconds.idle": 2.0, "scheduler_idle_seconds": 2.0}
+    samples = read(ServerMetrics("m", "unified").render(state(counters=counters)).decode())
+    assert value(samples, "sglang:realtime_tokens_total", mode="decode") == 4
+    assert value(samples, "sglang:realtime_tokens_total", mode="prefill_compute") == 0
+    assert value(samples, "sglang:forward_execution_seconds_total", category="mixed") == 0
+    assert value(samples, "sglang:scheduler_stage_seconds_total", category="idle") == 2
+    assert value(samples, "sglang:scheduler_idle_seconds_total") == 2
+    assert value(samples, "sglang:process_cpu_seconds_total", component="tokenizer") > 0
+
+
+ESSENTIAL = """
+num_running_reqs num_used_tokens token_usage gen_throughput num_queue_reqs num_grammar_queue_reqs prefill_queue_depth
+decode_queue_depth num_prefill_inflight_reqs cache_hit_rate spec_accept_length prompt_tokens_total
+generation_tokens_total cached_tokens_total num_requests_total time_to_first_token_seconds inter_token_latency_seconds
+e2e_request_latency_seconds http_requests_active routing_keys_active num_unique_running_routing_keys
+routing_key_running_req_count routing_key_all_req_count weight_memory_usage_gb kv_cache_memory_usage_gb
+graph_memory_usage_gb startup_available_gpu_memory_gb startup_time_seconds startup_cuda_graph_time_seconds
+scheduler_idle_seconds_total scheduler_process_cpu_seconds_total scheduler_stage_seconds_total
+estimated_flops_per_gpu_total estimated_read_bytes_per_gpu_total estimated_write_bytes_per_gpu_total
+realtime_tokens_total forward_execution_seconds_total process_cpu_seconds_total
+"""
+"""What SGLang's own test of its metrics looks for."""
+WITHOUT_MEANING = {
+    "spec_accept_length",
+    "estimated_flops_per_gpu_total",
+    "estimated_read_bytes_per_gpu_total",
+    "estimated_write_bytes_per_gpu_total",
+}
+
+
+@pytest.mark.parametrize("mode", ["null", "prefill", "decode"])
+async def test_sglang_s_essential_metrics_are_exported_but_for_those_without_meaning(
+    tokenizer: Tokenizer, mode: DisaggMode
+) -> None:
+    async with bench(tokenizer, mode) as b:
+        assert (await b.http.post("/v1/completions", json=body(mode, 1))).status_code == 200
+        facts = {"startup_load_weight_s": 1.0, "weight_bytes": 1, "kv_pool_bytes": 1, "startup_available_bytes": 1}
+        facts |= {"graph_bytes": 0, "graph_s": 0.0, "num_prefill_inflight_reqs": 0}
+        text = b.metrics.render(state(facts=facts, counters={"scheduler_stage_seconds.idle": 1.0})).decode()
+    assert {name for name in ESSENTIAL.split() if f"sglang:{name}" not in text} == WITHOUT_MEANING
+
+
+def test_the_page_says_why_some_of_sglang_s_metrics_do_not_exist() -> None:
+    page = (Path(__file__).resolve().parents[3] / "docs" / "observability.md").read_text()
+    assert all(f"`{name}`" in page for name in WITHOUT_MEANING)

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.executor.interface import BatchRow
 from pdserve.protocol.messages import AbortRequest
-from pdserve.scheduler.batch_planner import BatchSplitter
+from pdserve.scheduler.step_parts import BatchSplitter
 from tests.unit.scheduler.kit import Mono
 
 WORDS = list(range(1, 401))

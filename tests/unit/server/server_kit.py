@@ -29,6 +29,7 @@ from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
@@ -319,6 +320,7 @@ class Bench:
     waiting: WaitingRequests
     app: Any
     http: httpx.AsyncClient
+    metrics: ServerMetrics
 
     def die(self) -> None:
         self.client.fail(EngineDeadError("killed"))
@@ -404,7 +406,7 @@ async def bench(
             scheduler.start()
             await client.wait_ready(5.0)
         try:
-            yield Bench(config, scheduler, client, api, waiting, app, http)
+            yield Bench(config, scheduler, client, api, waiting, app, http, metrics)
             await until(lambda: client.num_live == 0)
         finally:
             await client.stop()

@@ -1,0 +1,71 @@
+"""Where the scheduler loop's time goes, for `/metrics`, under SGLang's names.
+
+The times only inform: no decision depends on them, so ranks may measure different ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Literal, get_args
+
+from pdserve.scheduler.step_parts import StepKind
+
+Stage = Literal[
+    "recv_requests", "process_input_requests", "process_queue", "get_next_batch_to_run", "run_batch",
+    "process_batch_result", "sanity_check_cache", "idle", "other",
+]  # fmt: skip
+"""SGLang's names of the stages: take events; handle them; poll transfers; plan a step; launch it, and wait for its
+results; commit them; run the self-audit; sleep; all else.
+"""
+STAGE_SECONDS, FORWARD_SECONDS = "scheduler_stage_seconds", "forward_execution_seconds"
+KINDS: Sequence[StepKind] = get_args(StepKind)
+
+
+class LoopTimes:
+    """Seconds of the loop by stage, which add up to its whole time, and of steps by kind. Scheduler thread only."""
+
+    def __init__(
+        self, now: Callable[[], float] = time.perf_counter, cpu: Callable[[], float] = time.process_time
+    ) -> None:
+        """`now`: wall time in seconds; `cpu`: CPU time of this process."""
+        self._now, self._cpu = now, cpu
+        self._stage: Stage = "other"
+        self._since = self._resolved = now()
+        self._stages: dict[Stage, float] = dict.fromkeys(get_args(Stage), 0.0)
+        self._kinds: dict[StepKind, float] = dict.fromkeys(KINDS, 0.0)
+        self._launched: deque[tuple[StepKind | None, float]] = deque()
+
+    def begin(self) -> None:
+        """Begin to count: the loop starts now."""
+        self._since = self._resolved = self._now()
+
+    def enter(self, stage: Stage) -> None:
+        """End the current stage and begin `stage`."""
+        now = self._now()
+        self._stages[self._stage] += now - self._since
+        self._stage, self._since = stage, now
+
+    def launch(self, kind: StepKind | None) -> None:
+        """Record that a step is launched now; None: one without rows, which counts as no kind."""
+        self._launched.append((kind, self._now()))
+
+    def resolve(self) -> None:
+        """Record that the results of the oldest step have arrived.
+
+        A step counts from its launch, or from the results of the step before it where that was under way.
+        """
+        kind, began = self._launched.popleft()
+        now = self._now()
+        if kind is not None:
+            self._kinds[kind] += now - max(began, self._resolved)
+        self._resolved = now
+
+    def counters(self) -> dict[str, float]:
+        """Return the totals as counters of `EngineState`."""
+        self.enter(self._stage)
+        stages = {f"{STAGE_SECONDS}.{stage}": seconds for stage, seconds in self._stages.items()}
+        kinds = {f"{FORWARD_SECONDS}.{kind}": seconds for kind, seconds in self._kinds.items()}
+        idle_s = self._stages["idle"]
+        return {**stages, **kinds, "scheduler_idle_seconds": idle_s, "scheduler_process_cpu_seconds": self._cpu()}
