@@ -109,3 +109,42 @@ def test_a_short_prompt_overtakes_a_long_one(served: Served) -> None:
     assert [answer.status_code for answer in answers] == [200, 200], [answer.text for answer in answers]
     assert ended == ["short", "long"]
     assert_idle(*served.workers)
+
+
+PRIORITIES = ("--max-running-requests", "1", "--max-queued-requests", "3", "--enable-priority-scheduling")
+
+
+@pytest.fixture(scope="module")
+def urgent_monolith(model: str) -> Iterator[Server]:
+    with running_monolith(model, *FLAGS, *PRIORITIES) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def urgent_pair(model: str) -> Iterator[Pair]:
+    with running_pair(model, *FLAGS, *PRIORITIES) as started:
+        yield started
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deployment", ["urgent_monolith", "urgent_pair"])
+def test_an_urgent_request_takes_the_row_of_a_running_one_which_goes_on_later(
+    request: pytest.FixtureRequest, deployment: str
+) -> None:
+    served: Served = request.getfixturevalue(deployment)
+    url, generates = served.url, served.workers[-1]
+    bodies = [body(20, 1500, seed=1), body(30, 300, seed=2), body(40, 40, seed=3)]
+    expected = [generate_all(url, [fields])[0]["output_ids"] for fields in bodies]
+    ended: list[int] = []
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        calls: list[Future[requests.Response]] = []
+        for index, priority in enumerate((0, 10, 20)):
+            call = pool.submit(post, url, bodies[index] | {"priority": priority})
+            call.add_done_callback(lambda _, index=index: ended.append(index))
+            calls.append(call)
+            until(lambda: generates.state()["num_running_reqs"] == 1, 20, "the first request is running")
+        answers = [call.result().json() for call in calls]
+    assert ended == [2, 1, 0], "the second is urgent by no more than the threshold"
+    assert [answer["output_ids"] for answer in answers] == expected
+    assert generates.counter("requests_preempted") == 1
+    assert_idle(*served.workers)
