@@ -179,7 +179,7 @@ class LLM:
         A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: one for all
         prompts, or one per prompt; `SamplingParams`, or a dict with its names or SGLang's; None: the defaults.
         `use_tqdm`: show a progress bar, or a function to call in place of `tqdm`. `priority`: one per prompt, higher
-        first under `schedule_policy="priority"`; None: 0 for all.
+        first with `enable_priority_scheduling` or `schedule_policy="priority"`; None: 0 for all.
 
         All arguments are validated before the first request is sent. Ctrl-C aborts the running requests; the LLM stays
         usable.

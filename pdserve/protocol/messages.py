@@ -42,7 +42,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     room: RoomAddress | None = None
     arrival_s: float = 0.0
     priority: int = 0
-    """Higher runs first under `--schedule-policy priority`. Priority eviction keeps its prefix longer."""
+    """Urgency, see `PriorityRules`: higher runs first by default. Priority eviction keeps its prefix longer."""
     replica: int | None = None
     """Data-parallel rank that must take the request, for probes. None: the room's rank, or the least loaded one."""
     traced: bool = False

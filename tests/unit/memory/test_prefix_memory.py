@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from pdserve.memory.kv_memory import KVMemory
@@ -221,4 +223,35 @@ def test_a_lease_has_no_more_cached_pages_than_it_asked_for() -> None:
     lease = memory.reserve_tokens(2 * PAGE_TOKENS, "r", letters("abcd"), 4 * PAGE_TOKENS)
     assert lease is not None
     assert (lease.pages, lease.num_prefix_pages) == ([0, 1], 2)
+    assert memory.audit() == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_release_frees_what_was_foretold_and_a_prompt_takes_what_was_foretold(seed: int) -> None:
+    rng = random.Random(seed)
+    memory = make_memory(40)
+    texts = ["".join(rng.choice("ab") for _ in range(6)) for _ in range(9)]
+    leases = []
+    for text in texts[:7]:
+        tokens = letters(text)
+        lease = memory.reserve_tokens(6 * PAGE_TOKENS, text, tokens, 5 * PAGE_TOKENS)
+        if lease is not None:
+            computed = rng.randint(lease.num_prefix_pages, 6) * 4 * PAGE_TOKENS
+            memory.cache(lease, tokens[:computed])
+            leases.append((lease, tokens[: rng.choice((computed, 6 * 4 * PAGE_TOKENS))]))
+    if seed % 4 == 0:
+        leases[0][0].hold("remote")
+        leases[0] = leases[0][0], b""
+    going = rng.sample(leases, rng.randint(1, len(leases)))
+    wanted, most = letters(texts[-1]), 5 * PAGE_TOKENS
+    after = memory.preview_release(lease for lease, _ in going)
+    expected = memory.num_available + after.num_pages
+    taken = memory.num_taken(6 * PAGE_TOKENS, wanted, most, after)
+    for lease, tokens in going:
+        memory.cache(lease, tokens, ending=True)
+        lease.drop("request")
+    assert memory.num_available == expected
+    if taken <= expected:
+        assert memory.reserve_tokens(6 * PAGE_TOKENS, "new", wanted, most) is not None
+        assert memory.num_available == expected - taken
     assert memory.audit() == []
