@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from pdserve.base.clock import Clock, RetryAfterEstimator
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
@@ -334,7 +336,8 @@ class Scheduler:
             self.context.counters[PROBES if spec.probe else "requests"] += 1
             if displaced is not None:
                 self.context.counters["requests_evicted"] += not displaced.spec.probe
-                self.role.end(displaced, EVICTED)
+                retry_after_s = self._retry_after.retry_after_s(self._num_ended())
+                self.role.end(displaced, msgspec.structs.replace(EVICTED, retry_after_s=retry_after_s))
             if self._evictions is not None:
                 self._evictions.add(req, self.role.num_waiting)
         except RequestError as error:

@@ -30,6 +30,9 @@ MAX_MODEL_CHARS = 1024
 ANY_MODEL = ("", "default", "unknown")
 """Model names that select the served model. sglang-router sends `unknown` for a chat without a model."""
 
+PRIORITY_RETRY_S = 60
+"""`Retry-After` of a refused priority. Routers count a 503 without one as a failure of the server."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
@@ -102,7 +105,9 @@ class ServerContext:
         schedule = self.config.schedule
         if body.priority is not None and schedule.abort_on_priority_when_disabled and not schedule.uses_priority:
             message = "Using priority is disabled for this server. Please send a new request without a priority."
-            raise RequestError(message, field="priority", status=503, code="priority_disabled")
+            raise RequestError(
+                message, field="priority", status=503, code="priority_disabled", retry_after_s=PRIORITY_RETRY_S
+            )
         check_size(prompts, n, self.limits().most_body_tokens, field)
         return make_requests(
             prompts,

@@ -58,6 +58,7 @@ async def test_a_priority_is_refused_where_it_acts_on_no_queue_and_the_flag_says
         answer = await b.http.post(path, json=body | {"priority": 0})
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "priority_disabled")
         assert "Using priority is disabled" in answer.json()["message"]
+        assert int(answer.headers["Retry-After"]) > 0, "without it a router counts a failure of the server"
     for used in ({"enable_priority_scheduling": True}, {"schedule_policy": "priority"}):
         schedule = ScheduleConfig(abort_on_priority_when_disabled=True, **used)  # type: ignore[arg-type]
         async with bench(tokenizer, schedule=schedule) as b:
