@@ -106,9 +106,26 @@ def press_monolith(seed: int) -> Counter[str]:
     return node.scheduler.context.counters
 
 
-def press(seed: int, faults: Faults) -> Played:
-    """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left."""
-    shape, prompts = pressured(seed)
+def crowded(seed: int) -> Shape:
+    """The shape of a seed with priority scheduling, few rows and short queues."""
+    shape, _ = pressured(seed)
+    return dataclasses.replace(
+        shape,
+        rules=PriorityRules(enabled=True, threshold=seed % 2, low_values_first=seed % 5 == 0),
+        policy="fcfs" if shape.policy == "lpm" else shape.policy,
+        num_rows=1 + seed % 4,
+        max_queued=(None, 1, 2)[seed % 3],
+        load_failure_policy="recompute" if seed // 2 % 2 else "fail",
+    )
+
+
+def press(seed: int, faults: Faults, shape: Shape | None = None) -> Played:
+    """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left.
+
+    `shape`: another one than the seed's.
+    """
+    given, prompts = pressured(seed)
+    shape = shape or given
     expected = monolith_tokens(shape, prompts)
     world = World(seed, shape, faults)
     results = world.run(prompts, num_rooms=8)

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from tests.world.pressure import FAULTS, KILLS, press_monolith, tally_of
+from tests.world.pressure import FAULTS, KILLS, crowded, press, press_monolith, tally_of
 
 
 @pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 2000), marks=pytest.mark.slow)], ids=len)
@@ -27,3 +27,12 @@ def test_a_monolith_with_memory_for_its_largest_request_only() -> None:
         totals += press_monolith(seed)
     assert totals["requests_retracted"] and totals["restored_pages"] and totals["recomputed_tokens"]
     assert totals["requests_preempted"]
+
+
+@pytest.mark.slow
+def test_urgent_requests_preempt_others_and_displace_them_from_full_queues() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(200):
+        totals += press(seed, (FAULTS, KILLS)[seed // 5 % 2], crowded(seed)).events
+    for event in ("requests_preempted", "requests_evicted", "requests_retracted", "kv_loads_recomputed", "kills"):
+        assert totals[event] > 20, (event, totals)
