@@ -188,7 +188,7 @@ def test_timeouts_come_from_sglangs_variables_unless_a_flag_is_given(monkeypatch
     schedule = parse_server_args([*MODEL, "--req-waiting-timeout-s", "0", "--req-running-timeout-s", "9"]).schedule
     assert (schedule.waiting_timeout_s, schedule.running_timeout_s) == (None, 9.0)
     monkeypatch.setenv("SGLANG_REQ_RUNNING_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="SGLANG_REQ_RUNNING_TIMEOUT must be a number, got 'soon'"):
+    with pytest.raises(ConfigError, match="SGLANG_REQ_RUNNING_TIMEOUT is 'soon', but must be a number"):
         parse_server_args(MODEL)
 
 
