@@ -26,7 +26,7 @@ import numpy as np
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.memory import shared
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.memory.lease import Lease, LeasePool, PageAllocator
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.control import ZmqControlSocket
@@ -54,13 +54,11 @@ GROUPS = {
 def layout_of(name: str, page_tokens: int) -> KVLayout:
     """The layout called `name`."""
     num_layers, num_heads, head_dim = GROUPS[name]
-    group = KVGroup(
+    group = attention_group(
         name="kv",
-        kind=GroupKind.FULL,
         num_layers=num_layers,
         page_tokens=page_tokens,
         num_kv_heads=num_heads,
-        num_kv_heads_total=num_heads,
         head_dim=head_dim,
         dtype="bfloat16",
     )

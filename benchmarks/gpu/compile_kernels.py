@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import report
 from benchmarks.gpu.kernel_checks import AttentionShape
 from pdserve.executor.backend_choice import make_attention, make_kernels
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
@@ -195,9 +195,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
 def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     """One layer's attention, on memory that nobody reads."""
     cpu = torch.device("cpu")
-    group = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=shape.page_tokens,
-        num_kv_heads=shape.num_kv_heads, num_kv_heads_total=shape.num_kv_heads, head_dim=shape.head_dim,
+    group = attention_group(
+        num_layers=2, page_tokens=shape.page_tokens,
+        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
         dtype=shape.dtype,
     )  # fmt: skip
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32

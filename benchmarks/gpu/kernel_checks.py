@@ -18,7 +18,7 @@ from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
+from pdserve.memory.layout import KVLayout, attention_group, pages_for
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch
@@ -120,9 +120,9 @@ def step_of(
 ) -> tuple[ForwardBatch, Callable[[], KVPool]]:
     """A batch of these rows, and pools that hold what is before them, all alike."""
     counts = [pages_for(end, shape.page_tokens) for _, end in spans]
-    group = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=shape.page_tokens,
-        num_kv_heads=shape.num_kv_heads, num_kv_heads_total=shape.num_kv_heads, head_dim=shape.head_dim,
+    group = attention_group(
+        num_layers=2, page_tokens=shape.page_tokens,
+        num_kv_heads=shape.num_kv_heads, head_dim=shape.head_dim,
         dtype=shape.dtype,
     )  # fmt: skip
     table = PageTable(len(spans), max(counts))

@@ -132,7 +132,7 @@ class LocalExecutor:
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = _runner(device, overlap, layout.groups[0].layers_of(self.coord))
+        self._runner = _runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)

@@ -1,93 +1,159 @@
 """KV page geometry as frozen data: what a model caches, and the memory layout of a page.
 
-A page is one contiguous block across all layers of its group: `[page, layer, k/v, head, token, dim]`. Allocator,
-planner, transports and tests know a model only by this geometry. All arithmetic on pages, slots and bytes is here.
+A model's cache is a list of groups. A group has layers of the model, and for each layer the same planes. A plane is one
+tensor `[head, row, width]`: keys, values, a latent, a recurrent state. A page is one contiguous block across all layers
+of its group, `[page, layer, plane]`. A page of a token group holds `page_tokens` tokens, the rows of its planes. A page
+of a STATE group is a slot, which holds the state of one request.
+
+Allocator, planner, transports and tests know a model only by this geometry. All arithmetic on pages, slots and bytes is
+here.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
+from collections.abc import Sequence
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of
+from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 
 DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
 """A number of tokens or pages, or a position; or an array of them."""
 
 
 class GroupKind(enum.Enum):
-    """Content of a group's pages. Planned kinds: WINDOW, STATE, INDEX, EMBED."""
+    """Content of a group's pages."""
 
     FULL = "full"
     """Keys and values of every token."""
+    WINDOW = "window"
+    """Keys and values of the last `window` tokens."""
     MLA = "mla"
     """One latent vector for every token, the same on all tensor ranks (arXiv:2405.04434)."""
+    INDEX = "index"
+    """One key for every token, by which sparse attention selects tokens (DeepSeek-V3.2)."""
+    STATE = "state"
+    """Recurrent state of a request, which replaces its predecessor with every token."""
+    DRAFT = "draft"
+    """Keys and values of the layers of a draft model."""
+
+
+class Shard(enum.Enum):
+    """How tensor ranks divide the heads of a plane."""
+
+    KV_HEAD = "kv_head"
+    KEY_HEAD = "key_head"
+    VALUE_HEAD = "value_head"
+    GROUP = "group"
+    """Groups of heads that share B and C (Mamba-2); every rank has all of them if the ranks do not divide them."""
+    REPLICATED = "replicated"
+    """Every rank has all heads."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plane:
+    """One tensor of each layer of a group: `[num_heads, rows, width]`, contiguous.
+
+    `num_heads`: heads that the page holds. `num_heads_total`: heads of the model. In a token group the rows are the
+    tokens of a page.
+    """
+
+    name: str
+    num_heads: int
+    num_heads_total: int
+    rows: int
+    width: int
+    dtype: str
+    shard: Shard = Shard.KV_HEAD
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of one layer of one page."""
+        return self.rows * self.width * DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one layer of one page."""
+        return self.num_heads * self.head_bytes
+
+    def heads_of(self, coord: RankCoord) -> range:
+        """Return the model's heads that a rank has."""
+        size = coord.shape.tp_size
+        undivided = self.shard is Shard.GROUP and self.num_heads_total % size != 0
+        if self.shard is Shard.REPLICATED or undivided:
+            return range(self.num_heads_total)
+        if self.shard is Shard.GROUP:
+            return part_of(self.num_heads_total, size, coord.tp_rank)
+        return kv_heads_of(self.num_heads_total, size, coord.tp_rank)
+
+    def of_rank(self, coord: RankCoord) -> Plane:
+        """Return the part of this plane that lies in one rank's pages."""
+        assert self.num_heads == self.num_heads_total, "this plane is a rank's part already"
+        return dataclasses.replace(self, num_heads=len(self.heads_of(coord)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVGroup:
     """Layers that share a page pool: those of the whole model, or after `of_rank` those of one rank.
 
-    `num_kv_heads`: heads in a page. `num_kv_heads_total`: heads of the model. MLA has one head, the latent.
+    `layers` are the model's numbers, ascending. `num_model_layers`: layers of the model, which pipeline stages divide.
+    `page_tokens` is 0 for STATE. `window`: tokens that a WINDOW layer reads, its own included; None for other kinds.
     """
 
     name: str
     kind: GroupKind
-    num_layers: int
+    layers: tuple[int, ...]
+    num_model_layers: int
     page_tokens: int
-    num_kv_heads: int
-    num_kv_heads_total: int
-    head_dim: int
-    dtype: str
+    planes: tuple[Plane, ...]
+    window: int | None = None
+
+    def __hash__(self) -> int:
+        """Return the hash of the fields, which is computed once: groups are keys of caches on the transfer path."""
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     @property
-    def page_shape(self) -> tuple[int, int, int, int, int]:
-        """`(layer, k/v, head, token, dim)` of one page."""
-        return (self.num_layers, self.num_planes, self.num_kv_heads, self.page_tokens, self.head_dim)
+    def num_layers(self) -> int:
+        """Number of layers."""
+        return len(self.layers)
 
     @property
     def num_planes(self) -> int:
-        """2 for keys and values, 1 for an MLA latent."""
-        return 1 if self.kind is GroupKind.MLA else 2
+        """Number of planes of a layer, such as 2 for keys and values, 1 for an MLA latent."""
+        return len(self.planes)
 
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of one head of one plane of one layer of one page."""
-        return self.page_tokens * self.head_dim * DTYPE_BYTES[self.dtype]
+    @functools.cached_property
+    def plane_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each plane in its layer; a plane is aligned to its dtype."""
+        offsets, end = [], 0
+        for plane in self.planes:
+            start = _align(end, DTYPE_BYTES[plane.dtype])
+            offsets.append(start)
+            end = start + plane.num_bytes
+        return tuple(offsets)
 
-    @property
+    @functools.cached_property
     def layer_bytes(self) -> int:
         """Bytes of one layer of one page."""
-        return self.num_planes * self.num_kv_heads * self.head_bytes
+        end = self.plane_offsets[-1] + self.planes[-1].num_bytes
+        return _align(end, max(DTYPE_BYTES[plane.dtype] for plane in self.planes))
 
     @property
     def page_bytes(self) -> int:
         """Bytes of one page."""
         return self.num_layers * self.layer_bytes
-
-    @property
-    def page_blocks(self) -> int:
-        """Blocks in one page. A block is one head of one plane of one layer, `[token, dim]`, contiguous."""
-        return self.num_layers * self.num_planes * self.num_kv_heads
-
-    def block(self, layer: int, plane: int = 0, head: int = 0) -> int:
-        """Return the index of a block in its page. The arguments are numbers within this group."""
-        return (layer * self.num_planes + plane) * self.num_kv_heads + head
-
-    def pages_for(self, num_tokens: Count) -> Count:
-        """Return the pages that hold `num_tokens` tokens."""
-        return pages_for(num_tokens, self.page_tokens)
-
-    def tokens_in(self, num_pages: Count) -> Count:
-        """Return the tokens that `num_pages` pages hold."""
-        return num_pages * self.page_tokens
 
     def bytes_of(self, num_pages: int) -> int:
         """Return the bytes of `num_pages` pages."""
@@ -97,40 +163,168 @@ class KVGroup:
         """Return how many pages fit in `num_bytes` bytes, at least 1."""
         return max(1, num_bytes // self.page_bytes)
 
+    def pages_for(self, num_tokens: Count) -> Count:
+        """Return the pages that hold `num_tokens` tokens."""
+        return pages_for(num_tokens, self.page_tokens)
+
+    def tokens_in(self, num_pages: Count) -> Count:
+        """Return the tokens that `num_pages` pages hold."""
+        return num_pages * self.page_tokens
+
     def page_and_slot(self, positions: Count) -> tuple[Count, Count]:
         """Return the index of each position's page among the pages of its row, and its slot in the page."""
         return page_and_slot(positions, self.page_tokens)
 
-    def layers_of(self, coord: RankCoord) -> range:
-        """Return the model's layers that a rank has. Call it, `heads_of` and `of_rank` on the whole model's group."""
-        return layers_of(self.num_layers, coord.shape.pp_size, coord.pp_rank)
+    # ------------------------------------------------------------------ groups whose planes are alike, as K and V
 
-    def heads_of(self, coord: RankCoord) -> range:
-        """Return the model's KV heads that a rank has."""
-        return kv_heads_of(self.num_kv_heads_total, coord.shape.tp_size, coord.tp_rank)
+    @property
+    def is_uniform(self) -> bool:
+        """True when all planes have the same shape, dtype and shard."""
+        return all(dataclasses.replace(plane, name=self.planes[0].name) == self.planes[0] for plane in self.planes)
+
+    @property
+    def page_shape(self) -> tuple[int, int, int, int, int]:
+        """`(layer, plane, head, row, width)` of one page of a uniform group."""
+        assert self.is_uniform, self.name
+        plane = self.planes[0]
+        return (self.num_layers, self.num_planes, plane.num_heads, plane.rows, plane.width)
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Heads of the first plane."""
+        return self.planes[0].num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Width of the first plane."""
+        return self.planes[0].width
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the first plane."""
+        return self.planes[0].dtype
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one head of the first plane of one layer of one page."""
+        return self.planes[0].head_bytes
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks in one page of a uniform group. A block is one head of one plane of one layer, `[row, width]`."""
+        return self.num_layers * self.num_planes * self.num_kv_heads
+
+    def block(self, layer: int, plane: int = 0, head: int = 0) -> int:
+        """Return the index of a block in its page. The arguments are numbers within this uniform group."""
+        return (layer * self.num_planes + plane) * self.num_kv_heads + head
+
+    # ------------------------------------------------------------------ the whole model's group
+
+    def layers_of(self, coord: RankCoord) -> tuple[int, ...]:
+        """Return the model's layers of this group that a rank has."""
+        stage = layers_of(self.num_model_layers, coord.shape.pp_size, coord.pp_rank)
+        return tuple(layer for layer in self.layers if layer in stage)
+
+    def heads_of(self, coord: RankCoord) -> tuple[range, ...]:
+        """Return the model's heads that a rank has, for each plane."""
+        return tuple(plane.heads_of(coord) for plane in self.planes)
 
     def of_rank(self, coord: RankCoord) -> KVGroup:
-        """Return the part of this group that lies in one rank's pages."""
-        assert self.num_kv_heads == self.num_kv_heads_total, "this group is a rank's part already"
-        layers, heads = self.layers_of(coord), self.heads_of(coord)
-        return dataclasses.replace(self, num_layers=len(layers), num_kv_heads=len(heads))
+        """Return the part of this group that lies in one rank's pages. It may have no layer."""
+        planes = tuple(plane.of_rank(coord) for plane in self.planes)
+        return dataclasses.replace(self, layers=self.layers_of(coord), planes=planes)
+
+    def fields(self) -> dict[str, str | int]:
+        """Return the facts that two peers must agree on, by user-readable names."""
+        facts: dict[str, str | int] = {"kind": self.kind.value, "num_layers": self.num_layers}
+        if self.num_layers != self.num_model_layers:
+            facts["layers"] = ",".join(map(str, self.layers))
+        if self.page_tokens:
+            facts["page_size"] = self.page_tokens
+        if self.window is not None:
+            facts["window"] = self.window
+        if self.is_uniform and self.page_tokens:
+            plane = self.planes[0]
+            return facts | {
+                "num_kv_heads": plane.num_heads,
+                "head_dim": plane.width,
+                "kv_cache_dtype": plane.dtype,
+            }
+        for plane in self.planes:
+            facts |= {
+                f"{plane.name}.num_heads": plane.num_heads,
+                f"{plane.name}.rows": plane.rows,
+                f"{plane.name}.width": plane.width,
+                f"{plane.name}.dtype": plane.dtype,
+                f"{plane.name}.shard": plane.shard.value,
+            }
+        return facts
+
+
+def attention_group(
+    *,
+    page_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    num_layers: int,
+    layers: Sequence[int] | None = None,
+    name: str | None = None,
+    kind: GroupKind = GroupKind.FULL,
+    v_head_dim: int | None = None,
+    window: int | None = None,
+) -> KVGroup:
+    """Return the group of a model's attention layers: planes `k` and `v`, or the one plane `latent` of MLA.
+
+    `num_layers` are the layers of the model, `layers` those of the group: all when None. `v_head_dim` is `head_dim`
+    when None.
+    """
+    names = {"k": head_dim, "v": head_dim if v_head_dim is None else v_head_dim}
+    if kind is GroupKind.MLA:
+        names = {"latent": head_dim}
+    planes = tuple(
+        Plane(
+            name=plane,
+            num_heads=num_kv_heads,
+            num_heads_total=num_kv_heads,
+            rows=page_tokens,
+            width=width,
+            dtype=dtype,
+            shard=Shard.REPLICATED if kind in (GroupKind.MLA, GroupKind.INDEX) else Shard.KV_HEAD,
+        )
+        for plane, width in names.items()
+    )
+    return KVGroup(
+        name=kind.value if name is None else name,
+        kind=kind,
+        layers=tuple(range(num_layers) if layers is None else layers),
+        num_model_layers=num_layers,
+        page_tokens=page_tokens,
+        planes=planes,
+        window=window,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class KVLayout:
-    """All groups of a model, or of one rank of it."""
+    """All groups of a model, or of one rank of it. The first is a token group."""
 
     groups: tuple[KVGroup, ...]
 
     @property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return self.groups[0].num_model_layers
+
+    @property
     def page_tokens(self) -> int:
-        """Tokens per page; equal in all groups."""
+        """Tokens per page; equal in all token groups."""
         return self.groups[0].page_tokens
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token over all groups."""
-        return sum(group.page_bytes // group.page_tokens for group in self.groups)
+        """KV bytes of one token over all token groups."""
+        return sum(group.page_bytes // group.page_tokens for group in self.groups if group.page_tokens)
 
     @property
     def page_bytes(self) -> int:
@@ -161,6 +355,10 @@ class KVLayout:
         """Return the index of each position's page among the pages of its row, and its slot in the page."""
         return page_and_slot(positions, self.page_tokens)
 
+    def layers_of(self, coord: RankCoord) -> range:
+        """Return the model's layers that a rank has. Call it and `of_rank` on the whole model's layout."""
+        return layers_of(self.num_layers, coord.shape.pp_size, coord.pp_rank)
+
     def of_rank(self, coord: RankCoord) -> KVLayout:
         """Return the part of this layout that lies in one rank's pages."""
         return KVLayout(tuple(group.of_rank(coord) for group in self.groups))
@@ -170,14 +368,7 @@ class KVLayout:
         facts: dict[str, str | int] = {"layout_version": LAYOUT_VERSION, "num_groups": len(self.groups)}
         for group in self.groups:
             prefix = "" if len(self.groups) == 1 else f"{group.name}."
-            facts |= {
-                f"{prefix}kind": group.kind.value,
-                f"{prefix}num_layers": group.num_layers,
-                f"{prefix}page_size": group.page_tokens,
-                f"{prefix}num_kv_heads": group.num_kv_heads,
-                f"{prefix}head_dim": group.head_dim,
-                f"{prefix}kv_cache_dtype": group.dtype,
-            }
+            facts |= {f"{prefix}{name}": value for name, value in group.fields().items()}
         return facts
 
     def fingerprint(self) -> str:
@@ -193,3 +384,7 @@ def pages_for(num_tokens: Count, page_tokens: int) -> Count:
 def page_and_slot(positions: Count, page_tokens: int) -> tuple[Count, Count]:
     """Return the index of each position's page among the pages of its row, and its slot in the page."""
     return divmod(positions, page_tokens)
+
+
+def _align(offset: int, size: int) -> int:
+    return -(-offset // size) * size

@@ -16,7 +16,7 @@ from typing import Any
 
 from pdserve.base.parallel import ParallelShape, check_split
 from pdserve.errors import ConfigError, ModelError
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import MAX_WIDTH, read_count, read_mapping, read_number, read_texts, read_token_ids
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MoeSpec, Operation, WeightNames
@@ -141,14 +141,12 @@ def spec_from_config(
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: one FULL group of all layers."""
-    group = KVGroup(
-        name="full",
-        kind=GroupKind.FULL,
+    heads = spec.attention
+    group = attention_group(
         num_layers=spec.num_layers,
         page_tokens=page_tokens,
-        num_kv_heads=spec.attention.num_kv_heads,
-        num_kv_heads_total=spec.attention.num_kv_heads,
-        head_dim=spec.attention.head_dim,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
         dtype=dtype,
     )
     return KVLayout((group,))

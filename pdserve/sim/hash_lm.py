@@ -17,7 +17,7 @@ from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.checksum import RankDigest, digest_group
@@ -35,20 +35,10 @@ _WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64
 
 def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1) -> KVLayout:
     """Return the KV layout of the hash model: heads of one 64-bit number."""
-    return KVLayout(
-        (
-            KVGroup(
-                name="full",
-                kind=GroupKind.FULL,
-                num_layers=num_layers,
-                page_tokens=page_tokens,
-                num_kv_heads=num_heads,
-                num_kv_heads_total=num_heads,
-                head_dim=1,
-                dtype="uint64",
-            ),
-        )
+    group = attention_group(
+        num_layers=num_layers, page_tokens=page_tokens, num_kv_heads=num_heads, head_dim=1, dtype="uint64"
     )
+    return KVLayout((group,))
 
 
 def _mix(value: int) -> int:
@@ -79,9 +69,9 @@ class HashExecutor:
         self._held: dict[tuple[int, int], list[tuple[U64, int, int]]] = {}
         """By model layer and head: every pool that holds it, with the layer and head index in that pool."""
         for coord, pool in zip(coords, self.pools, strict=True):
-            layers, heads = self._group.layers_of(coord), self._group.heads_of(coord)
-            for layer, head in itertools.product(layers, heads):
-                entry = (pool, layer - layers.start, head - heads.start)
+            layers, heads = self._group.layers_of(coord), self._group.heads_of(coord)[0]
+            for (index, layer), head in itertools.product(enumerate(layers), heads):
+                entry = (pool, index, head - heads.start)
                 self._held.setdefault((layer, head), []).append(entry)
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}

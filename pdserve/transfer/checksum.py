@@ -78,6 +78,7 @@ def digest_group(
         num_tokens: leading tokens of the request that count.
     """
     group = window.group
+    assert len(window.layers) == window.layers[-1] + 1 - window.layers[0], "layers without a gap"
     cells = np.zeros((group.num_layers, group.num_planes, group.num_kv_heads), dtype=np.uint32)
     pages: list[U32] = []
     for piece in pieces:
@@ -87,8 +88,8 @@ def digest_group(
         first += len(piece)
     return GroupDigest(
         name=group.name,
-        layers=(window.layers.start, window.layers.stop),
-        heads=(window.heads.start, window.heads.stop),
+        layers=(window.layers[0], window.layers[-1] + 1),
+        heads=(window.heads[0].start, window.heads[0].stop),
         num_planes=group.num_planes,
         cells=cells.astype("<u4").tobytes(),
         pages=np.concatenate(pages).astype("<u4").tobytes() if pages else b"",
@@ -133,9 +134,9 @@ def _blocks(window: RankShard, piece: npt.NDArray[np.uint8], first: int, num_tok
     content = (flat.astype(np.uint64) * multipliers).sum(axis=-1, dtype=np.uint64)
     numbers = [
         np.arange(first, first + len(piece)),
-        np.arange(window.layers.start, window.layers.stop),
+        np.asarray(window.layers),
         np.arange(group.num_planes),
-        np.arange(window.heads.start, window.heads.stop),
+        np.asarray(window.heads[0]),
     ]
     salt = np.zeros((), dtype=np.uint64)
     for axis, values in enumerate(numbers):

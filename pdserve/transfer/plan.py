@@ -16,18 +16,21 @@ import numpy as np
 
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import HandshakeError
-from pdserve.memory.layout import KVGroup, KVLayout
+from pdserve.memory.layout import KVGroup, KVLayout, Plane
 from pdserve.transfer.wire import Hello
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ShardFlow:
-    """Rank `source_rank` sends `layers` x `heads` (numbers within the model) to rank `destination_rank`."""
+    """Rank `source_rank` sends `layers`, and of each plane `heads[plane]`, to rank `destination_rank`.
+
+    All are numbers within the model. `heads` may be empty for some planes.
+    """
 
     source_rank: int
     destination_rank: int
-    layers: range
-    heads: range
+    layers: tuple[int, ...]
+    heads: tuple[range, ...]
 
 
 def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
@@ -44,28 +47,38 @@ def check_shapes(prefill: ParallelShape, decode: ParallelShape) -> None:
 
 @functools.lru_cache(maxsize=256)
 def shard_flows(group: KVGroup, source: ParallelShape, destination: ParallelShape) -> tuple[ShardFlow, ...]:
-    """Return all flows of `group` (the whole model's), ordered by destination rank, layers and heads."""
+    """Return all flows of `group` (the whole model's), ordered by destination rank, stage and source rank."""
     found = []
     for rank in range(destination.num_ranks):
         coord = destination.coord(rank)
         for stage in range(source.pp_size):
-            layers = _overlap(group.layers_of(coord), group.layers_of(source.coord(stage * source.tp_size)))
-            if layers:
-                found += [
-                    ShardFlow(stage * source.tp_size + tp_rank, rank, layers, heads)
-                    for tp_rank, heads in _head_sources(group, source, coord.tp_rank, group.heads_of(coord))
-                ]
+            held = set(group.layers_of(source.coord(stage * source.tp_size)))
+            layers = tuple(layer for layer in group.layers_of(coord) if layer in held)
+            if not layers:
+                continue
+            by_plane = [_head_sources(plane, source, coord) for plane in group.planes]
+            found += [
+                ShardFlow(stage * source.tp_size + tp_rank, rank, layers, heads)
+                for tp_rank in range(source.tp_size)
+                if any(heads := tuple(sources.get(tp_rank, range(0)) for sources in by_plane))
+            ]
     return tuple(found)
 
 
-def _head_sources(group: KVGroup, source: ParallelShape, asker: int, wanted: range) -> list[tuple[int, range]]:
-    """Return the source stage's tensor ranks, each with the subset of `wanted` heads that it sends to tensor rank
-    `asker`.
+def _head_sources(plane: Plane, source: ParallelShape, destination: RankCoord) -> dict[int, range]:
+    """Return the heads of `plane` that each tensor rank of a source stage sends to `destination`.
+
+    Of several ranks with the same heads one sends, chosen by the tensor rank of `destination`.
     """
     holders: dict[range, list[int]] = {}
     for tp_rank in range(source.tp_size):
-        holders.setdefault(group.heads_of(source.coord(tp_rank)), []).append(tp_rank)
-    return [(ranks[asker % len(ranks)], heads) for held, ranks in holders.items() if (heads := _overlap(held, wanted))]
+        holders.setdefault(plane.heads_of(source.coord(tp_rank)), []).append(tp_rank)
+    wanted = plane.heads_of(destination)
+    return {
+        ranks[destination.tp_rank % len(ranks)]: heads
+        for held, ranks in holders.items()
+        if (heads := _overlap(held, wanted))
+    }
 
 
 def _overlap(one: range, other: range) -> range:
@@ -89,33 +102,40 @@ Piece = tuple[int, int, tuple[PageCopy, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """The part of a model's group that one rank's pages hold. `group` is the rank's own; the ranges are the model's."""
+    """The part of a model's group that one rank's pages hold. `group` is the rank's own; the numbers are the model's.
+
+    `heads` has one range per plane.
+    """
 
     group: KVGroup
-    layers: range
-    heads: range
+    layers: tuple[int, ...]
+    heads: tuple[range, ...]
 
     @classmethod
     def of(cls, group: KVGroup, coord: RankCoord) -> RankShard:
         """Return the shard of the rank at `coord`; `group` is the whole model's."""
         return cls(group.of_rank(coord), group.layers_of(coord), group.heads_of(coord))
 
-    def offset(self, layer: int, plane: int, head: int) -> int:
-        """Return the byte offset of a head of a layer within a page. The arguments are numbers within the model."""
-        return self.group.block(layer - self.layers.start, plane, head - self.heads.start) * self.group.head_bytes
+    def offset(self, layer: int, plane: int = 0, head: int | None = None) -> int:
+        """Return the byte offset of a head of a plane of a layer within a page; None: the plane's first head here.
+
+        Layer and head are numbers within the model.
+        """
+        skipped = 0 if head is None else head - self.heads[plane].start
+        start = self.layers.index(layer) * self.group.layer_bytes + self.group.plane_offsets[plane]
+        return start + skipped * self.group.planes[plane].head_bytes
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyPattern:
-    """Copies to make for every page: `num_bytes` from each offset pair in `starts`.
+    """Copies to make for every page: `runs` of (offset in the source page, offset in the destination page, bytes).
 
-    `starts` has byte offsets within a source page and within a destination page. `whole`: each copy covers both pages.
+    `whole`: the only run covers both pages.
     """
 
     source_page_bytes: int
     destination_page_bytes: int
-    starts: tuple[tuple[int, int], ...]
-    num_bytes: int
+    runs: tuple[tuple[int, int, int], ...]
     whole: bool
 
     def copies(self, source_pages: Sequence[int], destination_pages: Sequence[int]) -> list[PageCopy]:
@@ -124,11 +144,12 @@ class CopyPattern:
         """
         assert len(source_pages) == len(destination_pages), (len(source_pages), len(destination_pages))
         if self.whole:
-            return _whole_pages(source_pages, destination_pages, self.num_bytes)
-        offsets = np.asarray(self.starts, dtype=np.int64)
-        sources = np.asarray(source_pages, dtype=np.int64)[:, None] * self.source_page_bytes + offsets[:, 0]
-        targets = np.asarray(destination_pages, dtype=np.int64)[:, None] * self.destination_page_bytes + offsets[:, 1]
-        return list(map(PageCopy, sources.ravel().tolist(), targets.ravel().tolist(), itertools.repeat(self.num_bytes)))
+            return _whole_pages(source_pages, destination_pages, self.source_page_bytes)
+        runs = np.asarray(self.runs, dtype=np.int64)
+        sources = np.asarray(source_pages, dtype=np.int64)[:, None] * self.source_page_bytes + runs[:, 0]
+        targets = np.asarray(destination_pages, dtype=np.int64)[:, None] * self.destination_page_bytes + runs[:, 1]
+        sizes = runs[:, 2].tolist()
+        return list(map(PageCopy, sources.ravel().tolist(), targets.ravel().tolist(), itertools.cycle(sizes)))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -138,27 +159,39 @@ def copy_pattern_of(
     """Return the copy pattern of `flow`, restricted to `layers` (numbers within the model); None when no bytes are
     left.
 
-    When both sides have the same heads, one copy a page carries all layers; else each run of heads is one copy.
+    Runs that are adjacent on both sides are one. So where both sides have the same heads, one run carries all layers.
     """
-    wanted = (
-        flow.layers
-        if layers is None
-        else range(max(layers.start, flow.layers.start), min(layers.stop, flow.layers.stop))
-    )
-    if not wanted or not flow.heads:
+    wanted = flow.layers if layers is None else tuple(layer for layer in flow.layers if layer in layers)
+    if not wanted:
         return None
     ours, theirs = RankShard.of(group, source), RankShard.of(group, destination)
-    page_bytes = ours.group.page_bytes, theirs.group.page_bytes
     if ours.heads == theirs.heads == flow.heads:
-        start = (ours.offset(wanted.start, 0, flow.heads.start), theirs.offset(wanted.start, 0, flow.heads.start))
-        whole = ours.layers == theirs.layers == wanted
-        return CopyPattern(*page_bytes, (start,), len(wanted) * ours.group.layer_bytes, whole)
-    starts = tuple(
-        (ours.offset(layer, plane, flow.heads.start), theirs.offset(layer, plane, flow.heads.start))
-        for layer in wanted
-        for plane in range(group.num_planes)
-    )
-    return CopyPattern(*page_bytes, starts, len(flow.heads) * group.head_bytes, whole=False)
+        parts = [(ours.offset(layer), theirs.offset(layer), ours.group.layer_bytes) for layer in wanted]
+    else:
+        parts = [
+            (ours.offset(layer, index, heads.start), theirs.offset(layer, index, heads.start), len(heads) * head_bytes)
+            for layer in wanted
+            for index, (heads, head_bytes) in enumerate(zip(flow.heads, _head_bytes(group), strict=True))
+            if heads
+        ]
+    runs = _joined(parts)
+    page_bytes = ours.group.page_bytes, theirs.group.page_bytes
+    return CopyPattern(*page_bytes, runs, whole=page_bytes[0] == page_bytes[1] and runs == ((0, 0, page_bytes[0]),))
+
+
+def _head_bytes(group: KVGroup) -> list[int]:
+    return [plane.head_bytes for plane in group.planes]
+
+
+def _joined(parts: Sequence[tuple[int, int, int]]) -> tuple[tuple[int, int, int], ...]:
+    """Join consecutive runs that are adjacent on both sides."""
+    runs: list[tuple[int, int, int]] = []
+    for source, destination, num_bytes in parts:
+        if runs and (source, destination) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + num_bytes)
+        else:
+            runs.append((source, destination, num_bytes))
+    return tuple(runs)
 
 
 def plan_flow(
@@ -239,31 +272,27 @@ class ChunkPlanner:
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
     def layer_ranges(self, ranges: Sequence[range]) -> Sequence[range]:
-        """Return `ranges`, which must together cover the first group's layers once, in order; empty: one range."""
-        num_layers = self.layout.groups[0].num_layers
+        """Return `ranges`, which must together cover the model's layers once, in order; empty: one range."""
+        num_layers = self.layout.num_layers
         if not ranges:
             return [range(num_layers)]
         assert all(ranges) and [layer for layers in ranges for layer in layers] == list(range(num_layers)), ranges
         return ranges
 
     def pages(
-        self, peer: Hello, source: Sequence[int], target: Sequence[Sequence[int]], layers: range
+        self, peer: Hello, source: Sequence[Sequence[int]], target: Sequence[Sequence[int]], layers: range
     ) -> list[ChunkPart]:
-        """Plan the copies of `layers` of the first group, from the local pages `source` to the peer's pages `target`.
+        """Plan the copies of `layers` (numbers within the model) from the local pages `source` to the peer's `target`.
 
-        `target` has one page list per group. `layers` are numbers within the first group, and do not fit the other
-        groups. The other groups are sent whole with the last layers of the first group, when all layers are written.
+        Both have one page list per group, of equal lengths; an empty list sends nothing of that group.
         """
-        first = self.layout.groups[0]
-        last = layers.stop == first.num_layers
         pieces: dict[tuple[int, int], list[Piece]] = {}
-        for index, (group, pages) in enumerate(zip(self.layout.groups, target, strict=True)):
-            if group is not first and not last:
+        for index, group in enumerate(self.layout.groups):
+            if not source[index]:
                 continue
-            wanted = layers if group is first else None
             for flow in shard_flows(group, self.shape, peer.shape):
                 ours, theirs = self.shape.coord(flow.source_rank), peer.shape.coord(flow.destination_rank)
-                copies = plan_flow(group, ours, theirs, flow, source, pages, wanted)
+                copies = plan_flow(group, ours, theirs, flow, source[index], target[index], layers)
                 if copies:
                     base = self.kv_bases[flow.source_rank][index]
                     address = peer.ranks[flow.destination_rank].kv_regions[index].address

@@ -150,12 +150,12 @@ def _num_pages(info: TransferInfo) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Pages of a request: `source` are local, `target` the peer's by layout group."""
+    """Pages of a request by layout group: `source` are local, `target` the peer's."""
 
     key: MemoryKey
     peer: Peer
     hello: Hello
-    source: Sequence[int]
+    source: Sequence[Sequence[int]]
     target: Sequence[Sequence[int]]
 
 
@@ -236,7 +236,7 @@ class SendSide:
                 self._submit(room, chunk.peer, (lease,), part, layer_events)
         out = self.outgoing.get(chunk.key)
         if out is not None:
-            out.num_pages += len(chunk.source)
+            out.num_pages += len(chunk.source[0])
 
     def send_last(self, room: SendRoom, lease: Lease | None, pages: range, slot: Lease, times: TransferStats) -> None:
         """Send `pages`, whose layers are all written, and the aux slot as the last piece of the key. No lease: no
@@ -255,7 +255,7 @@ class SendSide:
             self._submit(room, chunk.peer, (slot,) if lease is None else (lease, slot), part)
         out = self.outgoing.get(chunk.key)
         if out is not None:
-            out.num_pages += len(chunk.source)
+            out.num_pages += len(chunk.source[0])
             self._send_queued_logprobs(room)
             out.sealed_at, out.times = self._clock.now(), times
 
@@ -460,7 +460,7 @@ class SendSide:
         if peer is None or peer.hello is None:
             room.fail(PEER_GONE)
             return None
-        return _Chunk(key, peer, peer.hello, source, target)
+        return _Chunk(key, peer, peer.hello, [source] * len(target), target)
 
     def _submit(
         self,

@@ -89,7 +89,7 @@ class PrefillRole(BaseRole):
         """With layer events, send the pages that this step completes, one layer group at a time."""
         if handle.layer_events is None:
             return
-        num_layers, num_groups = self._context.memory.layout.groups[0].num_layers, self._context.limits.layer_groups
+        num_layers, num_groups = self._context.memory.layout.num_layers, self._context.limits.layer_groups
         ends = sorted({-(-num_layers * (i + 1) // num_groups) for i in range(num_groups)})
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         for row in handle.plan.rows:

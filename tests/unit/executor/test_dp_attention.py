@@ -62,7 +62,7 @@ def test_each_replica_computes_what_the_whole_model_does(
     for index, rank in enumerate(ranks):
         whole = wholes[index // shape.num_ranks]
         assert rank.greedy == whole.greedy
-        heads = group.heads_of(shape.coord(index % shape.num_ranks))
+        (heads, _) = group.heads_of(shape.coord(index % shape.num_ranks))
         held = whole.pages[:, :, :, heads.start : heads.stop]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.counts == _sums(wholes), "all ranks count all tokens"

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.executor.factory import prepare_device
 from pdserve.executor.interface import BatchPlan, Executor, run
 from pdserve.executor.memory_sizing import CPU_CAP_BYTES, pool_tokens
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.config import kv_layout, read_model_spec
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -166,8 +166,8 @@ def test_a_pool_smaller_than_a_page_is_refused(checkpoint: Path) -> None:
 
 
 def _layout(head_dim: int) -> KVLayout:
-    spec = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=4, page_tokens=16, num_kv_heads=8, num_kv_heads_total=8,
+    spec = attention_group(
+        num_layers=4, page_tokens=16, num_kv_heads=8,
         head_dim=head_dim, dtype="float32",
     )  # fmt: skip
     return KVLayout((spec,))

@@ -11,7 +11,7 @@ import torch
 from pdserve.executor import kv_pages
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, run
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.ahead import build_ahead
@@ -30,9 +30,8 @@ def checkpoint(tiny_checkpoint: Callable[[Family], Path]) -> Path:
 
 def random_pool(dtype: str, *, num_pages: int = 20, page_tokens: int = 4) -> KVPool:
     """A pool of random bytes, NaN of every kind among them."""
-    group = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=3, page_tokens=page_tokens, num_kv_heads=2,
-        num_kv_heads_total=2, head_dim=8, dtype=dtype,
+    group = attention_group(
+        num_layers=3, page_tokens=page_tokens, num_kv_heads=2, head_dim=8, dtype=dtype,
     )  # fmt: skip
     pool = KVPool(group, num_pages, CPU)
     generator = torch.Generator().manual_seed(page_tokens)

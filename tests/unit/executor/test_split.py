@@ -92,8 +92,8 @@ def _check(
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
         for mine, others in zip(rank.prompt, whole.prompt, strict=True):
             torch.testing.assert_close(mine, others, atol=2e-4, rtol=0.0)
-        layers, heads = layout.layers_of(shape.coord(index)), layout.heads_of(shape.coord(index))
-        held = whole.pages[:, layers.start : layers.stop, :, heads.start : heads.stop]
+        layers, (heads, _) = layout.layers_of(shape.coord(index)), layout.heads_of(shape.coord(index))
+        held = whole.pages[:, layers][:, :, :, heads]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.num_bytes < whole.num_bytes
     assert not whole.logprobs.isnan().any()

@@ -12,7 +12,7 @@ from pdserve.errors import ConfigError
 from pdserve.executor.factory import captured_sizes, longest_chunk
 from pdserve.executor.graphs import graph_sizes
 from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families.family import pre_norm_layer
 from pdserve.model.layer_spec import MoeSpec
@@ -20,8 +20,8 @@ from pdserve.model.layer_spec import MoeSpec
 CUDA = torch.device("cuda")
 LAYOUT = KVLayout(
     (
-        KVGroup(
-            name="full", kind=GroupKind.FULL, num_layers=36, page_tokens=16, num_kv_heads=8, num_kv_heads_total=8,
+        attention_group(
+            num_layers=36, page_tokens=16, num_kv_heads=8,
             head_dim=128, dtype="bfloat16",
         ),
     )

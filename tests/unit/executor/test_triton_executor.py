@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.executor import backend_choice
 from pdserve.executor.backend_choice import choose_attention, make_attention
 from pdserve.executor.factory import LoadedEngine, build_executor
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.loader import read_spec
@@ -62,8 +62,8 @@ def test_a_flashinfer_that_cannot_build_is_refused_or_replaced(
             raise RuntimeError("no nvcc")
 
     monkeypatch.setattr(backend_choice, "FlashInferAttention", Broken)
-    layout = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=1, page_tokens=4, num_kv_heads=1, num_kv_heads_total=1,
+    layout = attention_group(
+        num_layers=1, page_tokens=4, num_kv_heads=1,
         head_dim=8, dtype="float32",
     )  # fmt: skip
     pool, device = KVPool(layout, 2, torch.device(DEVICE)), torch.device(DEVICE)

@@ -11,21 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pdserve.memory.kv_memory import KVMemory, PageTable
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, pages_for
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group, pages_for
 from pdserve.memory.lease import Hold, Lease, LeasePool, PageAllocator
 
 HOLDS: tuple[Hold, ...] = ("request", "remote", "send")
 NUM_PAGES = 12
-GROUP = KVGroup(
-    name="full",
-    kind=GroupKind.FULL,
-    num_layers=3,
-    page_tokens=16,
-    num_kv_heads=2,
-    num_kv_heads_total=2,
-    head_dim=8,
-    dtype="float32",
-)
+FIELDS = {"num_layers": 3, "page_tokens": 16, "num_kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+GROUP = attention_group(**FIELDS)  # type: ignore[arg-type]
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -129,17 +121,29 @@ def test_a_page_is_one_piece_of_all_layers() -> None:
     assert GROUP.layer_bytes == 2 * 2 * 16 * 8 * 4
     assert GROUP.page_bytes == 3 * GROUP.layer_bytes
     assert KVLayout((GROUP,)).token_bytes == GROUP.page_bytes // 16
-    assert KVLayout((GROUP, dataclasses.replace(GROUP, num_layers=1))).page_bytes == 4 * GROUP.layer_bytes
+    assert KVLayout((GROUP, dataclasses.replace(GROUP, layers=(1,)))).page_bytes == 4 * GROUP.layer_bytes
     assert GROUP.pages_in(3 * GROUP.page_bytes - 1) == 2 and GROUP.pages_in(1) == 1
 
 
-@pytest.mark.parametrize("kind", GroupKind)
+@pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.MLA])
 def test_a_block_is_found_where_a_page_has_it(kind: GroupKind) -> None:
-    group = dataclasses.replace(GROUP, kind=kind)
+    group = attention_group(**FIELDS | {"kind": kind})  # type: ignore[arg-type]
     blocks = np.arange(group.page_blocks).reshape(group.page_shape[:3])
     for layer, plane, head in np.ndindex(blocks.shape):
         assert group.block(layer, plane, head) == blocks[layer, plane, head]
     assert group.page_blocks * group.head_bytes == group.page_bytes
+
+
+def test_planes_of_another_size_are_aligned_to_their_dtype_and_named_in_the_facts() -> None:
+    planes = (
+        Plane(name="conv", num_heads=1, num_heads_total=1, rows=3, width=1, dtype="bfloat16", shard=Shard.KEY_HEAD),
+        Plane(name="s", num_heads=1, num_heads_total=1, rows=1, width=3, dtype="float32", shard=Shard.VALUE_HEAD),
+    )
+    group = KVGroup(name="state", kind=GroupKind.STATE, layers=(0, 2), num_model_layers=3, page_tokens=0, planes=planes)
+    assert (group.plane_offsets, group.layer_bytes, group.page_bytes) == ((0, 8), 20, 40)
+    assert not group.is_uniform and KVLayout((GROUP, group)).token_bytes == KVLayout((GROUP,)).token_bytes
+    facts = KVLayout((GROUP, group)).fields()
+    assert facts["state.layers"] == "0,2" and facts["state.conv.shard"] == "key_head" and facts["state.s.width"] == 3
 
 
 def test_positions_and_pages_are_numbers_or_arrays() -> None:
@@ -160,20 +164,21 @@ def test_positions_and_pages_are_numbers_or_arrays() -> None:
         ({"page_tokens": 32}, "page_size"),
         ({"dtype": "bfloat16"}, "kv_cache_dtype"),
         ({"head_dim": 16}, "head_dim"),
-        ({"num_kv_heads": 1, "num_kv_heads_total": 1}, "num_kv_heads"),
+        ({"num_kv_heads": 1}, "num_kv_heads"),
     ],
 )
 def test_every_difference_has_a_name_and_another_fingerprint(change: dict[str, int | str], field: str) -> None:
-    ours, theirs = KVLayout((GROUP,)), KVLayout((dataclasses.replace(GROUP, **change),))  # type: ignore[arg-type]
+    ours, theirs = KVLayout((GROUP,)), KVLayout((attention_group(**FIELDS | change),))  # type: ignore[arg-type]
     assert [name for name, value in ours.fields().items() if theirs.fields()[name] != value] == [field]
     assert ours.fingerprint() != theirs.fingerprint()
     assert ours.fingerprint() == KVLayout((dataclasses.replace(GROUP),)).fingerprint()
 
 
 def test_groups_are_told_apart_by_name() -> None:
-    layout = KVLayout((GROUP, dataclasses.replace(GROUP, name="window", num_layers=1)))
+    layout = KVLayout((GROUP, dataclasses.replace(GROUP, name="window", layers=(1,), window=32)))
     assert layout.fields()["full.num_layers"] == 3
-    assert layout.fields()["window.num_layers"] == 1
+    assert layout.fields()["window.num_layers"] == 1 and layout.fields()["window.layers"] == "1"
+    assert layout.fields()["window.window"] == 32
     assert layout.fields()["num_groups"] == 2
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pdserve.config.groups import DisaggConfig
 from pdserve.memory import shared
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.transfer.aux import MetadataBuffers
 
@@ -82,8 +82,8 @@ def test_a_second_mapping_sees_the_same_bytes() -> None:
 def test_memory_of_a_pool_and_of_aux_slots_can_be_shared_and_is_given_back() -> None:
     gc.collect()
     before = descriptors()
-    group = KVGroup(
-        name="kv", kind=GroupKind.FULL, num_layers=2, page_tokens=4, num_kv_heads=2, num_kv_heads_total=2, head_dim=8,
+    group = attention_group(
+        name="kv",  num_layers=2, page_tokens=4, num_kv_heads=2, head_dim=8,
         dtype="float32",
     )  # fmt: skip
     pool, aux = KVPool(group, 3, torch.device("cpu")), MetadataBuffers(5)
@@ -101,8 +101,8 @@ def test_memory_of_a_pool_and_of_aux_slots_can_be_shared_and_is_given_back() -> 
 
 def test_memory_of_a_pool_that_nobody_shall_map_is_private() -> None:
     before = descriptors()
-    group = KVGroup(
-        name="kv", kind=GroupKind.FULL, num_layers=1, page_tokens=4, num_kv_heads=1, num_kv_heads_total=1, head_dim=8,
+    group = attention_group(
+        name="kv",  num_layers=1, page_tokens=4, num_kv_heads=1, head_dim=8,
         dtype="float32",
     )  # fmt: skip
     pool = KVPool(group, 3, torch.device("cpu"), shareable=False)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention, cannot_run
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
@@ -104,9 +104,8 @@ class Library:
 
 def pool_of(seed: int) -> KVPool:
     """Two layers and 12 pages, filled with KV from a seed."""
-    group = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=PAGE, num_kv_heads=KV_HEADS,
-        num_kv_heads_total=KV_HEADS, head_dim=DIM, dtype="float32",
+    group = attention_group(
+        num_layers=2, page_tokens=PAGE, num_kv_heads=KV_HEADS, head_dim=DIM, dtype="float32",
     )  # fmt: skip
     pool = KVPool(group, 12, CPU)
     pool.pages.copy_(torch.randn(pool.pages.shape, generator=torch.Generator().manual_seed(seed)))

@@ -11,7 +11,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import attention_group
 from pdserve.model.attention import torch_sdpa
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
@@ -28,9 +28,8 @@ def attended(spans: list[tuple[int, int]], heads: tuple[int, int], page: int, se
     """What the backend makes of rows that compute positions `[start, end)`, and the definition, in float64."""
     torch.manual_seed(seed)
     batch, num_pages = batch_of(spans, page, seed=seed)
-    group = KVGroup(
-        name="full", kind=GroupKind.FULL, num_layers=2, page_tokens=page, num_kv_heads=heads[1],
-        num_kv_heads_total=heads[1], head_dim=DIM, dtype="float32",
+    group = attention_group(
+        num_layers=2, page_tokens=page, num_kv_heads=heads[1], head_dim=DIM, dtype="float32",
     )  # fmt: skip
     pool = KVPool(group, num_pages, CPU)
     pool.pages.fill_(float("nan"))

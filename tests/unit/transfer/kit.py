@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.memory.lease import Lease, LeasePool, PageAllocator
 from pdserve.protocol.failure import Failure
-from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.events import (
     Address,
@@ -195,11 +193,8 @@ class Side:
         self.endpoint = endpoint or f"{instance}:1"
         self.pages, self.aux_slots = LeasePool(PageAllocator(16)), LeasePool(PageAllocator(4))
         self.socket, self.directory = KitSocket(net, self.endpoint), KitDirectory()
-        group = dataclasses.replace(
-            hash_layout(page_tokens, num_layers).groups[0],
-            dtype=dtype,
-            num_kv_heads=num_heads,
-            num_kv_heads_total=num_heads,
+        group = attention_group(
+            num_layers=num_layers, page_tokens=page_tokens, num_kv_heads=num_heads, head_dim=1, dtype=dtype
         )
         layout = KVLayout((group,))
         first = buffer or (1 << 20, 16 * group.of_rank(shape.coord(0)).page_bytes)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import GroupKind, KVGroup, attention_group
 from pdserve.observe.compare_kv import compare
 from pdserve.scheduler.kv_checksum import digest_as_json
 from pdserve.transfer.checksum import RankDigest, checksum, digest_group
@@ -19,15 +19,8 @@ NUM_PAGES, NUM_TOKENS = 5, 18
 
 
 def group_of(kind: GroupKind = GroupKind.FULL, heads: int = 4, dtype: str = "bfloat16", head_dim: int = 6) -> KVGroup:
-    return KVGroup(
-        name="full",
-        kind=kind,
-        num_layers=4,
-        page_tokens=4,
-        num_kv_heads=heads,
-        num_kv_heads_total=heads,
-        head_dim=head_dim,
-        dtype=dtype,
+    return attention_group(
+        name="full", kind=kind, num_layers=4, page_tokens=4, num_kv_heads=heads, head_dim=head_dim, dtype=dtype
     )
 
 
@@ -39,8 +32,7 @@ def pages_of(group: KVGroup, seed: int = 1) -> np.ndarray:
 
 def part(whole: np.ndarray, group: KVGroup, coord: RankCoord) -> np.ndarray:
     """What of it one rank has, as it has it."""
-    layers, heads = group.layers_of(coord), group.heads_of(coord)
-    cut = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
+    cut = whole[:, group.layers_of(coord)][:, :, :, group.heads_of(coord)[0]]
     return np.ascontiguousarray(cut).reshape(len(whole), -1)
 
 

@@ -39,8 +39,8 @@ class Replica:
         group = model_group()
         for rank in range(shape.num_ranks):
             coord = shape.coord(rank)
-            layers, heads = group.layers_of(coord), group.heads_of(coord)
-            share = whole[:, layers.start : layers.stop, :, heads.start : heads.stop]
+            layers, (heads, _) = group.layers_of(coord), group.heads_of(coord)
+            share = whole[:, layers][:, :, :, heads]
             self.pools.append(np.ascontiguousarray(share).reshape(-1))
         regions = [(pool.ctypes.data, pool.nbytes) for pool in self.pools]
         self.side = Side(
@@ -130,8 +130,8 @@ def test_every_rank_of_decode_gets_its_bytes(
     group = model_group()
     for rank, pool in enumerate(decode.pools):
         coord = decode_shape.coord(rank)
-        layers, heads = group.layers_of(coord), group.heads_of(coord)
-        share = expected[:, layers.start : layers.stop, :, heads.start : heads.stop]
+        layers, (heads, _) = group.layers_of(coord), group.heads_of(coord)
+        share = expected[:, layers][:, :, :, heads]
         assert (pool == share.reshape(-1)).all(), f"rank {rank} of {decode_shape} fed by {prefill_shape}"
 
 

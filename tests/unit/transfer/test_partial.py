@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents
-from pdserve.memory.layout import GroupKind, KVLayout
+from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.protocol.failure import Failure
 from pdserve.sim.hash_lm import hash_layout
 from pdserve.transfer.aux import AuxRecord
@@ -309,9 +309,9 @@ def test_layer_ranges_must_cover_each_layer_once_in_order(ranges: list[range]) -
     assert not prefill.engine.jobs
 
 
-def test_further_layout_groups_go_whole_with_the_last_layers_of_the_first() -> None:
-    first = hash_layout(PAGE_TOKENS, NUM_LAYERS).groups[0]
-    second = dataclasses.replace(first, name="other", kind=GroupKind.FULL, num_layers=5)
+def test_every_group_sends_its_own_layers_of_a_range() -> None:
+    first = attention_group(num_layers=5, layers=(0, 2, 4), page_tokens=4, num_kv_heads=1, head_dim=1, dtype="uint64")
+    second = dataclasses.replace(first, name="other", layers=(1, 3))
     planner = ChunkPlanner(
         KVLayout((first, second)), ParallelShape(), ((1000, 2000),), aux_base=3000, aux_slot_bytes=64
     )
@@ -323,9 +323,12 @@ def test_further_layout_groups_go_whole_with_the_last_layers_of_the_first() -> N
         aux_slot_bytes=64,
         answer=False,
     )
-    ((lower,),) = [part.pieces for part in planner.pages(hello, [1], [[2], [3]], range(2))]
+    pages, targets = [[1], [7]], [[2], [3]]
+    ((lower, other),) = [part.pieces for part in planner.pages(hello, pages, targets, range(3))]
     assert lower[:2] == (1000, 10) and lower[2][0].num_bytes == 2 * first.layer_bytes
-    ((upper, other),) = [part.pieces for part in planner.pages(hello, [1], [[2], [3]], range(2, 3))]
+    assert other[:2] == (2000, 20) and other[2][0].num_bytes == second.layer_bytes
+    assert other[2][0].source == 7 * second.page_bytes and other[2][0].destination == 3 * second.page_bytes
+    ((upper, _),) = [part.pieces for part in planner.pages(hello, pages, targets, range(3, 5))]
     assert upper[2][0].num_bytes == first.layer_bytes
-    assert other[:2] == (2000, 20) and other[2][0].num_bytes == second.page_bytes
-    assert other[2][0].destination == 3 * second.page_bytes
+    ((only,),) = [part.pieces for part in planner.pages(hello, [[1], []], [[2], []], range(5))]
+    assert only[2][0].num_bytes == first.page_bytes

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split
+from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split, layers_of
 from pdserve.errors import ConfigError, HandshakeError
-from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.memory.layout import DTYPE_BYTES, GroupKind, KVGroup, Plane, Shard, attention_group
 from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, plan_flow, shard_flows
 
 Pool = npt.NDArray[np.int64]
@@ -22,45 +22,117 @@ TP_SIZES = (1, 2, 3, 4, 6, 8)
 
 def group_of(num_layers: int, num_heads: int, page_tokens: int, kind: GroupKind = GroupKind.FULL) -> KVGroup:
     """Heads of one element, so that pools stay small; the page's tokens are its bytes."""
-    return KVGroup(
-        name=kind.value,
+    return attention_group(
         kind=kind,
         num_layers=num_layers,
         page_tokens=page_tokens,
         num_kv_heads=num_heads,
-        num_kv_heads_total=num_heads,
         head_dim=1,
         dtype="bfloat16",
     )
 
 
+def plane(name: str, num_heads: int, rows: int, width: int, dtype: str, shard: Shard) -> Plane:
+    return Plane(
+        name=name, num_heads=num_heads, num_heads_total=num_heads, rows=rows, width=width, dtype=dtype, shard=shard
+    )
+
+
+def delta_net(layers: Sequence[int], num_layers: int, num_keys: int, per_key: int) -> KVGroup:
+    """The state of GatedDeltaNet layers: a convolution's columns of q, k and v by head, and the recurrent state."""
+    num_values = num_keys * per_key
+    planes = (
+        plane("conv_q", num_keys, 2, 3, "bfloat16", Shard.KEY_HEAD),
+        plane("conv_k", num_keys, 2, 3, "bfloat16", Shard.KEY_HEAD),
+        plane("conv_v", num_values, 3, 3, "bfloat16", Shard.VALUE_HEAD),
+        plane("state", num_values, 2, 3, "float32", Shard.VALUE_HEAD),
+    )
+    return KVGroup(
+        name="state",
+        kind=GroupKind.STATE,
+        layers=tuple(layers),
+        num_model_layers=num_layers,
+        page_tokens=0,
+        planes=planes,
+    )
+
+
+def mamba2(layers: Sequence[int], num_layers: int, num_heads: int, num_groups: int) -> KVGroup:
+    """The state of Mamba-2 layers, whose B and C are divided by group or replicated."""
+    planes = (
+        plane("conv_x", num_heads, 2, 3, "bfloat16", Shard.VALUE_HEAD),
+        plane("conv_b", num_groups, 3, 3, "bfloat16", Shard.GROUP),
+        plane("conv_c", num_groups, 3, 3, "bfloat16", Shard.GROUP),
+        plane("state", num_heads, 2, 5, "float32", Shard.VALUE_HEAD),
+    )
+    return KVGroup(
+        name="state",
+        kind=GroupKind.STATE,
+        layers=tuple(layers),
+        num_model_layers=num_layers,
+        page_tokens=0,
+        planes=planes,
+    )
+
+
 @st.composite
 def groups(draw: st.DrawFn) -> KVGroup:
-    kind = draw(st.sampled_from(GroupKind))
-    num_heads = 1 if kind is GroupKind.MLA else draw(st.integers(1, 16))
-    return group_of(draw(st.integers(4, 7)), num_heads, draw(st.sampled_from((1, 2, 3, 16, 64))), kind)
+    num_layers = draw(st.integers(4, 7))
+    layers = sorted(draw(st.sets(st.integers(0, num_layers - 1), min_size=1)))
+    match draw(st.sampled_from(("attention", "latent", "uneven", "delta net", "mamba"))):
+        case "delta net":
+            return delta_net(layers, num_layers, draw(st.sampled_from((1, 2, 4, 12))), draw(st.integers(1, 3)))
+        case "mamba":
+            return mamba2(layers, num_layers, draw(st.sampled_from((1, 2, 8, 24))), draw(st.integers(1, 8)))
+        case "latent":
+            kind, num_heads, v_head_dim = draw(st.sampled_from((GroupKind.MLA, GroupKind.INDEX))), 1, None
+        case "uneven":
+            kind, num_heads, v_head_dim = GroupKind.WINDOW, draw(st.integers(1, 16)), 3
+        case _:
+            kind = draw(st.sampled_from((GroupKind.FULL, GroupKind.DRAFT)))
+            num_heads, v_head_dim = draw(st.integers(1, 16)), None
+    return attention_group(
+        kind=kind,
+        num_layers=num_layers,
+        layers=layers,
+        page_tokens=draw(st.sampled_from((1, 2, 3, 16, 64))),
+        num_kv_heads=num_heads,
+        head_dim=1,
+        v_head_dim=v_head_dim,
+        dtype="bfloat16",
+    )
 
 
 def sizes(group: KVGroup) -> list[int]:
-    """Tensor sizes that this many heads can be split over."""
-    total = group.num_kv_heads_total
-    return [size for size in TP_SIZES if total % size == 0 or size % total == 0]
+    """Tensor sizes that the heads of all planes can be split over."""
+    divided = [p.num_heads_total for p in group.planes if p.shard not in (Shard.REPLICATED, Shard.GROUP)]
+    return [size for size in TP_SIZES if all(total % size == 0 or size % total == 0 for total in divided)]
 
 
 def shapes(group: KVGroup) -> st.SearchStrategy[ParallelShape]:
     return st.builds(ParallelShape, tp_size=st.sampled_from(sizes(group)), pp_size=st.integers(1, 4))
 
 
-def model_bytes(group: KVGroup, num_pages: int) -> npt.NDArray[np.int64]:
-    """A number for every byte of the whole model's KV: `[page, layer, plane, head, byte]`."""
-    shape = (num_pages, group.num_layers, group.num_planes, group.num_kv_heads_total, group.head_bytes)
-    return np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+NOT_SENT = -1
 
 
-def held_by(everything: npt.NDArray[np.int64], group: KVGroup, coord: RankCoord) -> npt.NDArray[np.int64]:
-    """What of it a rank holds, cut out by indexing alone."""
-    layers, heads = group.layers_of(coord), group.heads_of(coord)
-    return everything[:, layers.start : layers.stop, :, heads.start : heads.stop]
+def held_by(group: KVGroup, coord: RankCoord, num_pages: int) -> Pool:
+    """The pool of a rank, `[page, byte]`: a number for each byte of the model's KV, `NOT_SENT` for padding."""
+    stage = layers_of(group.num_model_layers, coord.shape.pp_size, coord.pp_rank)
+    page_starts = np.arange(num_pages, dtype=np.int64)[:, None] << 40
+    columns: list[Pool] = []
+    for layer in (layer for layer in group.layers if layer in stage):
+        end = 0
+        for index, each in enumerate(group.planes):
+            item = DTYPE_BYTES[each.dtype]
+            columns.append(np.full((num_pages, -end % item), NOT_SENT))
+            end += -end % item
+            for head in each.heads_of(coord):
+                first = (layer << 32) + (index << 28) + (head << 20)
+                columns.append(page_starts + first + np.arange(each.rows * each.width * item))
+                end += each.rows * each.width * item
+        columns.append(np.full((num_pages, -end % max(DTYPE_BYTES[p.dtype] for p in group.planes)), NOT_SENT))
+    return np.concatenate([np.zeros((num_pages, 0), dtype=np.int64), *columns], axis=1)
 
 
 def check_bytes(
@@ -73,26 +145,25 @@ def check_bytes(
     ranges: Sequence[range],
 ) -> None:
     """Carry out all plans, a range of layers after the other, and look at every byte of every decode rank."""
-    everything = model_bytes(group, num_pages)
-    sources = [held_by(everything, group, source.coord(rank)).ravel() for rank in range(source.num_ranks)]
-    found = [
-        np.full(num_pages * group.of_rank(destination.coord(rank)).page_bytes, -1, dtype=np.int64)
-        for rank in range(destination.num_ranks)
-    ]
-    num_written = 0
+    sources = [held_by(group, source.coord(rank), num_pages).ravel() for rank in range(source.num_ranks)]
+    complete = [held_by(group, destination.coord(rank), num_pages) for rank in range(destination.num_ranks)]
+    found = [np.full(pool.size, NOT_SENT, dtype=np.int64) for pool in complete]
+    num_writes = [np.zeros(pool.size, dtype=np.int64) for pool in complete]
     for flow in shard_flows(group, source, destination):
         ours, theirs = source.coord(flow.source_rank), destination.coord(flow.destination_rank)
         for layers in [None] if len(ranges) == 1 else ranges:
             for copy in plan_flow(group, ours, theirs, flow, source_pages, target_pages, layers):
-                num_written += copy.num_bytes
                 taken = sources[flow.source_rank][copy.source : copy.source + copy.num_bytes]
                 assert len(taken) == copy.num_bytes, "read outside the pool"
-                found[flow.destination_rank][copy.destination : copy.destination + copy.num_bytes] = taken
+                where = slice(copy.destination, copy.destination + copy.num_bytes)
+                found[flow.destination_rank][where] = taken
+                num_writes[flow.destination_rank][where] += 1
     for rank, pool in enumerate(found):
-        expected = np.full_like(held_by(everything, group, destination.coord(rank)), -1)
-        expected[target_pages] = held_by(everything, group, destination.coord(rank))[source_pages]
+        assert complete[rank].shape[1] == group.of_rank(destination.coord(rank)).page_bytes
+        expected = np.full_like(complete[rank], NOT_SENT)
+        expected[list(target_pages)] = complete[rank][list(source_pages)]
         assert (pool == expected.ravel()).all(), rank
-    assert num_written == sum(int((pool >= 0).sum()) for pool in found), "a byte was written twice"
+        assert num_writes[rank].max(initial=0) <= 1, "a byte was written twice"
 
 
 @given(data=st.data(), group=groups(), num_pages=st.integers(1, 4))
@@ -104,8 +175,8 @@ def test_every_byte_of_every_decode_rank_comes_from_the_right_place_once(
     count = data.draw(st.integers(0, num_pages))
     source_pages = data.draw(st.permutations(range(num_pages)))[:count]
     target_pages = data.draw(st.permutations(range(num_pages)))[:count]
-    cuts = data.draw(st.sets(st.integers(1, group.num_layers - 1)))
-    ends = [*sorted(cuts), group.num_layers]
+    cuts = data.draw(st.sets(st.integers(1, group.num_model_layers - 1)))
+    ends = [*sorted(cuts), group.num_model_layers]
     ranges = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
     check_bytes(group, source, destination, num_pages, source_pages, target_pages, ranges)
 
@@ -123,6 +194,42 @@ def test_every_byte_between_all_splits_there_are(num_heads: int) -> None:
             check_bytes(group, source, destination, num_pages, pages, pages[::-1], [range(4)])
 
 
+@pytest.mark.parametrize(
+    "group",
+    [
+        delta_net((0, 1, 2, 4), 5, 4, 2),
+        delta_net((1, 3), 5, 12, 2),
+        mamba2((0, 2, 3), 5, 24, 8),
+        mamba2((0, 2, 3), 5, 24, 3),
+        attention_group(
+            kind=GroupKind.WINDOW,
+            num_layers=5,
+            layers=(0, 3),
+            page_tokens=3,
+            num_kv_heads=12,
+            head_dim=2,
+            v_head_dim=1,
+            dtype="bfloat16",
+        ),
+    ],
+    ids=["delta net", "more key heads", "groups", "replicated groups", "wider keys"],
+)
+def test_every_plane_between_all_splits_there_are(group: KVGroup) -> None:
+    every = [ParallelShape(tp_size=tp, pp_size=pp) for tp in sizes(group) for pp in (1, 2, 3, 4)]
+    assert len(every) >= 4 * 3
+    for source in every:
+        for destination in every:
+            if destination.pp_size in (1, source.pp_size):
+                check_bytes(group, source, destination, 2, [1], [0], [range(5)])
+
+
+def test_a_replicated_plane_has_one_writer_while_its_neighbours_are_split() -> None:
+    group = mamba2((0,), 1, 8, 3)
+    flows = shard_flows(group, ParallelShape(tp_size=4), ParallelShape())
+    assert [len(flow.heads[0]) for flow in flows] == [2, 2, 2, 2]
+    assert [len(flow.heads[1]) for flow in flows] == [3, 0, 0, 0]
+
+
 @pytest.mark.parametrize("num_heads", range(1, 17))
 def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
     group = group_of(4, num_heads, 1)
@@ -130,16 +237,18 @@ def test_all_tensor_sizes_feed_each_other(num_heads: int) -> None:
         for destination_size in sizes(group):
             found = shard_flows(group, ParallelShape(tp_size=source_size), ParallelShape(tp_size=destination_size))
             for rank in range(destination_size):
-                own = [head for flow in found if flow.destination_rank == rank for head in flow.heads]
+                own = [head for flow in found if flow.destination_rank == rank for head in flow.heads[0]]
                 coord = ParallelShape(tp_size=destination_size).coord(rank)
-                assert sorted(own) == list(group.heads_of(coord))
+                assert sorted(own) == list(group.heads_of(coord)[0])
             per_source = [sum(flow.source_rank == rank for flow in found) for rank in range(source_size)]
             assert max(per_source) <= -(-len(found) // source_size) + 1, "replicas share the work"
 
 
 def test_a_latent_has_one_writer_and_every_tensor_rank_gets_it() -> None:
     group = group_of(4, 1, 2, GroupKind.MLA)
-    assert shard_flows(group, ParallelShape(tp_size=4), ParallelShape()) == (ShardFlow(0, 0, range(4), range(1)),)
+    assert shard_flows(group, ParallelShape(tp_size=4), ParallelShape()) == (
+        ShardFlow(0, 0, (0, 1, 2, 3), (range(1),)),
+    )
     found = shard_flows(group, ParallelShape(), ParallelShape(tp_size=4))
     assert [(flow.source_rank, flow.destination_rank) for flow in found] == [(0, 0), (0, 1), (0, 2), (0, 3)]
 
