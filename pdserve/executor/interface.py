@@ -134,16 +134,19 @@ class Executor(Protocol):
         """Wait for the oldest unresolved step and return its result."""
         ...
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
-        """Copy the KV of `pages` to host memory."""
+    def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
+        """Copy the KV of `pages`, a list for each layout group, to host memory."""
         ...
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
-        """Copy saved KV into as many `pages`; the host copy may then be dropped."""
+    def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
+        """Copy saved KV into as many `pages` of each group; the host copy may then be dropped."""
         ...
 
-    def zero(self, pages: Sequence[int]) -> None:
-        """Set the KV of `pages` to zero, before later steps read it. No launched step may use them."""
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
+        """Set the KV of `pages`, a list for each group, to zero, before later steps read it.
+
+        No launched step may use them.
+        """
         ...
 
     def close_row(self, row: int) -> None:

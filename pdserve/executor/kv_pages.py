@@ -30,7 +30,6 @@ PIECE_BYTES = 32 << 20
 class OffloadedPages:
     """Implements `HostPages`. `pieces[g]`: group g's pages in order, uint8 `[pages, page_bytes]` each."""
 
-    num_pages: int
     pieces: tuple[tuple[Tensor, ...], ...]
 
     @property
@@ -40,29 +39,33 @@ class OffloadedPages:
 
 
 @torch.inference_mode()
-def save(pools: Sequence[KVPool], pages: Sequence[int]) -> OffloadedPages:
-    """Copy `pages` of every pool to the host. On CUDA the copies run in the current stream."""
-    return OffloadedPages(len(pages), tuple(tuple(_save_pieces(pool, pages)) for pool in pools))
+def save(pools: Sequence[KVPool], pages: Sequence[Sequence[int]]) -> OffloadedPages:
+    """Copy `pages`, a list for each pool, to the host. On CUDA the copies run in the current stream."""
+    return OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
 
 
 @torch.inference_mode()
-def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[int]) -> None:
-    """Copy saved KV into `pages`. On CUDA in the current stream; torch keeps the pinned pieces alive until then."""
-    assert len(pages) == saved.num_pages, f"{saved.num_pages} pages were saved, {len(pages)} are given"
-    for pool, pieces in zip(pools, saved.pieces, strict=True):
+def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[Sequence[int]]) -> None:
+    """Copy saved KV into `pages`, a list for each pool.
+
+    On CUDA in the current stream; torch keeps the pinned pieces alive until then.
+    """
+    for pool, pieces, own in zip(pools, saved.pieces, pages, strict=True):
+        num_saved = sum(map(len, pieces))
+        assert len(own) == num_saved, f"{num_saved} pages were saved, {len(own)} are given"
         rows, first = pool.pages_as_bytes, 0
         for piece in pieces:
-            index = _index(pages[first : first + len(piece)], rows.device)
+            index = _index(own[first : first + len(piece)], rows.device)
             rows.index_copy_(0, index, piece.to(rows.device, non_blocking=True))
             first += len(piece)
 
 
 @torch.inference_mode()
-def zero(pools: Sequence[KVPool], pages: Sequence[int]) -> None:
-    """Set `pages` of every pool to zero. On CUDA in the current stream."""
-    for pool in pools:
+def zero(pools: Sequence[KVPool], pages: Sequence[Sequence[int]]) -> None:
+    """Set `pages`, a list for each pool, to zero. On CUDA in the current stream."""
+    for pool, own in zip(pools, pages, strict=True):
         rows = pool.pages_as_bytes
-        rows.index_fill_(0, _index(pages, rows.device), 0)
+        rows.index_fill_(0, _index(own, rows.device), 0)
 
 
 def _save_pieces(pool: KVPool, pages: Sequence[int]) -> Iterator[Tensor]:

@@ -291,7 +291,7 @@ class LocalExecutor:
         self._launched.popleft()
         return handle.finish()
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
+    def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         assert not self._launched, "offload while a step is unresolved"
         with self._runner.behind():
@@ -300,14 +300,14 @@ class LocalExecutor:
                 torch.cuda.current_stream(self.device).synchronize()
         return saved
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+    def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
         assert isinstance(saved, kv_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
             kv_pages.load(self.pools, saved, pages)
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
         with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
             kv_pages.zero(self.pools, pages)

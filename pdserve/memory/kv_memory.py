@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import Lease, LeasePool, PageAllocator, ReleasePreview
 from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
 
@@ -22,7 +23,8 @@ class KVMemory:
     The `num_aux` aux slots carry first tokens and logprobs between peers. With `prefix_cache`, pages that leases gave
     to `cache` stay after the lease's end, for prompts with the same prefix. Memory pressure evicts them in the order of
     `eviction`. `on_free` is called with all pages that become free, evicted ones included; `on_take` with all pages
-    that are allocated. Token ids are int32 bytes (`token_bytes`).
+    that are allocated. Token ids are int32 bytes (`token_bytes`). `group_sizes`: of window pages and state slots, whose
+    release `on_group_free` reports. The prefix cache keeps neither.
     """
 
     def __init__(
@@ -36,12 +38,18 @@ class KVMemory:
         on_take: Callable[[list[int]], None] | None = None,
         prefix_cache: bool = False,
         eviction: Eviction = "lru",
+        group_sizes: GroupPoolSizes | None = None,
+        on_group_free: Callable[[PageSpace, list[int]], None] | None = None,
     ) -> None:
+        self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
+        assert not (prefix_cache and self.groups.is_used), "no prefix cache with WINDOW or STATE groups"
         tree = RadixTree(layout.page_tokens, eviction) if prefix_cache else None
         self.layout = layout
         self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
         self.aux = LeasePool(PageAllocator(num_aux))
         self.table = page_table
+        if self.groups.is_used:
+            self.pages.on_end = self._end_groups
 
     @property
     def max_tokens(self) -> int:
@@ -96,15 +104,59 @@ class KVMemory:
         return self.pages.preview_release(leases)
 
     def reserve_tokens(
-        self, num_tokens: int, owner: str = "", prefix: bytes | None = None, max_prefix_tokens: int = 0
+        self,
+        num_tokens: int,
+        owner: str = "",
+        prefix: bytes | None = None,
+        max_prefix_tokens: int = 0,
+        *,
+        max_len: int = 0,
+        decode_only: bool = False,
     ) -> Lease | None:
         """Return a lease over pages for `num_tokens` tokens; None, without any change, when too few are available.
 
         Its first `num_prefix_pages` pages hold the KV of the longest cached prefix of `prefix`, at most
-        `max_prefix_tokens`; they are read-only. The other pages are fresh; cached pages are evicted where needed.
+        `max_prefix_tokens`; they are read-only. The other pages are fresh; cached pages are evicted where needed. With
+        WINDOW or STATE groups the lease has a slot and a commitment of window pages; see `GroupPools.reserve` for
+        `max_len` (at least `num_tokens`) and `decode_only`.
         """
         max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
-        return self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
+        if not self.groups.is_used:
+            return self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
+        most = max(max_len, num_tokens)
+        if not self.groups.fits(most, decode_only=decode_only):
+            return None
+        lease = self.pages.reserve(self.num_pages(num_tokens), owner)
+        if lease is not None:
+            lease.groups = self.groups.reserve(owner, most, decode_only=decode_only)
+            assert lease.groups is not None, "it fits"
+        return lease
+
+    def open_row(self, lease: Lease) -> int | None:
+        """Take a page-table row for the pages and the slot of `lease`; None when no row is free."""
+        row = self.table.open(lease.pages)
+        if row is not None and lease.groups is not None:
+            if lease.groups.slot is not None:
+                self.table.slots[row] = lease.groups.slot
+            for index, page in lease.groups.window.items():
+                self.table.window[row, index] = page
+        return row
+
+    def cover_window(self, lease: Lease, row: int | None, start: int, end: int) -> list[int]:
+        """Give `lease`, in page-table row `row`, the window pages of a step that computes tokens `[start, end)`.
+
+        Returns the pages that fell behind the window; see `GroupPools.cover`.
+        """
+        assert lease.groups is not None
+        new, released = self.groups.cover(lease.groups, start, end)
+        if row is not None:
+            for index in new:
+                self.table.window[row, index] = lease.groups.window[index]
+        return released
+
+    def pages_by_group(self, lease: Lease, num_tokens: int, first_page: int = 0) -> list[list[int]]:
+        """Return the pages of each group that hold the KV of the first `num_tokens` tokens; see `pages_of_group`."""
+        return [pages_of_group(self.layout, group, lease, num_tokens, first_page) for group in self.layout.groups]
 
     def grow(self, lease: Lease, num_tokens: int) -> bool:
         """Add pages until `lease` covers `num_tokens`; False, without any change, when too few are available.
@@ -130,6 +182,10 @@ class KVMemory:
         """Evict all cached pages that no live lease locks; returns their number."""
         return self.pages.flush()
 
+    def allocator_of(self, space: PageSpace) -> PageAllocator:
+        """Return the free list of the pages of a space."""
+        return self.pages.allocator if space is PageSpace.TOKENS else self.groups.allocator_of(space)
+
     def counts(self) -> dict[str, int]:
         """Return counts by name. At idle pages_free + pages_cached, rows_free and aux_free equal their totals."""
         tree = self.pages.tree
@@ -142,6 +198,7 @@ class KVMemory:
             "rows_free": self.table.num_free,
             "aux_total": self.aux.num_total,
             "aux_free": self.aux.num_free,
+            **self.groups.counts(),
         }
 
     def holders(self) -> dict[str, int]:
@@ -154,18 +211,28 @@ class KVMemory:
 
         Costs O(all pages + pages of live leases); for idle moments, audit queries and tests.
         """
-        return [*audit_pool("pages", self.pages), *audit_pool("aux", self.aux), *self.table.audit()]
+        pools = [*audit_pool("pages", self.pages), *audit_pool("aux", self.aux), *self.groups.audit()]
+        return [*pools, *self.table.audit()]
+
+    def _end_groups(self, lease: Lease) -> None:
+        if lease.groups is not None:
+            self.groups.end(lease.groups)
+            lease.groups = None
 
 
 class PageTable:
     """`pages[row, i]` is the page that holds tokens `[i * page_tokens, (i + 1) * page_tokens)` of the row's request;
     int32.
 
-    Also allocates the rows: `open` takes a free one, `close` returns it.
+    `window[row, i]` is the same for WINDOW groups, valid for pages in the window; without such
+    groups it has no columns. `slots[row]` is the state slot. Also allocates the rows: `open` takes a free one,
+    `close` returns it.
     """
 
-    def __init__(self, num_rows: int, max_pages_per_row: int) -> None:
+    def __init__(self, num_rows: int, max_pages_per_row: int, *, has_window: bool = False) -> None:
         self.pages: npt.NDArray[np.int32] = np.zeros((num_rows, max_pages_per_row), dtype=np.int32)
+        self.window: npt.NDArray[np.int32] = np.zeros((num_rows, max_pages_per_row * has_window), dtype=np.int32)
+        self.slots: npt.NDArray[np.int32] = np.zeros(num_rows, dtype=np.int32)
         self.num_rows = num_rows
         self.max_pages_per_row = max_pages_per_row
         self.free_rows = list(range(num_rows - 1, -1, -1))

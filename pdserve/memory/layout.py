@@ -46,6 +46,20 @@ class GroupKind(enum.Enum):
     """Keys and values of the layers of a draft model."""
 
 
+class PageSpace(enum.Enum):
+    """Page numbers that groups share. A request has pages in each space that its model's groups use."""
+
+    TOKENS = "tokens"
+    """Pages of all tokens: FULL, MLA, INDEX, DRAFT."""
+    WINDOW = "window"
+    """Pages of the tokens in the window."""
+    SLOTS = "slots"
+    """One slot for each request: STATE."""
+
+
+_SPACES = {GroupKind.WINDOW: PageSpace.WINDOW, GroupKind.STATE: PageSpace.SLOTS}
+
+
 class Shard(enum.Enum):
     """How tensor ranks divide the heads of a plane."""
 
@@ -123,6 +137,11 @@ class KVGroup:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    @property
+    def space(self) -> PageSpace:
+        """The page numbers that the group uses."""
+        return _SPACES.get(self.kind, PageSpace.TOKENS)
 
     @property
     def num_layers(self) -> int:
@@ -321,19 +340,44 @@ class KVLayout:
         """Tokens per page; equal in all token groups."""
         return self.groups[0].page_tokens
 
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of one token over all token groups."""
-        return sum(group.page_bytes // group.page_tokens for group in self.groups if group.page_tokens)
+    @functools.cached_property
+    def window(self) -> int:
+        """Tokens that WINDOW layers read, the largest of all groups; 0 without WINDOW groups."""
+        return max((group.window or 0 for group in self.groups if group.space is PageSpace.WINDOW), default=0)
 
-    @property
+    @functools.cached_property
+    def has_state(self) -> bool:
+        """True when a request needs a state slot."""
+        return any(group.space is PageSpace.SLOTS for group in self.groups)
+
+    @functools.cached_property
+    def token_bytes(self) -> int:
+        """KV bytes of one token over the groups that have pages of all tokens."""
+        return self.page_bytes // self.page_tokens
+
+    @functools.cached_property
     def page_bytes(self) -> int:
-        """KV bytes of one page over all groups."""
-        return sum(group.page_bytes for group in self.groups)
+        """KV bytes of one page number over the groups that have pages of all tokens."""
+        return self.space_bytes(PageSpace.TOKENS)
+
+    def space_bytes(self, space: PageSpace) -> int:
+        """Return the bytes of one page number over all groups that use it."""
+        return sum(group.page_bytes for group in self.groups if group.space is space)
 
     def bytes_of(self, num_pages: int) -> int:
-        """Return the KV bytes of `num_pages` pages over all groups."""
+        """Return the KV bytes of `num_pages` pages of tokens over all groups that have them."""
         return num_pages * self.page_bytes
+
+    def bytes_by_group(self, pages: Sequence[Sequence[int]]) -> int:
+        """Return the bytes of `pages`, a list for each group."""
+        return sum(group.bytes_of(len(own)) for group, own in zip(self.groups, pages, strict=True))
+
+    def window_pages(self, start: int, end: int) -> range:
+        """Return the numbers within a request of the WINDOW pages that computing tokens `[start, end)` uses.
+
+        With `start` equal to `end`: of the pages with KV that the token at `end` reads.
+        """
+        return range(max(0, start - self.window + 1) // self.page_tokens, pages_for(end, self.page_tokens))
 
     def pages_for(self, num_tokens: Count) -> Count:
         """Return the pages that hold `num_tokens` tokens."""

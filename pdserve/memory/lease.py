@@ -31,11 +31,14 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from pdserve.memory.prefix_cache import RadixNode, RadixTree, path_to
+
+if TYPE_CHECKING:
+    from pdserve.memory.group_pools import GroupLease
 
 
 class PageAllocator:
@@ -101,10 +104,21 @@ class Lease:
 
     `pages`: all pages in token order, empty once the lease has ended. `owner`: a label for the audit, such as a rid.
     `num_prefix_pages`: pages from the prefix cache at the start. `node` locks the first `num_locked_pages` pages in the
-    cache; of these the lease owns only its `spares`. Only the pool writes these fields.
+    cache; of these the lease owns only its `spares`. Only the pool writes these fields. `groups`: window pages and
+    state slot, which end with the lease; None without such groups.
     """
 
-    __slots__ = ("_holds", "_pool", "node", "num_locked_pages", "num_prefix_pages", "owner", "pages", "spares")
+    __slots__ = (
+        "_holds",
+        "_pool",
+        "groups",
+        "node",
+        "num_locked_pages",
+        "num_prefix_pages",
+        "owner",
+        "pages",
+        "spares",
+    )
 
     def __init__(self, pool: LeasePool, pages: list[int], owner: str, node: RadixNode | None) -> None:
         self._pool = pool
@@ -114,6 +128,7 @@ class Lease:
         self.node = node
         self.num_prefix_pages = self.num_locked_pages = 0 if node is None else node.end
         self.spares: list[int] = []
+        self.groups: GroupLease | None = None
 
     def __repr__(self) -> str:
         return f"lease of {self.owner!r} held by {', '.join(sorted(self._holds)) or 'none'}"
@@ -177,6 +192,8 @@ class LeasePool:
         self.tree = tree
         self.live_leases: dict[Lease, None] = {}
         self.num_evicted = 0
+        self.on_end: Callable[[Lease], None] | None = None
+        """Called when a lease ends, before its pages are free."""
 
     @property
     def num_total(self) -> int:
@@ -256,6 +273,8 @@ class LeasePool:
 
     def end(self, lease: Lease) -> None:
         """End a lease. Called by the lease when its last hold has dropped."""
+        if self.on_end is not None:
+            self.on_end(lease)
         owned = lease.owned
         if self.tree is not None and lease.node is not None:
             self.tree.unlock(lease.node)

@@ -123,18 +123,18 @@ class RankExecutor:
         assert step.handle is handle, "steps are resolved once, in the order of their launch"
         return self._log.step_ended(step.result or self._compute(step))
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
+    def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor.offload`. When rank 0's call returns, every rank has its copy."""
         saved = self._local.offload(pages)
         self._rank_group.offloaded(next(self._offloads))
-        return _AllRanksPages(saved, sum(own.bytes_of(len(pages)) for own in self._rank_layouts))
+        return _AllRanksPages(saved, sum(own.bytes_by_group(pages) for own in self._rank_layouts))
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+    def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
         assert isinstance(saved, _AllRanksPages), "the pages were saved by another executor"
         self._local.restore(saved.own, pages)
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`: zeroes this rank's part; every rank does the same."""
         self._local.zero(pages)
 
@@ -154,6 +154,8 @@ class RankExecutor:
             before, count = self._num_seen[row.row], self._layout.pages_for(row.end)
             if count > before:
                 seen += self._table.pages[row.row, before:count].tolist()
+                seen += self._table.window[row.row, before:count].tolist()
+                seen.append(int(self._table.slots[row.row]))
                 self._num_seen[row.row] = count
         return hash(tuple(seen))
 

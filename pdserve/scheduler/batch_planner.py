@@ -111,6 +111,7 @@ class PrefillManager:
         if end < req.seq_len:
             return False
         del self.active[req.rid]
+        self._context.begin_decode(req)
         if req.times.prefilled is None:
             if not req.spec.probe:
                 self._context.counters["prompt_tokens"] += req.num_prompt
@@ -134,6 +135,9 @@ class PrefillManager:
         num_rows_free = memory.table.num_free + len(without)
         if num_rows_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
             return False
+        leases = [other.lease.groups for other in without if other.lease is not None and other.lease.groups is not None]
+        if not memory.groups.fits(max(req.max_len, req.num_reserved), after=leases):
+            return False
         if without:
             return self._fits(req, num_rows_free, without)
         left = memory.num_available - memory.num_taken(req.num_reserved, *self._prefix(req))
@@ -152,7 +156,7 @@ class PrefillManager:
         context, memory = self._context, self._context.memory
         if not self.may_start(req) or (req.saved is not None and not context.no_step_in_flight):
             return False
-        req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req))
+        req.lease = memory.reserve_tokens(req.num_reserved, req.rid, *self._prefix(req), max_len=req.max_len)
         if req.lease is None:
             return False
         if self._needs_aux:
@@ -286,6 +290,7 @@ class PrefillManager:
         if take <= 0:
             return 0
         end = req.planned + take
+        self._context.cover_window(req, req.planned, end)
         rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len))
         req.planned = end
         return take

@@ -13,6 +13,7 @@ from pdserve.base.clock import Clock
 from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
+from pdserve.memory.group_pools import GroupLease
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
@@ -36,6 +37,12 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
         RequestError: status 400.
     """
     memory = context.memory
+    if not memory.groups.could_ever_fit(num_tokens):
+        raise RequestError(
+            f"prompt and max_new_tokens are {num_tokens} tokens, which need more window pages or state slots than the "
+            "pools have",
+            field="max_new_tokens",
+        )
     if memory.num_pages(num_tokens) > memory.pages.num_total:
         raise RequestError(
             f"prompt and max_new_tokens need {num_tokens} tokens of KV memory, the pool has {memory.max_tokens}",
@@ -215,6 +222,8 @@ class _DeferredFree:
     step: int
     row: int | None
     leases: tuple[Lease, ...]
+    window: tuple[GroupLease, list[int]] | None = None
+    """Window pages that fell behind the window of a running request."""
 
 
 class SchedulerContext:
@@ -258,7 +267,7 @@ class SchedulerContext:
     def assign_row(self, req: Req) -> bool:
         """Give `req`, which has a lease, a row; False when no row is free."""
         assert req.lease is not None and req.row is None
-        row = self.memory.table.open(req.lease.pages)
+        row = self.memory.open_row(req.lease)
         if row is None:
             return False
         req.row = row
@@ -276,6 +285,24 @@ class SchedulerContext:
         if len(lease.pages) > before:
             self.memory.table.extend(row, before, lease.pages[before:])
         return True
+
+    def cover_window(self, req: Req, start: int, end: int) -> None:
+        """Give `req` the window pages of a step that computes its tokens `[start, end)`.
+
+        Those behind the window become free once no step under way reads them.
+        """
+        lease = req.lease
+        assert lease is not None
+        if lease.groups is None or self.memory.layout.window == 0:
+            return
+        released = self.memory.cover_window(lease, req.row, start, end)
+        if released:
+            self._free_or_defer(_DeferredFree(self._launched, None, (), (lease.groups, released)))
+
+    def begin_decode(self, req: Req) -> None:
+        """Lower the window pages that are committed to `req`, whose prompt is complete."""
+        if req.lease is not None and req.lease.groups is not None:
+            self.memory.groups.begin_decode(req.lease.groups, req.max_len)
 
     def cache(self, req: Req, *, ending: bool = False) -> None:
         """Insert the computed pages of `req` into the prefix cache. `ending`: the request releases the pages next."""
@@ -323,9 +350,10 @@ class SchedulerContext:
     def restore(self, req: Req) -> None:
         """Copy the saved KV into the request's lease. No step may be under way."""
         assert req.saved is not None and req.lease is not None and self.no_step_in_flight
-        pages = req.lease.pages[: self.memory.num_pages(req.computed)]
+        self.cover_window(req, req.computed, req.computed)
+        pages = self.memory.pages_by_group(req.lease, req.computed)
         self.executor.restore(req.saved, pages)
-        self.counters["restored_pages"] += len(pages)
+        self.counters["restored_pages"] += len(pages[0])
         self._forget_saved(req)
 
     # ------------------------------------------------------------------ inside
@@ -334,13 +362,14 @@ class SchedulerContext:
         """Copy the computed KV to host memory; False when offload is off or its memory is full."""
         lease = req.lease
         assert lease is not None and self.no_step_in_flight
-        pages = lease.pages[: self.memory.num_pages(req.computed)]
-        num_bytes = self.memory.layout.bytes_of(len(pages))
+        self.cover_window(req, req.computed, req.computed)
+        pages = self.memory.pages_by_group(lease, req.computed)
+        num_bytes = self.memory.layout.bytes_by_group(pages)
         if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
             return False
         req.saved = self.executor.offload(pages)
         self.offloaded_bytes += req.saved.num_bytes
-        self.counters["offloaded_pages"] += len(pages)
+        self.counters["offloaded_pages"] += len(pages[0])
         return True
 
     def _forget_saved(self, req: Req) -> None:
@@ -367,6 +396,8 @@ class SchedulerContext:
             self.memory.table.close(resources.row)
         for lease in resources.leases:
             lease.drop("request")
+        if resources.window is not None:
+            self.memory.groups.give_back(*resources.window)
 
 
 def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:

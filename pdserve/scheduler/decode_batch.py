@@ -92,6 +92,7 @@ class DecodeBatch:
         if self.is_short:
             self._make_room()
         page_tokens = self._context.memory.layout.tokens_in(1)
+        has_window = self._context.memory.layout.window > 0
         num_stages = self._context.limits.num_stages
         share = -(-len(self.reqs) // num_stages)
         rows: list[BatchRow] = []
@@ -104,6 +105,8 @@ class DecodeBatch:
                 break
             if planned >= len(lease.pages) * page_tokens and not self._context.grow(req, planned + 1):
                 continue
+            if has_window:
+                self._context.cover_window(req, planned, planned + 1)
             rows.append(BatchRow(req.rid, row, planned, planned + 1, sample=True))
             req.planned = planned + 1
         if rows:

@@ -119,18 +119,18 @@ class CostModelExecutor:
         """See `Executor`. Advances the clock to the end of the step, unless that is past."""
         return handle.finish()
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
+    def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor`."""
-        saved = _Saved(self._layout.bytes_of(len(pages)), len(pages))
+        saved = _Saved(self._layout.bytes_by_group(pages), sum(map(len, pages)))
         self._copy(saved.num_bytes)
         return saved
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+    def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
-        assert isinstance(saved, _Saved) and saved.num_pages == len(pages), (saved, len(pages))
+        assert isinstance(saved, _Saved) and saved.num_pages == sum(map(len, pages)), saved
         self._copy(saved.num_bytes)
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`. Does nothing: no KV is stored, and the cost of the few pages is not modelled."""
 
     def _work(self, seconds: float) -> float:

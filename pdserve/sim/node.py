@@ -15,7 +15,10 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy, SchedulePolicy
 from pdserve.executor.interface import Executor
+from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.lease import Lease
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
@@ -82,6 +85,10 @@ class Shape:
     max_queued: int | None = None
     rules: PriorityRules = dataclasses.field(default_factory=PriorityRules)
     """Of priority scheduling."""
+    window: int = 0
+    """Tokens of the window of a hybrid model, see `hash_layout`; 0: full attention only."""
+    num_window_pages: int = 0
+    num_slots: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +154,8 @@ class SimNode:
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
-        self.layout = hash_layout(shape.page_tokens, num_heads=shape.num_heads)
-        table = PageTable(shape.num_rows, shape.num_pages)
+        self.layout = hash_layout(shape.page_tokens, num_heads=shape.num_heads, window=shape.window)
+        table = PageTable(shape.num_rows, shape.num_pages, has_window=shape.window > 0)
         self.executor = self._model(table)
         self.memory = KVMemory(
             self.layout,
@@ -156,8 +163,15 @@ class SimNode:
             table,
             shape.num_aux,
             on_free=self._on_free,
-            prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
+            prefix_cache=not shape.window and (shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache),
             eviction=shape.eviction,
+            group_sizes=GroupPoolSizes(
+                num_window_pages=shape.num_window_pages,
+                num_slots=shape.num_slots,
+                step_tokens=shape.chunk_tokens,
+                num_steps_ahead=max(1, shape.num_stages),
+            ),
+            on_group_free=lambda space, pages: self._on_free(pages, space),
         )
         limits = StepLimits(
             chunk_tokens=shape.chunk_tokens,
@@ -241,7 +255,7 @@ class SimNode:
         """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
-        names = ("pages", "rows", "aux")
+        names = [name.removesuffix("_total") for name in counts if name.endswith("_total")]
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
         lost |= dict.fromkeys(self.scheduler.audit(), 1)
         if self.kv is not None:
@@ -255,13 +269,19 @@ class SimNode:
         return self.clock
 
     def _model(self, table: PageTable) -> HashExecutor:
-        executor = HashExecutor(self.layout, self._shape.num_pages, table, self._parallel)
+        shape = self._shape
+        sizes = {
+            PageSpace.TOKENS: shape.num_pages,
+            PageSpace.WINDOW: shape.num_window_pages,
+            PageSpace.SLOTS: shape.num_slots,
+        }
+        executor = HashExecutor(self.layout, sizes, table, self._parallel)
         executor.late = self._shape.late
         return executor
 
-    def _on_free(self, pages: list[int]) -> None:
+    def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Poison pages that went back to the allocator."""
-        self.executor.poison(pages)
+        self.executor.poison(pages, space)
 
     def _steps(self, table: PageTable) -> Executor:
         """Return the executor that the scheduler runs its steps with."""
@@ -318,12 +338,12 @@ class SimNode:
     def _open_pools(self, aux: MetadataBuffers) -> None:
         """Register the pools that peers copy from and to."""
         net = self._net
-        for rank, pool in enumerate(self.executor.pools):
-            page_bytes = self.executor.windows[rank].group.page_bytes
-            net.pools[int(pool.ctypes.data)] = Pool(page_bytes, self.memory.pages.allocator, self._grants(is_aux=False))
-        net.pools[aux.buffer[0]] = Pool(
-            aux.slot_bytes, self.memory.aux.allocator, self._grants(is_aux=True), is_aux=True
-        )
+        for windows, pools in zip(self.executor.windows, self.executor.pools, strict=True):
+            for window, pool in zip(windows, pools, strict=True):
+                space = window.group.space
+                allocator = self.memory.allocator_of(space)
+                net.pools[int(pool.ctypes.data)] = Pool(window.group.page_bytes, allocator, self._grants(space))
+        net.pools[aux.buffer[0]] = Pool(aux.slot_bytes, self.memory.aux.allocator, self._grants(None), is_aux=True)
 
     def _kv_checksum(self) -> KVChecksum | None:
         verify, write = self._shape.kv_checksum, self._write_kv_line
@@ -332,23 +352,24 @@ class SimNode:
         facts = {"layout_fingerprint": self.layout.fingerprint(), "page_bytes": self.layout.page_bytes}
         return KVChecksum(HashHasher(self.executor), self.layout, facts, write, verify=verify)
 
-    def _grants(self, *, is_aux: bool) -> Grants:
-        """Return the `Grants` of the aux slots, or of the KV pages."""
+    def _grants(self, space: PageSpace | None) -> Grants:
+        """Return the `Grants` of the KV pages of a space; None: of the aux slots."""
 
         def grants(verb: Verb, page: int, key: MemoryKey) -> bool:
             assert self.kv is not None
             if verb == "reads":
                 out = self.kv.send_side.outgoing.get(key)
-                pool = self.memory.aux if is_aux else self.memory.pages
                 leases = [] if out is None else out.leases
-                return any(lease in pool.live_leases and page in lease.pages for lease in leases)
+                pool = self.memory.aux if space is None else self.memory.pages
+                return any(page in _pages(lease, space) for lease in leases if lease in pool.live_leases)
             entry = self.kv.receive_side.published.get(key)
             if entry is None:
                 return False
-            if is_aux:
-                return page in entry.leases[-1].pages
-            first = self.layout.whole_pages(entry.cached_tokens)
-            return any(page in lease.pages[first:] for lease in entry.leases[:-1])
+            lease, aux = entry.leases
+            if space is None:
+                return page in aux.pages
+            first = self.layout.whole_pages(entry.cached_tokens) if space is PageSpace.TOKENS else 0
+            return page in _pages(lease, space)[first:]
 
         return grants
 
@@ -378,7 +399,14 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
     """Return all output of an aggregated server for each prompt."""
     net = SimNet(0, ManualClock(), Faults())
     roomy = Shape(
-        page_tokens=shape.page_tokens, num_pages=512, num_rows=64, prefix_cache=False, num_heads=shape.num_heads
+        page_tokens=shape.page_tokens,
+        num_pages=512,
+        num_rows=64,
+        prefix_cache=False,
+        num_heads=shape.num_heads,
+        window=shape.window,
+        num_window_pages=4096,
+        num_slots=64,
     )
     node = SimNode("null", roomy, net, "mono", "mono")
     for i, prompt in enumerate(prompts):
@@ -403,3 +431,14 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
         priority=prompt.priority,
         prior_output_ids=list(prompt.prior),
     )
+
+
+def _pages(lease: Lease, space: PageSpace | None) -> list[int]:
+    """Return the pages of `lease` in a space; None: the aux slots."""
+    if space is None or space is PageSpace.TOKENS:
+        return lease.pages
+    if lease.groups is None:
+        return []
+    if space is PageSpace.WINDOW:
+        return list(lease.groups.window.values())
+    return [] if lease.groups.slot is None else [lease.groups.slot]

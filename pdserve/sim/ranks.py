@@ -22,7 +22,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -130,8 +130,8 @@ class RankedNode(SimNode):
         return self._rank.open(self._shape)
 
     def _ranks(self) -> tuple[RankMemory, ...]:
-        pools = [(int(pool.ctypes.data), pool.nbytes) for pool in self.executor.pools]
-        return tuple(RankMemory.of(self._rank.process(rank), [pool]) for rank, pool in enumerate(pools))
+        names = [self._rank.process(rank) for rank in range(self._parallel.num_ranks)]
+        return tuple(RankMemory.of(name, self.executor.buffers_of(rank)) for rank, name in enumerate(names))
 
 
 class _Rank:
@@ -199,7 +199,7 @@ class _Follower(SimNode):
     def _model(self, table: PageTable) -> HashExecutor:
         return self._leader.executor
 
-    def _on_free(self, pages: list[int]) -> None:
+    def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Do nothing: rank 0 has poisoned the pages in all pools."""
 
     def _steps(self, table: PageTable) -> Executor:
@@ -233,8 +233,7 @@ class _ComputedElsewhere:
 
     def __init__(self, executor: HashExecutor, rank: int) -> None:
         self._executor = executor
-        pool = executor.pools[rank]
-        self.buffers = ((int(pool.ctypes.data), pool.nbytes),)
+        self.buffers = executor.buffers_of(rank)
 
     @property
     def layout(self) -> KVLayout:
@@ -263,14 +262,14 @@ class _ComputedElsewhere:
         """See `Executor`."""
         return handle.finish()
 
-    def offload(self, pages: Sequence[int]) -> HostPages:
+    def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor`. Rank 0 has saved the pages of all ranks."""
         return _NoPages()
 
-    def restore(self, saved: HostPages, pages: Sequence[int]) -> None:
+    def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
 
-    def zero(self, pages: Sequence[int]) -> None:
+    def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
 
 

@@ -156,7 +156,7 @@ class KVReceiver:
         logprob_parts, self._room.logprob_parts, self._room.takes_logprobs = self._room.logprob_parts, {}, False
         return [logprob_parts[index] for index in sorted(logprob_parts)]
 
-    def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
+    def publish(self, lease: Lease, aux: Lease, cached_tokens: int = 0, num_tokens: int | None = None) -> None:
         """Publish the local pages and aux slot to the sender.
 
         Args:
@@ -164,11 +164,12 @@ class KVReceiver:
             aux: the slot for the first token.
             cached_tokens: leading tokens (whole pages) whose KV cache is already in `lease`. These pages may be shared,
                 so the sender is not sent their addresses; the hold `remote` is on the whole lease.
+            num_tokens: tokens of the prompt; None: as many as the pages hold.
         """
         self._aux.clear(aux.pages[0])
         if self._room.fake:
             self._aux.write(aux.pages[0], AuxRecord(self._room.room, self._room.key.attempt, first_token=0))
-        self._side.publish(self._room, (lease,), aux, cached_tokens)
+        self._side.publish(self._room, lease, aux, cached_tokens, num_tokens)
 
     def take(self, aux: Lease) -> AuxRecord | None:
         """Return the aux record after SUCCESS; None when it belongs to another room, which must fail the request."""

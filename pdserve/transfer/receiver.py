@@ -10,6 +10,7 @@ from collections import Counter
 
 from pdserve.base.clock import Clock
 from pdserve.errors import ProtocolError, RequestError
+from pdserve.memory.group_pools import pages_of_group
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
@@ -94,16 +95,19 @@ class ReceiveSide:
             self._dial(address)
         return record
 
-    def publish(self, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease, cached_tokens: int = 0) -> None:
-        """Send the pages to the sender, which may write from now on; they get the hold `remote`. One lease per layout
-        group.
+    def publish(
+        self, room: ReceiveRoom, lease: Lease, aux: Lease, cached_tokens: int = 0, num_tokens: int | None = None
+    ) -> None:
+        """Send the pages to the sender, which may write from now on; they get the hold `remote`.
 
         The KV cache of the first `cached_tokens` tokens (whole pages) is already here. These pages may be shared with
-        other requests, so their addresses are not sent.
+        other requests, so their addresses are not sent. `num_tokens`: tokens of the prompt; None: as many as the pages
+        hold.
         """
         num_cached = self._layout.whole_pages(cached_tokens)
         assert self._layout.tokens_in(num_cached) == cached_tokens, cached_tokens
-        assert num_cached <= min(len(lease.pages) for lease in leases), cached_tokens
+        assert num_cached <= len(lease.pages), cached_tokens
+        room.num_tokens = self._layout.tokens_in(len(lease.pages)) if num_tokens is None else num_tokens
         if room.fake:
             room.move(KVPoll.SUCCESS)
             return
@@ -113,10 +117,13 @@ class ReceiveSide:
         room.published_at = self._clock.now()
         self._awaiting_kv.pop(room.room, None)
         self._awaiting_kv[room.room] = room
-        pages = tuple(tuple(lease.pages[num_cached:]) for lease in leases)
+        pages = tuple(
+            tuple(pages_of_group(self._layout, group, lease, room.num_tokens, num_cached))
+            for group in self._layout.groups
+        )
         num_pages = sum(map(len, pages)) + len(aux.pages)
         self.published.add(
-            RemoteWritable(room.key, peer.instance, peer.receiver, (*leases, aux), num_pages, cached_tokens)
+            RemoteWritable(room.key, peer.instance, peer.receiver, (lease, aux), num_pages, cached_tokens)
         )
         info = TransferInfo(
             key=room.key,
@@ -278,7 +285,8 @@ class ReceiveSide:
                 room.move(KVPoll.WAITING_FOR_INPUT)
                 if room.republish is not None:
                     entry, room.republish = room.republish, None
-                    self.publish(room, entry.leases[:-1], entry.leases[-1], entry.cached_tokens)
+                    lease, aux = entry.leases
+                    self.publish(room, lease, aux, entry.cached_tokens, room.num_tokens)
         if not rooms:
             self._awaiting_session.pop(address, None)
 

@@ -24,6 +24,7 @@ from collections.abc import Iterable, Iterator
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
+from pdserve.memory.group_pools import numbers_to_move
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
@@ -270,6 +271,8 @@ class ReceiveRoom(Room):
     """Replica that has the request, once the replica `room % dp_size` has redirected us; None before."""
     republish: RemoteWritable | None = None
     """Pages to publish again once a session with `replica` is READY; None: nothing to publish again."""
+    num_tokens: int | None = None
+    """Tokens of the prompt; None before the pages are published."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False
@@ -314,8 +317,10 @@ def check_prompt_fits_pages(info: TransferInfo, num_tokens: int, layout: KVLayou
     """Return why a prompt of `num_tokens` tokens does not fit the pages of `info`; None when it fits."""
     if info.cached_tokens > num_tokens:
         return f"cached_tokens is {info.cached_tokens}, but the prompt has {num_tokens} tokens"
-    num_missing = layout.pages_for(num_tokens) - layout.whole_pages(info.cached_tokens)
-    num_given = min(map(len, info.pages), default=0)
-    if num_given < num_missing:
-        return f"pages has {num_given} pages, but {num_missing} of the prompt's are missing"
+    for group, pages in zip(layout.groups, info.pages, strict=True):
+        first = layout.whole_pages(info.cached_tokens)
+        num_missing = len(numbers_to_move(layout, group, num_tokens, first))
+        if len(pages) < num_missing:
+            of_group = "" if len(layout.groups) == 1 else f" of group {group.name}"
+            return f"pages has {len(pages)} pages{of_group}, but {num_missing} of the prompt's are missing"
     return None

@@ -19,7 +19,9 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
+from pdserve.memory.group_pools import numbers_to_move, pages_at
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
+from pdserve.memory.layout import KVGroup, PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -449,10 +451,15 @@ class SendSide:
         assert room.target is not None
         key = room.target.key
         first = self._layout.whole_pages(room.target.cached_tokens)
-        source = [] if lease is None else lease.pages[pages.start : pages.stop]
-        assert len(source) == len(pages) and (not pages or pages.start >= first), (pages, first, len(source))
-        target = tuple(theirs[pages.start - first : pages.stop - first] for theirs in room.target.pages)
-        if pages and any(len(theirs) < len(source) for theirs in target):
+        assert not pages or pages.start >= first, (pages, first)
+        source: list[Sequence[int]] = []
+        target: list[Sequence[int]] = []
+        for group, theirs in zip(self._layout.groups, room.target.pages, strict=True):
+            numbers, published = self._numbers(room, group, pages, first)
+            source.append([] if lease is None else pages_at(group, lease, numbers))
+            target.append(theirs[numbers.start - published : numbers.stop - published])
+            assert lease is None or len(source[-1]) == len(numbers), (group.name, numbers, len(source[-1]))
+        if any(len(theirs) < len(ours) for ours, theirs in zip(source, target, strict=True)):
             message = "the decode server gave fewer pages than the prompt has"
             self.fail(room, _failure("bad_metadata", message, status=500))
             return None
@@ -460,7 +467,22 @@ class SendSide:
         if peer is None or peer.hello is None:
             room.fail(PEER_GONE)
             return None
-        return _Chunk(key, peer, peer.hello, [source] * len(target), target)
+        return _Chunk(key, peer, peer.hello, source, target)
+
+    def _numbers(self, room: SendRoom, group: KVGroup, pages: range, first: int) -> tuple[range, int]:
+        """Return the numbers within the request of the pages of `group` to send with the token pages `pages`, and the
+        number of the first page that the receiver has published.
+
+        The state is sent with the last pages of the prompt.
+        """
+        if group.space is PageSpace.TOKENS:
+            return pages, first
+        assert room.num_tokens is not None, "the sender knows the length of the prompt"
+        moved = numbers_to_move(self._layout, group, room.num_tokens)
+        if group.space is PageSpace.SLOTS:
+            is_last = pages.stop == self._layout.pages_for(room.num_tokens)
+            return (moved if pages and is_last else range(0)), 0
+        return range(max(pages.start, moved.start), max(pages.start, moved.start, pages.stop)), moved.start
 
     def _submit(
         self,

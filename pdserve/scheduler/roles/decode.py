@@ -209,6 +209,9 @@ class DecodeRole(MixedBatchRole):
         """True when `_publish` finds enough memory for `req`, once the requests `without` are retracted."""
         memory, rids = self._context.memory, {other.rid for other in without}
         after = memory.preview_release(other.lease for other in without if other.lease is not None)
+        leases = [other.lease.groups for other in without if other.lease is not None and other.lease.groups is not None]
+        if not memory.groups.fits(max(req.max_len, req.num_input_tokens), decode_only=True, after=leases):
+            return False
         num_remaining = memory.num_available + after.num_pages - memory.num_pages(req.num_input_tokens)
         held = (other for other in self._held() if other.rid not in rids)
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, held)
@@ -266,19 +269,23 @@ class DecodeRole(MixedBatchRole):
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
-        lease = memory.reserve_tokens(req.num_input_tokens, req.rid, prompt, req.num_input_tokens)
+        lease = memory.reserve_tokens(
+            req.num_input_tokens, req.rid, prompt, req.num_input_tokens, max_len=req.max_len, decode_only=True
+        )
         if lease is None:
             return False
         aux = memory.aux.reserve(1, req.rid)
         assert aux is not None, "a slot was free"
         req.lease, req.aux = lease, aux
+        self._context.cover_window(req, req.num_input_tokens, req.num_input_tokens)
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
         req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
-            self._context.executor.zero(lease.pages[lease.num_prefix_pages :])
-        req.receiver.publish(lease, aux, num_cached)
+            pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)
+            self._context.executor.zero(pages)
+        req.receiver.publish(lease, aux, num_cached, req.num_input_tokens)
         reserve.add(req)
         del self._prealloc[req.rid]
         self._transfer[req.rid] = req

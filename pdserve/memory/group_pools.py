@@ -1,0 +1,243 @@
+"""Memory of the layout groups that do not use the token pages: window pages and state slots.
+
+Groups of the kinds FULL, MLA, INDEX and DRAFT have the same page numbers, those of `KVMemory.pages`. WINDOW groups have
+page numbers of their own, and so have STATE groups, whose pages are slots. A request gets both with its lease and keeps
+them until the lease ends, so holds and fences cover them too.
+
+A request has window pages only for tokens that a later step reads or writes. A page returns to the pool when it is
+behind the window. So the pages that a request can need at a time are bounded, and the pool commits that bound when
+the request starts: a running request always finds its next page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
+from pdserve.memory.lease import Lease, PageAllocator
+
+
+@dataclasses.dataclass(eq=False)
+class GroupLease:
+    """The window pages and the state slot of a request. Only `GroupPools` writes it.
+
+    `window`: page by its number within the request. `most_window_pages`: what the pool has committed to the request.
+    """
+
+    owner: str
+    slot: int | None
+    most_window_pages: int
+    window: dict[int, int] = dataclasses.field(default_factory=dict)
+    num_returning: int = 0
+    """Pages behind the window that a step under way may still read."""
+    most_in_decode: int | None = None
+    """What the commitment falls to, page by page, once the prompt is complete; None before."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupPoolSizes:
+    """Window pages and state slots of a rank; 0 without groups of that kind.
+
+    `step_tokens`: most tokens of one request in a step; None: whole prompts. `num_steps_ahead`: steps that may be under
+    way while the next one is planned.
+    """
+
+    num_window_pages: int = 0
+    num_slots: int = 0
+    step_tokens: int | None = None
+    num_steps_ahead: int = 1
+
+
+class GroupPools:
+    """Owns window pages and state slots. Scheduler thread only.
+
+    `on_free` is called with the group space and the pages that became free.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        sizes: GroupPoolSizes,
+        on_free: Callable[[PageSpace, list[int]], None] | None = None,
+    ) -> None:
+        self._layout = layout
+        self._sizes = sizes
+        self._on_free = on_free
+        self._window = PageAllocator(sizes.num_window_pages)
+        self._slots = PageAllocator(sizes.num_slots)
+        self._num_committed = 0
+        self._live: dict[GroupLease, None] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """True when the layout has WINDOW or STATE groups."""
+        return self._layout.window > 0 or self._layout.has_state
+
+    def fits(self, max_len: int, *, decode_only: bool = False, after: Sequence[GroupLease] = ()) -> bool:
+        """Return whether `reserve` with these arguments succeeds, as if the leases `after` had ended."""
+        if self._layout.has_state and self._slots.num_free + len(after) == 0:
+            return False
+        committed = self._num_committed - sum(lease.most_window_pages for lease in after)
+        return committed + self.most_window_pages(max_len, decode_only=decode_only) <= self._window.num_pages
+
+    def could_ever_fit(self, max_len: int) -> bool:
+        """Return whether a request of `max_len` tokens fits when all is free."""
+        if self._layout.has_state and self._slots.num_pages == 0:
+            return False
+        return self.most_window_pages(max_len) <= self._window.num_pages
+
+    def reserve(self, owner: str, max_len: int, *, decode_only: bool = False) -> GroupLease | None:
+        """Return a slot and a commitment of window pages; None, without any change, when either is short.
+
+        `max_len`: most tokens of the request. `decode_only`: each step computes one token of it.
+        """
+        if not self.fits(max_len, decode_only=decode_only):
+            return None
+        taken = self._slots.take(1) if self._layout.has_state else None
+        most = self.most_window_pages(max_len, decode_only=decode_only)
+        lease = GroupLease(owner, None if taken is None else taken[0], most)
+        self._num_committed += most
+        self._live[lease] = None
+        return lease
+
+    def begin_decode(self, lease: GroupLease, max_len: int) -> None:
+        """Lower the commitment of a request whose prompt is complete, as its pages return."""
+        lease.most_in_decode = self.most_window_pages(max_len, decode_only=True)
+        self._lower(lease)
+
+    def most_window_pages(self, max_len: int, *, decode_only: bool = False) -> int:
+        """Return the window pages that a request of `max_len` tokens may have at a time."""
+        layout, sizes = self._layout, self._sizes
+        if layout.window == 0:
+            return 0
+        whole = layout.pages_for(max_len)
+        step = 1 if decode_only else sizes.step_tokens
+        if step is None:
+            return whole
+        num_live = layout.pages_for(layout.window - 1 + step) + 1
+        num_returning = sizes.num_steps_ahead * (layout.pages_for(step) + 1)
+        return min(whole, num_live + num_returning)
+
+    def cover(self, lease: GroupLease, start: int, end: int) -> tuple[list[int], list[int]]:
+        """Give a request the window pages of a step that computes tokens `[start, end)`.
+
+        Returns:
+            The numbers within the request of its new pages, and the pages that fell behind the window. The caller
+            passes the latter to `give_back` once no step under way reads them.
+        """
+        needed = self._layout.window_pages(start, end)
+        behind = [index for index in lease.window if index < needed.start]
+        released = [lease.window.pop(index) for index in behind]
+        new = [index for index in needed if index not in lease.window]
+        pages = self._window.take(len(new))
+        assert pages is not None, "window pages are committed"
+        lease.window.update(zip(new, pages, strict=True))
+        lease.num_returning += len(released)
+        assert len(lease.window) + lease.num_returning <= lease.most_window_pages, "more window pages than committed"
+        return new, released
+
+    def give_back(self, lease: GroupLease, pages: Iterable[int]) -> None:
+        """Free pages that `cover` released."""
+        returned = list(pages)
+        lease.num_returning -= len(returned)
+        self._lower(lease)
+        self._free(PageSpace.WINDOW, self._window, returned)
+
+    def end(self, lease: GroupLease) -> None:
+        """Free all window pages and the slot of a request."""
+        assert lease.num_returning == 0, "window pages of an ended request are still read"
+        del self._live[lease]
+        self._num_committed -= lease.most_window_pages
+        self._free(PageSpace.WINDOW, self._window, list(lease.window.values()))
+        if lease.slot is not None:
+            self._free(PageSpace.SLOTS, self._slots, [lease.slot])
+        lease.window, lease.slot = {}, None
+
+    def allocator_of(self, space: PageSpace) -> PageAllocator:
+        """Return the free list of the window pages or of the slots."""
+        return self._window if space is PageSpace.WINDOW else self._slots
+
+    def counts(self) -> dict[str, int]:
+        """Return counts by name, of the spaces that the layout uses. At idle the free ones equal their totals."""
+        found: dict[str, int] = {}
+        if self._layout.window:
+            found |= {"window_pages_total": self._window.num_pages, "window_pages_free": self._window.num_free}
+        if self._layout.has_state:
+            found |= {"slots_total": self._slots.num_pages, "slots_free": self._slots.num_free}
+        return found
+
+    def audit(self) -> list[str]:
+        """Return one sentence for each inconsistency: every page and slot is free or belongs to one live lease."""
+        window = [page for lease in self._live for page in lease.window.values()]
+        slots = [lease.slot for lease in self._live if lease.slot is not None]
+        num_returning = sum(lease.num_returning for lease in self._live)
+        found = _audit("window pages", self._window, window, num_returning)
+        found += _audit("slots", self._slots, slots, 0)
+        committed = sum(lease.most_window_pages for lease in self._live)
+        if committed != self._num_committed:
+            found.append(f"window pages: {self._num_committed} are committed, live requests have {committed}")
+        return found
+
+    def holders(self) -> list[str]:
+        """Return the owners of live leases."""
+        return [lease.owner for lease in self._live]
+
+    def _lower(self, lease: GroupLease) -> None:
+        """Lower the commitment of a request that decodes to what it can still need."""
+        if lease.most_in_decode is None:
+            return
+        soon = len(lease.window) + lease.num_returning + self._sizes.num_steps_ahead + 1
+        most = max(soon, lease.most_in_decode)
+        if most < lease.most_window_pages:
+            self._num_committed -= lease.most_window_pages - most
+            lease.most_window_pages = most
+
+    def _free(self, space: PageSpace, allocator: PageAllocator, pages: list[int]) -> None:
+        if not pages:
+            return
+        allocator.give_back(pages)
+        if self._on_free is not None:
+            self._on_free(space, pages)
+
+
+def _audit(name: str, allocator: PageAllocator, owned: Sequence[int], num_returning: int) -> list[str]:
+    found = []
+    free = set(allocator.free_pages()[0])
+    if len(set(owned)) != len(owned):
+        found.append(f"{name}: {len(owned) - len(set(owned))} have several owners")
+    if both := free & set(owned):
+        found.append(f"{name}: {sorted(both)} are both owned and free")
+    if (lost := allocator.num_pages - len(free | set(owned)) - num_returning) != 0:
+        found.append(f"{name}: {lost} of {allocator.num_pages} are lost")
+    return found
+
+
+def numbers_to_move(layout: KVLayout, group: KVGroup, num_tokens: int, first_page: int = 0) -> range:
+    """Return the numbers within a request of the pages in `group` that hold the KV of its first `num_tokens` tokens.
+
+    Token groups: from page `first_page` on. WINDOW: pages that the token at `num_tokens` reads. STATE: the slot, 0.
+    """
+    match group.space:
+        case PageSpace.TOKENS:
+            return range(first_page, layout.pages_for(num_tokens))
+        case PageSpace.WINDOW:
+            return layout.window_pages(num_tokens, num_tokens)
+        case PageSpace.SLOTS:
+            return range(1)
+
+
+def pages_of_group(layout: KVLayout, group: KVGroup, lease: Lease, num_tokens: int, first_page: int = 0) -> list[int]:
+    """Return the pages of `lease` in `group` that `numbers_to_move` names."""
+    return pages_at(group, lease, numbers_to_move(layout, group, num_tokens, first_page))
+
+
+def pages_at(group: KVGroup, lease: Lease, numbers: range) -> list[int]:
+    """Return the pages of `lease` in `group` with these numbers within the request."""
+    if group.space is PageSpace.TOKENS:
+        return lease.pages[numbers.start : numbers.stop]
+    assert lease.groups is not None, f"the request has no memory in group {group.name}"
+    if group.space is PageSpace.WINDOW:
+        return [lease.groups.window[number] for number in numbers]
+    assert lease.groups.slot is not None
+    return [lease.groups.slot] if numbers else []
