@@ -20,7 +20,7 @@ from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import to_device
-from pdserve.transfer.checksum import RankDigest, digest_group
+from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 PIECE_BYTES = 32 << 20
@@ -92,9 +92,10 @@ class KVHasher(Protocol):
     resolved.
     """
 
-    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
-        """Return the digests of `pages` by rank. They are the pages from index `first` on of a request of `num_tokens`
-        tokens.
+    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
+        """Return the digests of `pages`, a list for each group, by rank.
+
+        In group g they are the pages from number `firsts[g]` on of a request of `num_tokens` tokens.
         """
         ...
 
@@ -107,13 +108,12 @@ class PoolHasher:
         self._windows = [RankShard.of(group, coord) for group in layout.groups]
         self._rank = coord.rank
 
-    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`; returns this rank's digest only."""
-        groups = tuple(
-            digest_group(window, _bytes_of(pool, pages), first, num_tokens)
-            for window, pool in zip(self._windows, self._pools, strict=True)
-        )
-        return (RankDigest(self._rank, groups),)
+        groups: list[GroupDigest] = []
+        for window, pool, own, first in zip(self._windows, self._pools, pages, firsts, strict=True):
+            groups += digest_group(window, _bytes_of(pool, own), first, num_tokens)
+        return (RankDigest(self._rank, tuple(groups)),)
 
 
 @torch.inference_mode()

@@ -15,24 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
-from pdserve.memory.lease import Lease, PageAllocator
-
-
-@dataclasses.dataclass(eq=False)
-class GroupLease:
-    """The window pages and the state slot of a request. Only `GroupPools` writes it.
-
-    `window`: page by its number within the request. `most_window_pages`: what the pool has committed to the request.
-    """
-
-    owner: str
-    slot: int | None
-    most_window_pages: int
-    window: dict[int, int] = dataclasses.field(default_factory=dict)
-    num_returning: int = 0
-    """Pages behind the window that a step under way may still read."""
-    most_in_decode: int | None = None
-    """What the commitment falls to, page by page, once the prompt is complete; None before."""
+from pdserve.memory.lease import GroupLease, Lease, PageAllocator
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,6 +208,22 @@ def numbers_to_move(layout: KVLayout, group: KVGroup, num_tokens: int, first_pag
             return layout.window_pages(num_tokens, num_tokens)
         case PageSpace.SLOTS:
             return range(1)
+
+
+def numbers_with(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
+    """Return the numbers of the pages in `group` that move together with the token pages `pages` of a request.
+
+    Window pages move with the token pages of the same numbers, the state with the last token pages of the `num_tokens`.
+    """
+    match group.space:
+        case PageSpace.TOKENS:
+            return pages
+        case PageSpace.WINDOW:
+            moved = numbers_to_move(layout, group, num_tokens)
+            start = max(pages.start, moved.start)
+            return range(start, max(start, pages.stop))
+        case PageSpace.SLOTS:
+            return range(1) if pages and pages.stop == layout.pages_for(num_tokens) else range(0)
 
 
 def pages_of_group(layout: KVLayout, group: KVGroup, lease: Lease, num_tokens: int, first_page: int = 0) -> list[int]:

@@ -255,7 +255,7 @@ class KVGroup:
 
     def fields(self) -> dict[str, str | int]:
         """Return the facts that two peers must agree on, by user-readable names."""
-        facts: dict[str, str | int] = {"kind": self.kind.value, "num_layers": self.num_layers}
+        facts: dict[str, str | int] = {"kind": self.kind.value}
         if self.num_layers != self.num_model_layers:
             facts["layers"] = ",".join(map(str, self.layers))
         if self.page_tokens:
@@ -409,7 +409,11 @@ class KVLayout:
 
     def fields(self) -> dict[str, str | int]:
         """Return the facts that two peers must agree on, by user-readable names. For the whole model, not a rank."""
-        facts: dict[str, str | int] = {"layout_version": LAYOUT_VERSION, "num_groups": len(self.groups)}
+        facts: dict[str, str | int] = {
+            "layout_version": LAYOUT_VERSION,
+            "num_groups": len(self.groups),
+            "num_layers": self.num_layers,
+        }
         for group in self.groups:
             prefix = "" if len(self.groups) == 1 else f"{group.name}."
             facts |= {f"{prefix}{name}": value for name, value in group.fields().items()}

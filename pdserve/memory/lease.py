@@ -31,14 +31,11 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 
 from pdserve.memory.prefix_cache import RadixNode, RadixTree, path_to
-
-if TYPE_CHECKING:
-    from pdserve.memory.group_pools import GroupLease
 
 
 class PageAllocator:
@@ -94,6 +91,23 @@ class PageAllocator:
         self._free.extend(returned)
         if self._on_free is not None:
             self._on_free(returned)
+
+
+@dataclasses.dataclass(eq=False)
+class GroupLease:
+    """The window pages and the state slot of a request. Only `GroupPools` writes it.
+
+    `window`: page by its number within the request. `most_window_pages`: what the pool has committed to the request.
+    """
+
+    owner: str
+    slot: int | None
+    most_window_pages: int
+    window: dict[int, int] = dataclasses.field(default_factory=dict)
+    num_returning: int = 0
+    """Pages behind the window that a step under way may still read."""
+    most_in_decode: int | None = None
+    """What the commitment falls to, page by page, once the prompt is complete; None before."""
 
 
 Hold = Literal["request", "remote", "send"]

@@ -182,8 +182,8 @@ class GroupHasher:
         self._log = log
         self._numbers = itertools.count()
 
-    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`. Raises RankError when a rank is lost."""
-        (own,) = self._own.digest(pages, first, num_tokens)
+        (own,) = self._own.digest(pages, firsts, num_tokens)
         found = self._rank_group.digested(next(self._numbers), own)
         return self._log.answer(lambda: found)

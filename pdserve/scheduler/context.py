@@ -13,9 +13,8 @@ from pdserve.base.clock import Clock
 from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
-from pdserve.memory.group_pools import GroupLease
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.lease import Lease
+from pdserve.memory.lease import GroupLease, Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (

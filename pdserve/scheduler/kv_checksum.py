@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve.executor.kv_pages import KVHasher
+from pdserve.memory.group_pools import numbers_with, pages_at
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.request import Req
@@ -51,7 +52,7 @@ class KVChecksum:
         first, end, digests = self._found.get(req.rid, (cached, cached, ()))
         if num_pages <= end:
             return
-        more = self._hasher.digest(req.lease.pages[end:num_pages], end, req.num_input_tokens)
+        more = self._digest(req, range(end, num_pages))
         if digests:
             more = tuple(old.with_more(new) for old, new in zip(digests, more, strict=True))
         self._found[req.rid] = (first, num_pages, more)
@@ -82,7 +83,7 @@ class KVChecksum:
         first = req.lease.num_prefix_pages
         end = self._layout.pages_for(req.num_input_tokens)
         pages = req.lease.pages[first:end]
-        digests = self._hasher.digest(pages, first, req.num_input_tokens) if pages else ()
+        digests = self._digest(req, range(first, end)) if pages else ()
         total = checksum(digests) if digests else None
         if digests:
             self._line("kv.received", req, req.receiver.key, first, pages, digests, total)
@@ -91,6 +92,14 @@ class KVChecksum:
             return None
         message = f"the received KV differs from the KV that was sent: checksum {total}, expected {expected}"
         return Failure(code="kv_checksum_mismatch", message=message, origin="decode", status=502)
+
+    def _digest(self, req: Req, pages: range) -> tuple[RankDigest, ...]:
+        """Return the digests of the token pages with these numbers, and of the pages that move with them."""
+        lease, layout = req.lease, self._layout
+        assert lease is not None
+        numbers = [numbers_with(layout, group, pages, req.num_input_tokens) for group in layout.groups]
+        found = [pages_at(group, lease, own) for group, own in zip(layout.groups, numbers, strict=True)]
+        return self._hasher.digest(found, [own.start for own in numbers], req.num_input_tokens)
 
     def _line(
         self,
@@ -127,7 +136,7 @@ def digest_as_json(digest: RankDigest) -> dict[str, Any]:
     """Return the entry of one rank in a log line."""
     groups = []
     for group in digest.groups:
-        planes = ("latent",) if group.num_planes == 1 else ("k", "v")
+        planes = group.planes
         cells, pages = group.cell_array(), group.page_array()
         groups.append(
             {

@@ -19,7 +19,7 @@ from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEv
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace, Plane, Shard, attention_group
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.transfer.checksum import RankDigest, digest_group
+from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 VOCAB_SIZE = 50257
@@ -382,14 +382,13 @@ class HashHasher:
     def __init__(self, executor: HashExecutor) -> None:
         self._executor = executor
 
-    def digest(self, pages: Sequence[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
         """See `KVHasher`."""
         digests = []
         for rank, (windows, pools) in enumerate(zip(self._executor.windows, self._executor.pools, strict=True)):
-            groups = []
-            for window, pool in zip(windows, pools, strict=True):
-                if window.group.space is PageSpace.TOKENS:
-                    rows = pool[list(pages)].reshape(len(pages), -1).view(np.uint8)
-                    groups.append(digest_group(window, [rows], first, num_tokens))
+            groups: list[GroupDigest] = []
+            for window, pool, own, first in zip(windows, pools, pages, firsts, strict=True):
+                rows = pool[list(own)].reshape(len(own), window.group.page_bytes // 8).view(np.uint8)
+                groups += digest_group(window, [rows], first, num_tokens)
             digests.append(RankDigest(rank, tuple(groups)))
         return tuple(digests)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError
+from pdserve.memory.layout import Shard
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import Flow
 from pdserve.transfer.events import Address, ControlSocket
@@ -212,14 +213,22 @@ def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int]) -> No
             raise HandshakeError(field, size, sizes[field])
 
 
+SPLIT_SHARDS = frozenset({Shard.KV_HEAD.value, Shard.KEY_HEAD.value, Shard.VALUE_HEAD.value})
+
+
 def _check_split(facts: Mapping[str, str | int], hello: Hello) -> None:
     """Check that the model can be split by the parallel sizes in `hello`."""
     for fact, count in facts.items():
         if not isinstance(count, int):
             continue
-        if fact.endswith("num_kv_heads") and count % hello.tp_size and hello.tp_size % count:
+        if not count % hello.tp_size or not hello.tp_size % count:
+            pass
+        elif fact.endswith("num_kv_heads"):
             raise HandshakeError("tp_size", f"one that {count} KV heads can be split over", hello.tp_size)
-        if fact.endswith("num_layers") and hello.pp_size > count:
+        elif fact.endswith(".num_heads") and facts[fact.replace("num_heads", "shard")] in SPLIT_SHARDS:
+            text = f"one that the {count} heads of {fact.removesuffix('.num_heads')} can be split over"
+            raise HandshakeError("tp_size", text, hello.tp_size)
+        if fact == "num_layers" and hello.pp_size > count:
             raise HandshakeError("pp_size", f"at most {count} stages", hello.pp_size)
 
 

@@ -104,17 +104,20 @@ Piece = tuple[int, int, tuple[PageCopy, ...]]
 class RankShard:
     """The part of a model's group that one rank's pages hold. `group` is the rank's own; the numbers are the model's.
 
-    `heads` has one range per plane.
+    `heads` has one range per plane. `first_layer`: number of the first of `layers` within the model's group.
     """
 
     group: KVGroup
     layers: tuple[int, ...]
     heads: tuple[range, ...]
+    first_layer: int
 
     @classmethod
     def of(cls, group: KVGroup, coord: RankCoord) -> RankShard:
         """Return the shard of the rank at `coord`; `group` is the whole model's."""
-        return cls(group.of_rank(coord), group.layers_of(coord), group.heads_of(coord))
+        layers = group.layers_of(coord)
+        first = group.layers.index(layers[0]) if layers else 0
+        return cls(group.of_rank(coord), layers, group.heads_of(coord), first)
 
     def offset(self, layer: int, plane: int = 0, head: int | None = None) -> int:
         """Return the byte offset of a head of a plane of a layer within a page; None: the plane's first head here.

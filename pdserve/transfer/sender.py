@@ -19,9 +19,9 @@ from collections.abc import Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
-from pdserve.memory.group_pools import numbers_to_move, pages_at
+from pdserve.memory.group_pools import numbers_to_move, numbers_with, pages_at
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
-from pdserve.memory.layout import KVGroup, PageSpace
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -455,7 +455,11 @@ class SendSide:
         source: list[Sequence[int]] = []
         target: list[Sequence[int]] = []
         for group, theirs in zip(self._layout.groups, room.target.pages, strict=True):
-            numbers, published = self._numbers(room, group, pages, first)
+            numbers, published = pages, first
+            if group.space is not PageSpace.TOKENS:
+                assert room.num_tokens is not None, "the sender knows the length of the prompt"
+                numbers = numbers_with(self._layout, group, pages, room.num_tokens)
+                published = numbers_to_move(self._layout, group, room.num_tokens).start
             source.append([] if lease is None else pages_at(group, lease, numbers))
             target.append(theirs[numbers.start - published : numbers.stop - published])
             assert lease is None or len(source[-1]) == len(numbers), (group.name, numbers, len(source[-1]))
@@ -468,21 +472,6 @@ class SendSide:
             room.fail(PEER_GONE)
             return None
         return _Chunk(key, peer, peer.hello, source, target)
-
-    def _numbers(self, room: SendRoom, group: KVGroup, pages: range, first: int) -> tuple[range, int]:
-        """Return the numbers within the request of the pages of `group` to send with the token pages `pages`, and the
-        number of the first page that the receiver has published.
-
-        The state is sent with the last pages of the prompt.
-        """
-        if group.space is PageSpace.TOKENS:
-            return pages, first
-        assert room.num_tokens is not None, "the sender knows the length of the prompt"
-        moved = numbers_to_move(self._layout, group, room.num_tokens)
-        if group.space is PageSpace.SLOTS:
-            is_last = pages.stop == self._layout.pages_for(room.num_tokens)
-            return (moved if pages and is_last else range(0)), 0
-        return range(max(pages.start, moved.start), max(pages.start, moved.start, pages.stop)), moved.start
 
     def _submit(
         self,

@@ -25,7 +25,7 @@ from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import Prompt, Shape, monolith_tokens
 from pdserve.sim.router import ClientAnswer
-from tests.world.workload import MAX_NEW, MAX_PROMPT
+from tests.world.workload import MAX_NEW, MAX_PROMPT, with_groups
 
 Rng = random.Random
 KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
@@ -88,10 +88,11 @@ class Played:
     failure: str | None = None
 
 
-def setting(seed: int, only: str | None = None, *, without: str | None = None) -> Setting:
+def setting(seed: int, only: str | None = None, *, without: str | None = None, groups: bool = False) -> Setting:
     """A seeded cluster, workload and choice of faults: one kind of every fourth seed, several of the others.
 
-    `without` is a kind that is left out of the same cluster and workload: its faults, or the replicas or ranks.
+    `without` is a kind that is left out of the same cluster and workload: its faults, or the replicas or ranks. With
+    `groups` the model is a hybrid, on ranks of all kinds.
     """
     rng = random.Random(f"campaign {seed}")
     names = list(KINDS)
@@ -109,19 +110,21 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None) -
         layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, redirect=0.0)
     elif without == "ranks":
         layout = dataclasses.replace(layout, prefill_ranks=ParallelShape(), decode_ranks=ParallelShape())
+    if groups:
+        shape, layout = _with_groups(random.Random(f"groups {seed}"), shape, layout, kinds)
     drawn.pop(without or "", None)
     fields = {name: value for of_kind in drawn.values() for name, value in of_kind.items()}
     return Setting(tuple(drawn), shape, layout, Faults(**fields), prompts, late if seed % 2 else ())
 
 
-def play(seed: int, only: str | None = None, *, without: str | None = None) -> Counter[str]:
-    """Run a seed and hold it against the oracle; counts of what happened. For `without` see `setting`.
+def play(seed: int, only: str | None = None, *, without: str | None = None, groups: bool = False) -> Counter[str]:
+    """Run a seed and hold it against the oracle; counts of what happened. For the last two see `setting`.
 
     Raises:
         AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
             request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
     """
-    it = setting(seed, only, without=without)
+    it = setting(seed, only, without=without, groups=groups)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
     answers = cluster.run(it.prompts, MEETS, it.late)
@@ -213,6 +216,19 @@ def _cluster(rng: Rng, kinds: Sequence[str]) -> tuple[Shape, Layout]:
     return shape, layout
 
 
+PREFILL_SPLITS = [ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3))]
+
+
+def _with_groups(rng: Rng, shape: Shape, layout: Layout, kinds: Sequence[str]) -> tuple[Shape, Layout]:
+    """A hybrid model with two KV heads, and prefill and decode split differently."""
+    shape = dataclasses.replace(with_groups(shape, rng), num_heads=2)
+    if "damage" in kinds:
+        return shape, layout
+    prefill = rng.choice(PREFILL_SPLITS)
+    decode = ParallelShape(tp_size=rng.choice((1, 2, 4)), pp_size=rng.choice((1, prefill.pp_size)))
+    return shape, dataclasses.replace(layout, prefill_ranks=prefill, decode_ranks=decode)
+
+
 def _prompts(rng: Rng) -> list[Prompt]:
     """Some come again, so that a late message can meet a later use of its room."""
     prompts: list[Prompt] = []
@@ -247,11 +263,11 @@ class Tally:
             self.failures.append(played)
 
 
-def try_seed(seed: int, only: str | None = None) -> Played:
+def try_seed(seed: int, only: str | None = None, *, groups: bool = False) -> Played:
     """Play a seed; what was wrong is a value."""
     logging.disable(logging.ERROR)  # what fails on purpose is no news
     try:
-        return Played(seed, setting(seed, only).kinds, play(seed, only))
+        return Played(seed, setting(seed, only).kinds, play(seed, only, groups=groups))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         words = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {error}"
@@ -260,9 +276,9 @@ def try_seed(seed: int, only: str | None = None) -> Played:
         logging.disable(logging.NOTSET)
 
 
-def tally_of(seeds: Sequence[int], workers: int, only: str | None = None) -> Tally:
-    """Play many seeds in so many processes."""
-    tally, one = Tally(), functools.partial(try_seed, only=only)
+def tally_of(seeds: Sequence[int], workers: int, only: str | None = None, *, groups: bool = False) -> Tally:
+    """Play many seeds in `workers` processes."""
+    tally, one = Tally(), functools.partial(try_seed, only=only, groups=groups)
     if workers == 1:
         for seed in seeds:
             tally.add(one(seed))
@@ -283,13 +299,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, help="play this one, and show where it fails")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", help=f"kinds of faults, joined by +, of {', '.join(KINDS)}")
+    parser.add_argument("--groups", action="store_true", help="a model with window and state groups")
     args = parser.parse_args()
     if args.seed is not None:
-        print(setting(args.seed, args.only))
-        print(play(args.seed, args.only))
+        print(setting(args.seed, args.only, groups=args.groups))
+        print(play(args.seed, args.only, groups=args.groups))
         return
     began = time.monotonic()
-    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only)
+    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only, groups=args.groups)
     took = time.monotonic() - began
     print(
         f"{tally.num_seeds} seeds in {took:.0f} s, {tally.num_seeds / took:.1f} a second; {len(tally.failures)} failed"

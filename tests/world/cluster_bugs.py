@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -359,9 +360,11 @@ def nothing_is_compared(patch: Patch) -> None:
 def only_the_first_page_is_hashed(patch: Patch) -> None:
     digest = HashHasher.digest
 
-    def short(self: HashHasher, pages: list[int], first: int, num_tokens: int) -> tuple[RankDigest, ...]:
+    def short(
+        self: HashHasher, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int
+    ) -> tuple[RankDigest, ...]:
         page_tokens = self._executor.layout.groups[0].page_tokens
-        return digest(self, pages, first, min(num_tokens, page_tokens))
+        return digest(self, pages, firsts, min(num_tokens, page_tokens))
 
     patch.setattr(HashHasher, "digest", short)
 

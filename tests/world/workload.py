@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 from pdserve.memory.layout import pages_for
@@ -34,6 +35,24 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
             tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, MAX_PROMPT)))
             prompts.append(Prompt(tokens, rng.randint(1, MAX_NEW)))
     return shape, prompts
+
+
+WINDOWS = (1, 2, 3, 5, 8, 40)
+
+
+def with_groups(shape: Shape, rng: random.Random, longest: int = MAX_PROMPT + MAX_NEW) -> Shape:
+    """The same server for a hybrid model, with hardly more window pages and slots than one request needs."""
+    window, page_tokens, step = rng.choice(WINDOWS), shape.page_tokens, shape.chunk_tokens
+    most = pages_for(longest, page_tokens)
+    if step is not None:
+        ahead = max(1, shape.num_stages)
+        most = min(most, pages_for(window - 1 + step, page_tokens) + 1 + ahead * (pages_for(step, page_tokens) + 1))
+    return dataclasses.replace(
+        shape,
+        window=window,
+        num_window_pages=most + rng.choice((0, 1, 8)),
+        num_slots=rng.choice((1, 2, 3, 8)),
+    )
 
 
 def play(seed: int, faults: Faults) -> tuple[World, list[RequestHalf | None]]:

@@ -43,7 +43,7 @@ FAILURE = Failure(code="c", message="m")
 
 def test_what_is_said_comes_out_as_it_went_in() -> None:
     sampling = CoreSamplingParams(seed=(1 << 63) - 1, logit_bias={5: 0.5}, stop_token_ids=(1,))
-    digest = RankDigest(1, (GroupDigest("kv", (0, 2), (0, 1), 2, b"1234", b"5678"),))
+    digest = RankDigest(1, (GroupDigest("kv", (0, 2), (0, 1), ("k", "v"), b"1234", b"5678"),))
     token = SampledToken(7, -0.5, ((7, -0.5), (8, -1.0)), (0.25,))
     prompts = {1: PromptLogprobs(start=3, own=b"1234", ranks=b"5678")}
     for message in (

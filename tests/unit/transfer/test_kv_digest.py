@@ -39,7 +39,7 @@ def part(whole: np.ndarray, group: KVGroup, coord: RankCoord) -> np.ndarray:
 def digests(whole: np.ndarray, group: KVGroup, shape: ParallelShape, first: int = 0) -> list[RankDigest]:
     coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
     return [
-        RankDigest(p.rank, (digest_group(RankShard.of(group, p), [part(whole, group, p)], first, NUM_TOKENS),))
+        RankDigest(p.rank, digest_group(RankShard.of(group, p), [part(whole, group, p)], first, NUM_TOKENS))
         for p in coords
     ]
 
@@ -123,8 +123,11 @@ def test_what_comes_in_pieces_is_the_same() -> None:
     group = group_of()
     window = RankShard.of(group, SINGLE)
     rows = pages_of(group).reshape(NUM_PAGES, -1)
-    whole = digest_group(window, [rows], 0, NUM_TOKENS)
-    assert digest_group(window, [rows[:2], rows[2:]], 0, NUM_TOKENS) == whole
-    first, later = digest_group(window, [rows[:2]], 0, NUM_TOKENS), digest_group(window, [rows[2:]], 2, NUM_TOKENS)
+    (whole,) = digest_group(window, [rows], 0, NUM_TOKENS)
+    assert digest_group(window, [rows[:2], rows[2:]], 0, NUM_TOKENS) == (whole,)
+    (first,), (later,) = (
+        digest_group(window, [rows[:2]], 0, NUM_TOKENS),
+        digest_group(window, [rows[2:]], 2, NUM_TOKENS),
+    )
     assert first.with_more(later) == whole
-    assert checksum([RankDigest(0, (digest_group(window, [], 0, NUM_TOKENS),))]) == "00000000.00000000"
+    assert checksum([RankDigest(0, digest_group(window, [], 0, NUM_TOKENS))]) == "00000000.00000000"
