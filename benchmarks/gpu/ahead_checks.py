@@ -114,15 +114,15 @@ def check_offload(checkpoint: Path, device: Device, page_size: int) -> None:
         computed = len(prompt) + before - 1
         pages = built.table.pages[row, : pages_for(computed, page_size)].tolist()
         content = executor.pools[0].pages[pages].view(torch.uint8).cpu()
-        saved = executor.offload(pages)
+        saved = executor.offload([pages])
         driver.close(row)
         executor.pools[0].pages[pages] = float("nan")
         again = driver.open([*prompt, *tokens], limit, OFFLOADED, num_prompt=len(prompt))
         target = built.table.pages[again, : len(pages)].tolist()
-        executor.restore(saved, target)
+        executor.restore(saved, [target])
         tokens += _generate(driver, again, computed, computed + 1, num_new - before)
         assert tokens == expected, f"page size {page_size}: {tokens}, not {expected}"
-        executor.restore(saved, target)
+        executor.restore(saved, [target])
         if device == "cuda":
             torch.cuda.synchronize()
         restored = executor.pools[0].pages[target].view(torch.uint8).cpu()

@@ -54,11 +54,11 @@ def test_every_byte_comes_back_into_other_pages_of_every_group(
     monkeypatch.setattr(kv_pages, "PIECE_BYTES", num_pages_per_piece * pools[0].group.page_bytes)
     before = [page_bytes(pool) for pool in pools]
     source, target = [3, 17, 0, 9, 10, 11, 19], [5, 4, 17, 0, 12, 1, 2]
-    saved = kv_pages.save(pools, source)
+    saved = kv_pages.save(pools, [source] * len(pools))
     assert saved.num_bytes == len(source) * sum(pool.group.page_bytes for pool in pools)
     for pool in pools:
         pool.pages.view(pool.num_pages, -1).view(torch.uint8)[source] = 0xFF
-    kv_pages.load(pools, saved, target)
+    kv_pages.load(pools, saved, [target] * len(pools))
     for pool, old in zip(pools, before, strict=True):
         expected = old.clone()
         expected[source] = 0xFF
@@ -72,16 +72,16 @@ def test_only_the_named_pages_are_cleared(dtype: str) -> None:
     expected = [page_bytes(pool) for pool in pools]
     for content in expected:
         content[[3, 0, 19]] = 0
-    kv_pages.zero(pools, [3, 0, 19])
-    kv_pages.zero(pools, [])
+    kv_pages.zero(pools, [[3, 0, 19]] * len(pools))
+    kv_pages.zero(pools, [[]] * len(pools))
     assert all(torch.equal(page_bytes(pool), content) for pool, content in zip(pools, expected, strict=True))
 
 
 def test_no_pages_take_no_memory() -> None:
     pool = random_pool("float32")
     before = page_bytes(pool)
-    saved = kv_pages.save([pool], [])
-    kv_pages.load([pool], saved, [])
+    saved = kv_pages.save([pool], [[]])
+    kv_pages.load([pool], saved, [[]])
     assert saved.num_bytes == 0
     assert torch.equal(page_bytes(pool), before)
 
@@ -89,7 +89,7 @@ def test_no_pages_take_no_memory() -> None:
 def test_another_number_of_pages_is_a_mistake() -> None:
     pool = random_pool("float16")
     with pytest.raises(AssertionError, match="2 pages were saved, 3 are given"):
-        kv_pages.load([pool], kv_pages.save([pool], [1, 2]), [1, 2, 3])
+        kv_pages.load([pool], kv_pages.save([pool], [[1, 2]]), [[1, 2, 3]])
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -103,7 +103,7 @@ def test_a_request_goes_on_from_other_pages_and_another_row(checkpoint: Path, ov
     tokens = generate(driver, row, 0, len(PROMPT), 5)
     num_computed = len(PROMPT) + 4
     pages = built.table.pages[row, : -(-num_computed // page_size)].tolist()
-    saved = executor.offload(pages)
+    saved = executor.offload([pages])
     assert saved.num_bytes == len(pages) * executor.layout.page_tokens * executor.layout.token_bytes
     driver.close(row)
     executor.pools[0].pages[pages] = float("nan")
@@ -112,7 +112,7 @@ def test_a_request_goes_on_from_other_pages_and_another_row(checkpoint: Path, ov
     again = driver.open([*PROMPT, *tokens], 60, SAMPLING, num_prompt=len(PROMPT))
     target = built.table.pages[again, : len(pages)].tolist()
     assert again != row and not set(target) & set(pages)
-    executor.restore(saved, target)
+    executor.restore(saved, [target])
     tokens += generate(driver, again, num_computed, num_computed + 1, 7)
     executor.close()
     assert tokens == whole
@@ -122,14 +122,14 @@ def test_offload_waits_its_turn(checkpoint: Path) -> None:
     """Nothing is copied while a step may still write."""
     built = build_ahead(checkpoint, overlap=True)
     row = Driver(built).open(PROMPT, 60)
-    saved = built.executor.offload([0])
+    saved = built.executor.offload([[0]])
     handle = built.executor.launch(BatchPlan(0, (BatchRow("a", row, 0, len(PROMPT), True),)))
     with pytest.raises(AssertionError, match="unresolved"):
-        built.executor.offload([0])
+        built.executor.offload([[0]])
     with pytest.raises(AssertionError, match="unresolved"):
-        built.executor.restore(saved, [0])
+        built.executor.restore(saved, [[0]])
     built.executor.resolve(handle)
-    built.executor.restore(saved, [0])
+    built.executor.restore(saved, [[0]])
     built.executor.close()
 
 

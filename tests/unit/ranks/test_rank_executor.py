@@ -73,11 +73,11 @@ class Play:
     def _swap(self, row: int) -> None:
         """Save all pages, spoil them, bring them back into others."""
         pages, known, computed = self._live[row]
-        saved = self.executor.offload(pages)
+        saved = self.executor.offload([pages])
         assert saved.num_bytes > 0
         self._free += pages
         fresh = [self._take() for _ in pages]
-        self.executor.restore(saved, fresh)
+        self.executor.restore(saved, [fresh])
         self.executor.close_row(row)
         self.table.close(row)
         again = self.table.open(fresh)
@@ -123,7 +123,7 @@ def test_every_rank_comes_to_what_one_rank_alone_comes_to(shape: ParallelShape) 
     for thread in threads:
         assert thread.error is None and not thread.losses.errors
         assert isinstance(thread.own, HashExecutor)
-        np.testing.assert_array_equal(thread.own.pool, alone.pool)
+        np.testing.assert_array_equal(thread.own.pools[0][0], alone.pools[0][0])
     for play in plays.values():
         assert play.results == expected.results
 
@@ -135,7 +135,7 @@ def test_saved_pages_count_as_much_on_every_rank_and_are_everybodys_when_the_lea
     def work(rank: Rank) -> None:
         if rank.coord.rank:
             assert may_copy.wait(10.0)
-        saved[rank.coord.rank] = rank.executor.offload([1, 2, 3]).num_bytes
+        saved[rank.coord.rank] = rank.executor.offload([[1, 2, 3]]).num_bytes
 
     with replica(ParallelShape(tp_size=2), make_rank, work) as (leader, *_):
         going_on = threading.Thread(target=work, args=(leader,))
@@ -221,4 +221,4 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
         assert "have diverged" in str(losses.wait()) and "rank 1" in str(losses.wait())
     assert isinstance(thread.error, RankError)
     assert isinstance(thread.own, HashExecutor)
-    np.testing.assert_array_equal(thread.own.pool, make_rank()[0].pool, "something was computed")
+    np.testing.assert_array_equal(thread.own.pools[0][0], make_rank()[0].pools[0][0], "something was computed")

@@ -349,7 +349,7 @@ def test_a_fake_room_reads_nothing_of_what_its_pages_held() -> None:
     for old in (3, 200):
         world = _world()
         decode = world.decode
-        decode.executor.pool[:] = old
+        decode.executor.pools[0][0][:] = old
         room = RoomAddress(host="2.2.2.2", port=1, room=1)
         decode.mailbox.post(msgspec.structs.replace(_request("r0", 1), room=room))
         _until(world, lambda node=decode: "r0" in node.halves and node.halves["r0"].finish is not None, decode)

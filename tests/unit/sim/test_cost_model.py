@@ -64,12 +64,12 @@ def test_pages_go_to_the_host_and_back_at_the_cost_of_their_bytes() -> None:
     clock = ManualClock()
     executor = make(clock)
     page_bytes = executor.layout.groups[0].page_bytes
-    saved = executor.offload([3, 5])
+    saved = executor.offload([[3, 5]])
     assert saved.num_bytes == 2 * page_bytes and clock.now() == pytest.approx(page_bytes)
-    executor.restore(saved, [0, 1])
+    executor.restore(saved, [[0, 1]])
     assert clock.now() == pytest.approx(2 * page_bytes)
     with pytest.raises(AssertionError):
-        executor.restore(saved, [0])
+        executor.restore(saved, [[0]])
 
 
 def test_the_pool_is_memory_of_the_layouts_size() -> None:
