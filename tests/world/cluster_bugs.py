@@ -313,10 +313,10 @@ def times_of_another_machine(patch: Patch) -> None:
     published_at: dict[MemoryKey, float] = {}
 
     def publishing(
-        self: ReceiveSide, room: ReceiveRoom, leases: tuple[Lease, ...], aux: Lease, cached_tokens: int = 0
+        self: ReceiveSide, room: ReceiveRoom, lease: Lease, aux: Lease, cached_tokens: int, num_tokens: int | None
     ) -> None:
         published_at[room.key] = self._clock.now()
-        publish(self, room, leases, aux, cached_tokens)
+        publish(self, room, lease, aux, cached_tokens, num_tokens)
 
     def refusing(self: SendSide, peer: Peer, meta: TransferInfo) -> None:
         now = self._clock.now()

@@ -105,9 +105,9 @@ def send_layers_that_are_not_written(patch: Patch) -> None:
 def claim_one_page_more_than_decode_has(patch: Patch) -> None:
     publish = KVReceiver.publish
 
-    def boastful(self: KVReceiver, lease: Lease, aux: Lease, cached_tokens: int = 0) -> None:
+    def boastful(self: KVReceiver, lease: Lease, aux: Lease, cached_tokens: int, num_tokens: int) -> None:
         more = 8 if cached_tokens == 0 and len(lease.pages) > 8 else 0
-        publish(self, lease, aux, cached_tokens + more)
+        publish(self, lease, aux, cached_tokens + more, num_tokens)
 
     patch.setattr(KVReceiver, "publish", boastful)
 
