@@ -51,11 +51,8 @@ class GroupPools:
         self._slots = PageAllocator(sizes.num_slots)
         self._num_committed = 0
         self._live: dict[GroupLease, None] = {}
-
-    @property
-    def is_used(self) -> bool:
+        self.is_used = layout.window > 0 or layout.has_state
         """True when the layout has WINDOW or STATE groups."""
-        return self._layout.window > 0 or self._layout.has_state
 
     def fits(self, max_len: int, *, decode_only: bool = False, after: Sequence[GroupLease] = ()) -> bool:
         """Return whether `reserve` with these arguments succeeds, as if the leases `after` had ended."""

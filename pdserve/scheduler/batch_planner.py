@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
-from pdserve.scheduler.context import SchedulerContext, plan_of
+from pdserve.scheduler.context import SchedulerContext, group_leases, plan_of
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.step_parts import BatchSplitter, PrefillBudget, StepKind
@@ -55,6 +55,7 @@ class PrefillManager:
         self._headroom_tokens = headroom_tokens
         self._needs_aux = needs_aux
         self.waiting = waiting
+        self._has_groups = context.memory.groups.is_used
         self.active: dict[str, Req] = {}
         self._waits_for: dict[str, bytes] = {}
         """By rid of a waiting request that needs a page an active request computes: the tokens up to the end of that
@@ -111,7 +112,8 @@ class PrefillManager:
         if end < req.seq_len:
             return False
         del self.active[req.rid]
-        self._context.begin_decode(req)
+        if self._has_groups:
+            self._context.begin_decode(req)
         if req.times.prefilled is None:
             if not req.spec.probe:
                 self._context.counters["prompt_tokens"] += req.num_prompt
@@ -135,8 +137,9 @@ class PrefillManager:
         num_rows_free = memory.table.num_free + len(without)
         if num_rows_free == 0 or (self._needs_aux and memory.aux.num_free == 0):
             return False
-        leases = [other.lease.groups for other in without if other.lease is not None and other.lease.groups is not None]
-        if not memory.groups.fits(max(req.max_len, req.num_reserved), after=leases):
+        if memory.groups.is_used and not memory.groups.fits(
+            max(req.max_len, req.num_reserved), after=group_leases(without)
+        ):
             return False
         if without:
             return self._fits(req, num_rows_free, without)
@@ -290,7 +293,8 @@ class PrefillManager:
         if take <= 0:
             return 0
         end = req.planned + take
-        self._context.cover_window(req, req.planned, end)
+        if self._has_groups:
+            self._context.cover_window(req, req.planned, end)
         rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len))
         req.planned = end
         return take

@@ -399,6 +399,11 @@ class SchedulerContext:
             self.memory.groups.give_back(*resources.window)
 
 
+def group_leases(reqs: Iterable[Req]) -> list[GroupLease]:
+    """Return the window pages and slots of `reqs`."""
+    return [req.lease.groups for req in reqs if req.lease is not None and req.lease.groups is not None]
+
+
 def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:
     """Return a plan of `rows`, or None when there are no rows."""
     return BatchPlan(step, tuple(rows)) if rows else None

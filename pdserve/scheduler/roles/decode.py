@@ -29,7 +29,7 @@ from pdserve.executor.interface import SampledToken
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import DecodeReservation, SchedulerContext, validate_fits
+from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.priority import EVICTED_CODE
@@ -209,8 +209,9 @@ class DecodeRole(MixedBatchRole):
         """True when `_publish` finds enough memory for `req`, once the requests `without` are retracted."""
         memory, rids = self._context.memory, {other.rid for other in without}
         after = memory.preview_release(other.lease for other in without if other.lease is not None)
-        leases = [other.lease.groups for other in without if other.lease is not None and other.lease.groups is not None]
-        if not memory.groups.fits(max(req.max_len, req.num_input_tokens), decode_only=True, after=leases):
+        if memory.groups.is_used and not memory.groups.fits(
+            max(req.max_len, req.num_input_tokens), decode_only=True, after=group_leases(without)
+        ):
             return False
         num_remaining = memory.num_available + after.num_pages - memory.num_pages(req.num_input_tokens)
         held = (other for other in self._held() if other.rid not in rids)
