@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pdserve.base.process import ServerReady, announce_ready
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
-from pdserve.launch_server import tokenizer_dir_of
+from pdserve.launch_checks import LocalModel
 from pdserve.protocol.channel import ChannelAddress, ZmqApiChannel, ZmqSchedulerChannel
 from pdserve.protocol.messages import (
     EngineCoreOutput,
@@ -72,7 +72,7 @@ def serve(channel: str, model: str) -> int:
         engine_died=lambda: None,
         on_ready=announce,
     )
-    return run_api(backend, tokenizer_dir=tokenizer_dir_of(config))
+    return run_api(backend, tokenizer_dir=LocalModel.find(config).tokenizer)
 
 
 class StandIn:

@@ -23,6 +23,7 @@ from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.launch_checks import LocalModel
 from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 
 PREFIX = "PDSERVE_ENGINE "
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
-        return host(without_streams(config, resolve(config)))
+        resolved = without_streams(config, resolve(config))
+        return host(LocalModel.find(resolved).in_engine(resolved))
     except PdserveError as error:
         _say(ConfigRefusal(message=str(error), field=error.field if isinstance(error, ConfigError) else None))
         return REFUSED

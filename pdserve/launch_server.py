@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.env import control_token
 from pdserve.base.hosts import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, exit_on_signals
@@ -24,6 +24,7 @@ from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
 from pdserve.errors import ConfigError, PdserveError
+from pdserve.launch_checks import LocalModel, check_start
 from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
@@ -39,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
+        check_start(config)
         resolved = resolve(config)
         return launch(resolved, config) if config.parallel.node_rank == 0 else join(resolved)
     except PdserveError as error:
@@ -48,18 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch(config: ServerConfig, given: ServerConfig) -> int:
     """Start engine and HTTP server, serve, and end them in order. `given`: the configuration before `resolve`."""
-    from pdserve.server.lifecycle.run import run_api
-
-    sides = Sides(given)
+    model = LocalModel.find(config)
+    sides = Sides(given, model)
     served = False
     try:
-        config.access.tls_context()  # first: these checks are fast
-        check_proof(config)
-        tokenizer_dir = tokenizer_dir_of(config)
-        check_split(config)
         first = sides.add(config)
         first.start()
-        status = run_api(first, tokenizer_dir=tokenizer_dir, other=sides.other)
+        from pdserve.server.lifecycle.run import run_api  # takes a second, during which the engine starts
+
+        status = run_api(first, tokenizer_dir=model.tokenizer, other=sides.other)
         served = True
     finally:
         sides.end(told=served)
@@ -69,11 +68,13 @@ def launch(config: ServerConfig, given: ServerConfig) -> int:
 class Sides:
     """The engines of one server, one for each role that it has had.
 
-    A `Side` is constructed in full before its predecessor ends, so a wrong configuration is refused while that serves.
+    `given` is the configuration before `resolve`. `model`: None where the model path is one of this host. A `Side` is
+    constructed in full before its predecessor ends, so a wrong configuration is refused while that serves.
     """
 
-    def __init__(self, given: ServerConfig) -> None:
+    def __init__(self, given: ServerConfig, model: LocalModel | None = None) -> None:
         self._given = given
+        self._model = model
         self._sides: list[Side] = []
         self._bootstrap_port: int | None = None
 
@@ -83,7 +84,7 @@ class Sides:
         ports = [config.disagg.disaggregation_bootstrap_port]
         if self._sides and self._given.disagg.disaggregation_bootstrap_port in (None, 0):
             ports = [self._bootstrap_port or ports[0], 0]  # no port was given: the former or default one, else any
-        side = Side(config, [port for port in ports if port is not None])
+        side = Side(config, [port for port in ports if port is not None], self._model)
         self._bootstrap_port = self._bootstrap_port if side.bootstrap is None else side.bootstrap.port
         self._sides = [*self._sides[-1:], side]  # earlier sides have ended
         return side.backend()
@@ -116,7 +117,7 @@ class Side:
     The bootstrap server listens from construction on, at the first of `bootstrap_ports` that is free.
     """
 
-    def __init__(self, config: ServerConfig, bootstrap_ports: Sequence[int]) -> None:
+    def __init__(self, config: ServerConfig, bootstrap_ports: Sequence[int], model: LocalModel | None = None) -> None:
         self._role = ROLES[config.disagg.disaggregation_mode]
         self.bootstrap: BootstrapServer | None = None
         if self._role == "prefill":
@@ -125,7 +126,8 @@ class Side:
             config = dataclasses.replace(config, disagg=disagg)
         self._config = config
         try:
-            self.engine = EngineProcesses(config, self._bootstrap_port)
+            in_engine = config if model is None else model.in_engine(config)
+            self.engine = EngineProcesses(in_engine, self._bootstrap_port)
         except ConfigError:
             if self.bootstrap is not None:
                 self.bootstrap.close()
@@ -183,8 +185,7 @@ def _open_bootstrap(host: str, ports: Sequence[int]) -> BootstrapServer:
 
 def join(config: ServerConfig) -> int:
     """Run the ranks of a host that is not node 0 until rank 0 stops them; return the exit status."""
-    check_split(config)
-    engine = EngineProcesses(config, None)
+    engine = EngineProcesses(LocalModel.find(config).in_engine(config), None)
     try:
         engine.start()
         status = engine.wait()
@@ -200,36 +201,6 @@ def _warn(config: ServerConfig) -> None:
     warn_weak(control_token())
     if config.disagg.disaggregation_mode != "null" and not control_token():
         warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
-
-
-def check_proof(config: ServerConfig) -> None:
-    """Refuse `--require-control-proof` without a control token. Raises ConfigError."""
-    if config.access.require_control_proof and not control_token():
-        text = f"--require-control-proof needs {CONTROL_TOKEN} in the environment"
-        raise ConfigError(text, field="require_control_proof")
-
-
-def check_split(config: ServerConfig) -> None:
-    """Check tp, pp and ep sizes against the model before any rank starts. GGUF files are checked by the ranks.
-
-    Raises:
-        ConfigError: the model cannot be split so.
-    """
-    from pdserve.model.config import check_spec, read_model_spec
-    from pdserve.model.paths import resolve_model_path
-
-    parallel = config.parallel
-    path = resolve_model_path(config.model.model_path)
-    if parallel.tp_size * parallel.pp_size > 1 and path.suffix != ".gguf":
-        check_spec(read_model_spec(path), parallel.shape, parallel.ep_size, parallel.num_sharing)
-
-
-def tokenizer_dir_of(config: ServerConfig) -> str:
-    from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
-
-    if config.model.tokenizer_path is not None:
-        return config.model.tokenizer_path
-    return str(resolve_tokenizer_path(resolve_model_path(config.model.model_path)))
 
 
 if __name__ == "__main__":

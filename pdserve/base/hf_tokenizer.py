@@ -61,7 +61,7 @@ def _load(path: Path) -> Any:
         return PreTrainedTokenizerFast.from_pretrained(str(path), local_files_only=True)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True)
+    return AutoTokenizer.from_pretrained(str(path), use_fast=True, local_files_only=True, trust_remote_code=False)
 
 
 def _class_of(path: Path) -> str:

@@ -25,7 +25,7 @@ import orjson
 
 Level = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
-QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "urllib3", "transformers")
+QUIET = ("aiohttp.access", "asyncio", "httpx", "httpcore", "httpx2", "urllib3", "transformers")
 
 _chosen: LogFormat = "text"
 _REQUEST_ID: contextvars.ContextVar[str | None] = contextvars.ContextVar("request_id", default=None)

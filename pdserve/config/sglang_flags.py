@@ -27,7 +27,7 @@ disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
 disaggregation-decode-retraction-backup dist-timeout dllm-algorithm
-dllm-algorithm-config dllm-block-size dllm-fdfo download-dir ds-channel-config-path ds-heavy-channel-num
+dllm-algorithm-config dllm-block-size dllm-fdfo ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
 dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size
 dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout elastic-ep-backend elastic-ep-initial-size
@@ -102,7 +102,7 @@ quantize-and-serve radix-cache-backend radix-eviction-policy-config
 remote-instance-weight-loader-backend remote-instance-weight-loader-seed-instance-ip
 remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-loader-send-weights-group-ports
 remote-instance-weight-loader-start-seed-via-transfer-engine retraction-policy return-aux-hidden-state-layer-ids
-return-hidden-states-mode return-input-ids return-output-ids revision rl-on-policy-target rl-quant-profile
+return-hidden-states-mode return-input-ids return-output-ids rl-on-policy-target rl-quant-profile
 sampling-backend sampling-defaults sampling-mask-max-tokens
 scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args skip-server-warmup
 skip-tokenizer-init sleep-on-idle sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
@@ -124,7 +124,7 @@ startup-weight-load-mode stream-interval stream-output stream-response-default-i
 strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend
 tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header tokenizer-mode tokenizer-worker-num
 tool-server torch-compile-max-bs torchao-config trace-modules triton-attention-num-kv-splits
-triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-content-hashes trust-remote-code
+triton-attention-reduce-in-fp32 triton-attention-split-tile-size trust-mm-content-hashes
 unified-cache-external-linker-backend unified-cache-external-linker-config uno-lora-path
 use-ray uvicorn-access-log-exclude-prefixes warmups watermark-config weight-cache-mode
 weight-cache-socket weight-cache-timeout weight-loader-disable-mmap weight-loader-drop-cache-after-load

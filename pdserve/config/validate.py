@@ -62,6 +62,8 @@ def _check_model(model: ModelConfig) -> None:
         ("tokenizer_path", model.tokenizer_path),
         ("served_model_name", model.served_model_name),
         ("weight_version", model.weight_version),
+        ("revision", model.revision),
+        ("download_dir", model.download_dir),
     ):
         if text is not None and (not text.strip() or "\0" in text):
             _refuse(field, text, "must not be empty")

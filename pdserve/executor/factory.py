@@ -40,7 +40,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.config import ModelSpec, check_spec, kv_layout
+from pdserve.model.config import ModelSpec, check_spec, kv_layout, resolve_context_length
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
@@ -135,7 +135,7 @@ def build_executor(
     path = resolve_model_path(config.model.model_path)
     spec = read_spec(path)
     check_spec(spec, coord.shape, config.parallel.ep_size, parallel.dp_attention_group.size // coord.shape.tp_size)
-    context_length = _context_length(config.model.context_length, spec)
+    context_length = resolve_context_length(config.model.context_length, spec)
     load_format = config.model.load_format
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
     batch_invariant = config.kernels.enable_deterministic_inference
@@ -333,14 +333,3 @@ def _keep_bits(device: torch.device) -> None:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
-def _context_length(asked: int | None, spec: ModelSpec) -> int:
-    """Most tokens of a request, prompt and output together."""
-    if asked is None:
-        return spec.max_positions
-    if not 1 <= asked <= spec.max_positions:
-        raise ConfigError(
-            f"context_length must be in [1, {spec.max_positions}] for this model, got {asked}", field="context_length"
-        )
-    return asked

@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError
-from pdserve.launch_server import check_split, tokenizer_dir_of
+from pdserve.launch_checks import LocalModel
 from pdserve.llm.options import Deployment, Value, plan
 from pdserve.llm.outputs import BatchError, InvalidRequestError, OutputMaker, RequestOutput
 from pdserve.llm.prepare import Conversation, Preparer, Prompt, ReadyJob, ReadyPrompt, as_conversations, as_prompts
@@ -137,7 +137,9 @@ class LLM:
             "gpu_memory_utilization": gpu_memory_utilization,
         }
         if model is None and flags.get("model_path") is None:
-            raise ConfigError("LLM needs a model: a directory, a .gguf file, or 'smollm2'", field="model")
+            raise ConfigError(
+                "LLM needs a model: a directory, a .gguf file, an id of the hub, or 'smollm2'", field="model"
+            )
         pairs = None
         if disaggregation or num_prefill is not None or num_decode is not None:
             pairs = (1 if num_prefill is None else num_prefill, 1 if num_decode is None else num_decode)
@@ -147,9 +149,8 @@ class LLM:
     def _start(self, deployment: Deployment, seed: int | None) -> None:
         deployment = _trusting(deployment)
         config = deployment.servers[-1].config
-        self._tokenizer_dir = tokenizer_dir_of(config)
-        for server in deployment.servers:
-            check_split(server.config)
+        models = [LocalModel.find(server.config) for server in deployment.servers]  # servers find it in the cache
+        self._tokenizer_dir = str(models[-1].tokenizer)
         tokenizer = load_tokenizer(self._tokenizer_dir, config.serving.chat_template)
         self._servers = Servers(deployment, tokenizer)
         self._finalizer = weakref.finalize(self, _close, self._servers)

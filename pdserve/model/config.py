@@ -139,6 +139,17 @@ def spec_from_config(
     )
 
 
+def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
+    """Return the most tokens of a request, prompt and output together. Raises ConfigError."""
+    if asked is None:
+        return spec.max_positions
+    if not 1 <= asked <= spec.max_positions:
+        raise ConfigError(
+            f"context_length must be in [1, {spec.max_positions}] for this model, got {asked}", field="context_length"
+        )
+    return asked
+
+
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: one FULL group of all layers."""
     heads = spec.attention
@@ -180,7 +191,9 @@ def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[
         names = tuple(name for name, family in FAMILIES.items() if family.model_type == config.get("model_type"))
     if not names or names[0] not in FAMILIES:
         seen = names[0] if names else config.get("model_type")
-        raise ModelError(f"{where}: architecture {seen!r} is not supported; supported: {', '.join(FAMILIES)}")
+        own_code = "auto_map" in config
+        reason = "needs code of the checkpoint (auto_map), which pdserve never runs" if own_code else "is not supported"
+        raise ModelError(f"{where}: architecture {seen!r} {reason}; supported: {', '.join(FAMILIES)}")
     return FAMILIES[names[0]], names
 
 

@@ -19,12 +19,12 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.fields import read_number
+from pdserve.model.gguf_header import ARCHITECTURES, unsupported
 from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _CONFIG_KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -92,14 +92,14 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
     """Return the metadata under HF `config.json` names. Raises ModelError for an unsupported architecture."""
     facts = metadata(reader)
     arch = facts.get("general.architecture")
-    if arch not in _ARCHITECTURES:
-        raise ModelError(f"{path}: gguf architecture {arch!r} is not supported; supported: {', '.join(_ARCHITECTURES)}")
+    if arch not in ARCHITECTURES:
+        raise unsupported(path, arch)
     config = {name: facts[f"{arch}.{key}"] for name, key in _CONFIG_KEYS.items() if f"{arch}.{key}" in facts}
     shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelError(f"{path} has no tensor token_embd.weight")
     config |= {
-        "architectures": [_ARCHITECTURES[arch]],
+        "architectures": [ARCHITECTURES[arch]],
         "model_type": arch,
         "vocab_size": int(shapes["token_embd.weight"][1]),
         "tie_word_embeddings": "output.weight" not in shapes,

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.config import ModelSpec, read_json, read_model_spec
+from pdserve.model.config import ModelSpec, read_model_spec
 from pdserve.model.decoder import Decoder
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import TensorSource, torch_dtype
+from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -47,7 +48,7 @@ def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Liter
         return spec.dtype
     if load_format == "dummy" or path.suffix == ".gguf":
         return "bfloat16"
-    with _open(_weight_files(path)[0]) as file:
+    with _open(weight_files(path)[0]) as file:
         name = file.get_slice(sorted(file.keys())[0]).get_dtype()
     if name not in _SAFETENSORS_DTYPES:
         raise ModelError(f"{path}: tensors are {name}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
@@ -129,7 +130,7 @@ class _MappedSource:
 
 def _safetensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a directory, by name. Read each one before advancing the iterator."""
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         with _open(path) as file:
             names = list(file.keys())
         left = iter(names)
@@ -148,24 +149,6 @@ def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a gguf file, by HF name."""
     for source in gguf_file.sources(path, spec):
         yield source.name, source
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors files: those that the index names, else model.safetensors, else all."""
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(read_json(index).get("weight_map", {}).values()))
-        files = [directory / name for name in names]
-        missing = [file.name for file in files if not file.is_file()]
-        if missing:
-            raise ModelError(f"{directory}: {index.name} names {missing[0]}, which does not exist")
-    elif (directory / "model.safetensors").is_file():
-        files = [directory / "model.safetensors"]
-    else:
-        files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{directory} has no .safetensors file (with --load-format dummy none is needed)")
-    return files
 
 
 def _open(path: Path) -> safe_open:

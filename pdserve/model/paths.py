@@ -11,7 +11,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.errors import ModelError
+from pdserve.errors import ConfigError, ModelError
+from pdserve.model import hub
+from pdserve.model.config import read_json
 
 EXPORT_VERSION = 1
 """Part of the names of exported directories: increment it when `export_hf` or `export_tokenizer` changes its output."""
@@ -82,26 +84,68 @@ def smollm2_gguf() -> Path:
 SMOLLM2 = "smollm2"
 
 
-def resolve_model_path(model_path: str) -> Path:
-    """Return a directory with `config.json`, or a `.gguf` file. "smollm2" is converted into the cache on first use.
+def resolve_model_path(
+    model_path: str,
+    *,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    check: Callable[[Path], None] = lambda directory: None,
+    weights: bool = True,
+) -> Path:
+    """Return a directory with `config.json`, or a `.gguf` file.
+
+    "smollm2" is converted into the cache on first use. An id `org/name[@revision]` of the Hugging Face hub is looked up
+    in the hub's cache and else downloaded, unless a directory has that name; `revision`, `download_dir` and `weights`:
+    see `hub`. `check` gets the result, of a download before its weights; what it raises ends the look-up.
 
     Raises:
-        ModelError: `model_path` is neither; the message names the path that was checked.
+        ConfigError: `revision` is given for a model that has none.
+        ModelError: `model_path` is none of these, or the download fails; the message names the places.
     """
     path = Path(model_path).expanduser()
-    if model_path == SMOLLM2 and not path.is_dir():
-        from pdserve.model.paths import smollm2_directory
+    if not path.exists():
+        model = hub.parse_model_id(model_path, revision, download_dir)
+        if model is not None:
+            return hub.fetch(model, check, weights=weights)
+    if revision is not None:
+        text = f"--revision is for an id of the Hugging Face hub, and --model-path {model_path!r} is none; leave it out"
+        raise ConfigError(text, field="revision")
+    found = smollm2_directory() if model_path == SMOLLM2 and not path.is_dir() else _local(model_path, path)
+    check(found)
+    return found
 
-        return smollm2_directory()
+
+def _local(model_path: str, path: Path) -> Path:
     if path.is_file():
         if path.suffix == ".gguf":
             return path.resolve()
         raise ModelError(f"model path {model_path!r} is a file, expected a .gguf file or a model directory")
     if not path.is_dir():
-        raise ModelError(f"model path {model_path!r} does not exist; give a directory, a .gguf file, or {SMOLLM2!r}")
+        raise ModelError(
+            f"model path {model_path!r} does not exist (looked for {path.absolute()}); give a directory, a .gguf file, "
+            f"an id ORG/NAME of the Hugging Face hub, or {SMOLLM2!r}"
+        )
     if not (path / "config.json").is_file():
-        raise ModelError(f"model path {model_path!r} has no config.json")
+        raise ModelError(f"model path {model_path!r} has no config.json, so {path.absolute()} is not a model directory")
     return path.resolve()
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """Return the safetensors files: those that the index names, else model.safetensors, else all. Raises ModelError."""
+    index = directory / hub.INDEX
+    if index.is_file():
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
+        files = [directory / name for name in names]
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{directory}: {index.name} names {missing[0]}, which does not exist")
+    elif (directory / "model.safetensors").is_file():
+        files = [directory / "model.safetensors"]
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{directory} has no .safetensors file (with --load-format dummy none is needed)")
+    return files
 
 
 def resolve_tokenizer_path(model_path: Path) -> Path:

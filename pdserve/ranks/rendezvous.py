@@ -76,7 +76,8 @@ LOOPBACK = "127.0.0.1"
 _REFUSED = "refused"
 _OWN = frozenset(
     {
-        "model_path", "tokenizer_path", "served_model_name", "weight_version", "init_expert_location", "node_rank",
+        "model_path", "tokenizer_path", "download_dir", "served_model_name", "weight_version", "init_expert_location",
+        "node_rank",
         "dist_init_addr", "max_total_tokens", "mem_fraction_static", "disaggregation_host", "disaggregation_ib_device",
         "disaggregation_bootstrap_port", "disaggregation_transfer_threads",
     }

@@ -13,7 +13,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session, worker_key
-from pdserve.launch_server import check_proof
+from pdserve.launch_checks import check_proof
 from pdserve.server.http.middleware import OPEN
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench

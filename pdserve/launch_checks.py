@@ -1,0 +1,211 @@
+"""Checks of a server's start, in the launcher's process: before anything is spawned, and before torch is imported.
+
+    check_start ──> flags together, certificates, secret, files, libraries, ports        milliseconds
+    LocalModel.find ──> model path or id, architecture, split, context, weights          a download, if it is needed
+
+Every failure is one ConfigError or ModelError of one sentence, which the launcher prints once. What only the engine can
+find out (memory, damaged weights) is reported by its processes. Called by the launchers and by `LLM`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import importlib.util
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.config import ServerConfig
+from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
+from pdserve.errors import ConfigError, ModelError
+
+ENGINE_MODULES = {"mori": ("mori", "amd-mori"), "ascend": ("memfabric_hybrid", "memfabric-hybrid")}
+"""Module and package of the transfer backends that no extra of pdserve installs."""
+TRACING_MODULE = "opentelemetry.sdk"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def check_start(config: ServerConfig) -> None:
+    """Check what needs neither the model nor torch. `config` is as given: before `resolve`.
+
+    Where a GPU driver exists, torch decides on the device, so combinations of flags are checked later, by `resolve`.
+
+    Raises:
+        ConfigError: the message has the cause and what to do.
+    """
+    if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
+        config, _ = fill_in(config, look_at_machine())
+    config.access.tls_context()
+    check_proof(config)
+    _check_files(config)
+    _check_libraries(config)
+    if config.parallel.node_rank == 0:
+        _check_ports(config)
+
+
+def check_proof(config: ServerConfig) -> None:
+    """Refuse `--require-control-proof` without a control token. Raises ConfigError."""
+    if config.access.require_control_proof and not control_token():
+        text = f"--require-control-proof needs {CONTROL_TOKEN} in the environment"
+        raise ConfigError(text, field="require_control_proof")
+
+
+def check_port(host: str, port: int, field: str) -> None:
+    """Refuse a TCP port that cannot be listened on; 0 is any free port. Raises ConfigError, which names the flag."""
+    if port == 0:
+        return
+    flag = f"--{field.replace('_', '-')}"
+    try:
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
+    except OSError as error:
+        hint = (
+            f"give {flag} another port, or 0 for any" if error.errno == errno.EADDRINUSE else f"change {flag} or --host"
+        )
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; {hint}", field=field) from error
+
+
+def _check_ports(config: ServerConfig) -> None:
+    disagg, host = config.disagg, config.serving.host
+    check_port(host, config.serving.port, "port")
+    if disagg.disaggregation_mode == "prefill":
+        port = disagg.disaggregation_bootstrap_port
+        port = BOOTSTRAP_PORT if port is None else port
+        if port == config.serving.port != 0:
+            text = f"--port and --disaggregation-bootstrap-port are both {port}; they must differ"
+            raise ConfigError(text, field="disaggregation_bootstrap_port")
+        check_port(host, port, "disaggregation_bootstrap_port")
+    if config.parallel.nnodes > 1 and config.parallel.dist_init_addr is not None:
+        check_port("", int(config.parallel.dist_init_addr.rpartition(":")[2]), "dist_init_addr")
+
+
+def _check_files(config: ServerConfig) -> None:
+    """Check files that flags name."""
+    location = config.parallel.init_expert_location
+    if location != "trivial" and not Path(location).is_file():
+        text = f"--init-expert-location {location!r} is neither 'trivial' nor a file"
+        raise ConfigError(text, field="init_expert_location")
+    if config.serving.chat_template is not None:
+        from pdserve.server.text.chat_template import read_template
+
+        read_template(config.serving.chat_template)
+
+
+def _check_libraries(config: ServerConfig) -> None:
+    """Check that optional packages which flags need are installed. Imports nothing but their parents."""
+    backend = config.disagg.disaggregation_transfer_backend
+    module, package = ENGINE_MODULES.get(backend or "", ("", ""))
+    if config.disagg.disaggregation_mode != "null" and module and not _is_installed(module):
+        text = f"needs {package}, which is not installed: pip install {package}"
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {backend} {text}", field="disaggregation_transfer_backend"
+        )
+    if config.observe.enable_trace and not _is_installed(TRACING_MODULE):
+        text = "--enable-trace needs OpenTelemetry, which is not installed: pip install 'pdserve[otel]'"
+        raise ConfigError(text, field="enable_trace")
+    if config.grammar.grammar_backend == "llguidance" and not _is_installed("llguidance"):
+        text = "--grammar-backend llguidance is not installed: pip install llguidance, or give none"
+        raise ConfigError(text, field="grammar_backend")
+
+
+def _is_installed(module: str) -> bool:
+    with contextlib.suppress(ImportError):
+        return importlib.util.find_spec(module) is not None
+    return False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalModel:
+    """The files of a server's model on this host: `path` is a directory or a .gguf file, `tokenizer` a directory."""
+
+    path: Path
+    tokenizer: Path
+
+    @classmethod
+    def find(cls, config: ServerConfig) -> LocalModel:
+        """Find the model and check it against the flags; the model of an id is downloaded if it is not cached.
+
+        Raises:
+            ConfigError: the flags do not fit the model.
+            ModelError: the model does not exist, cannot be downloaded, or is of an unsupported kind.
+        """
+        from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path, weight_files
+
+        model = config.model
+        weights = model.load_format != "dummy"
+        with _naming_remote_code(config):
+            path = resolve_model_path(
+                model.model_path,
+                revision=model.revision,
+                download_dir=model.download_dir,
+                check=lambda directory: check_checkpoint(config, directory),
+                weights=weights,
+            )
+        if weights and path.suffix != ".gguf":
+            weight_files(path)
+        own = model.tokenizer_path
+        return cls(path=path, tokenizer=resolve_tokenizer_path(path) if own is None else _tokenizer(own, config))
+
+    def in_engine(self, config: ServerConfig) -> ServerConfig:
+        """Return `config` for the engine's processes: with this host's paths in place of ids."""
+        tokenizer_path = None if config.model.tokenizer_path is None else str(self.tokenizer)
+        model = dataclasses.replace(
+            config.model, model_path=str(self.path), revision=None, tokenizer_path=tokenizer_path
+        )
+        return dataclasses.replace(config, model=model)
+
+
+def check_checkpoint(config: ServerConfig, path: Path) -> None:
+    """Check architecture, split and context length of the model at `path`; of a .gguf file the architecture only.
+
+    The engine checks the rest of a .gguf file, whose metadata takes seconds to read.
+
+    Raises:
+        ConfigError: the model cannot be split so, or its context is shorter.
+        ModelError: the architecture or a feature is not supported.
+    """
+    from pdserve.model.config import check_spec, read_model_spec, resolve_context_length
+    from pdserve.model.gguf_header import check_gguf
+
+    if path.suffix == ".gguf":
+        check_gguf(path)
+        return
+    parallel = config.parallel
+    spec = read_model_spec(path)
+    check_spec(spec, parallel.shape, parallel.ep_size, parallel.num_sharing)
+    resolve_context_length(config.model.context_length, spec)
+
+
+@contextlib.contextmanager
+def _naming_remote_code(config: ServerConfig) -> Iterator[None]:
+    """Tell users of `--trust-remote-code` that it does not help a model whose own code would be needed."""
+    try:
+        yield
+    except ModelError as error:
+        if config.model.trust_remote_code and "auto_map" in str(error):
+            raise ModelError(f"{error}; --trust-remote-code does not change that") from error
+        raise
+
+
+def _tokenizer(given: str, config: ServerConfig) -> Path:
+    """Return the directory of `--tokenizer-path`, or of the id that it is. Raises ConfigError, ModelError."""
+    from pdserve.model import hub
+
+    path = Path(given).expanduser()
+    if not path.exists():
+        model = hub.parse_model_id(given, None, config.model.download_dir)
+        if model is None:
+            text = (
+                f"--tokenizer-path {given!r} does not exist (looked for {path.absolute()}); give a directory or an id"
+            )
+            raise ConfigError(text, field="tokenizer_path")
+        path = hub.fetch(model, weights=False)
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        text = (
+            f"--tokenizer-path {given!r} has no tokenizer: {path.absolute()} has none of {', '.join(TOKENIZER_FILES)}"
+        )
+        raise ConfigError(text, field="tokenizer_path")
+    return path

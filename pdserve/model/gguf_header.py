@@ -1,0 +1,73 @@
+"""Checks the header of a GGUF file in microseconds, before torch and the `gguf` package are imported.
+
+Called by the launchers. `gguf_file` reads the whole metadata later, which takes seconds for a large vocabulary.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import IO
+
+from pdserve.errors import ModelError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""HF architectures, by the name in the file."""
+_MAGIC = b"GGUF"
+_KEY = b"general.architecture"
+_STRING = 8
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value, by type."""
+_MAX_TEXT, _MAX_KEYS = 1 << 16, 64
+"""The architecture is among the first keys; the search ends here or at the first array."""
+
+
+def unsupported(path: Path, architecture: object) -> ModelError:
+    """Return the error for an architecture that is not in `ARCHITECTURES`."""
+    names = ", ".join(ARCHITECTURES)
+    return ModelError(f"{path}: gguf architecture {architecture!r} is not supported; supported: {names}")
+
+
+def check_gguf(path: Path) -> None:
+    """Refuse a file that is not GGUF, or of another architecture if the first keys name it.
+
+    Raises:
+        ModelError: the message names the file and what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            if file.read(len(_MAGIC)) != _MAGIC:
+                raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
+            architecture = _architecture(file)
+    except (OSError, struct.error, ValueError) as error:
+        raise ModelError(f"{path} is not a readable gguf file: {error}") from error
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise unsupported(path, architecture)
+
+
+def _architecture(file: IO[bytes]) -> str | None:
+    """Return the value of the key `general.architecture`; None if it is not among the first keys."""
+    _, _, num_keys = _read(file, "<IQQ")
+    for _ in range(min(num_keys, _MAX_KEYS)):
+        key = _text(file)
+        (kind,) = _read(file, "<I")
+        if kind == _STRING:
+            value = _text(file)
+            if key == _KEY:
+                return value.decode("utf-8")
+        elif kind in _SCALAR_BYTES:
+            file.seek(_SCALAR_BYTES[kind], 1)
+        else:
+            return None
+    return None
+
+
+def _read(file: IO[bytes], form: str) -> tuple[int, ...]:
+    return struct.unpack(form, file.read(struct.calcsize(form)))
+
+
+def _text(file: IO[bytes]) -> bytes:
+    (length,) = _read(file, "<Q")
+    if length > _MAX_TEXT:
+        raise ValueError(f"a text of {length} bytes among the first keys")
+    return file.read(length)
