@@ -1,7 +1,7 @@
 """Checks of a server's start, in the launcher's process: before anything is spawned, and before torch is imported.
 
     check_start ──> flags together, certificates, secret, files, libraries, ports        milliseconds
-    LocalModel.find ──> model path or id, architecture, split, context, weights          a download, if it is needed
+    check_model ──> model path or id, architecture, split, context, weights              a download, if it is needed
 
 Every failure is one ConfigError or ModelError of one sentence, which the launcher prints once. What only the engine can
 find out (memory, damaged weights) is reported by its processes. Called by the launchers and by `LLM`.
@@ -15,11 +15,12 @@ import errno
 import importlib.util
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.config import ServerConfig
+from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
 from pdserve.errors import ConfigError, ModelError
 
@@ -27,6 +28,29 @@ ENGINE_MODULES = {"mori": ("mori", "amd-mori"), "ascend": ("memfabric_hybrid", "
 """Module and package of the transfer backends that no extra of pdserve installs."""
 TRACING_MODULE = "opentelemetry.sdk"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+
+
+def check_service(servers: Sequence[Sequence[str]], router: Sequence[str], own_names: Iterable[str]) -> None:
+    """Check the command lines of a local service's parts once, before any of them starts.
+
+    `servers`: of one server of each role. `own_names`: flags of the launcher. The model of an id is downloaded, so that
+    the servers find it in the cache.
+
+    Raises:
+        ConfigError, ModelError: as `check_start` and `check_model`.
+        SystemExit: a flag of the router is wrong, which is printed.
+    """
+    configs = []
+    for argv in servers:
+        refuse_unknown_flags(argv, own_names)
+        configs.append(parse_server_args(argv))
+        check_start(configs[-1])
+    from pdserve.router.config.flags import config_from, make_parser
+
+    part = config_from(make_parser().parse_args(router))
+    check_port(part.host, part.port, "router_port")
+    for config in configs:
+        check_model(config)
 
 
 def check_start(config: ServerConfig) -> None:
@@ -40,7 +64,6 @@ def check_start(config: ServerConfig) -> None:
     if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
         config, _ = fill_in(config, look_at_machine())
     config.access.tls_context()
-    check_proof(config)
     _check_files(config)
     _check_libraries(config)
     if config.parallel.node_rank == 0:
@@ -62,9 +85,8 @@ def check_port(host: str, port: int, field: str) -> None:
     try:
         socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        hint = (
-            f"give {flag} another port, or 0 for any" if error.errno == errno.EADDRINUSE else f"change {flag} or --host"
-        )
+        taken = error.errno == errno.EADDRINUSE
+        hint = f"give {flag} another port, or 0 for any" if taken else f"change {flag} or the host"
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; {hint}", field=field) from error
 
 
@@ -126,28 +148,16 @@ class LocalModel:
 
     @classmethod
     def find(cls, config: ServerConfig) -> LocalModel:
-        """Find the model and check it against the flags; the model of an id is downloaded if it is not cached.
+        """Find and check the model, and convert what needs it: the demo model, and the tokenizer of a .gguf file.
 
         Raises:
-            ConfigError: the flags do not fit the model.
-            ModelError: the model does not exist, cannot be downloaded, or is of an unsupported kind.
+            ConfigError, ModelError: as `check_model`; or a conversion fails.
         """
-        from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path, weight_files
+        from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
-        model = config.model
-        weights = model.load_format != "dummy"
-        with _naming_remote_code(config):
-            path = resolve_model_path(
-                model.model_path,
-                revision=model.revision,
-                download_dir=model.download_dir,
-                check=lambda directory: check_checkpoint(config, directory),
-                weights=weights,
-            )
-        if weights and path.suffix != ".gguf":
-            weight_files(path)
-        own = model.tokenizer_path
-        return cls(path=path, tokenizer=resolve_tokenizer_path(path) if own is None else _tokenizer(own, config))
+        path, tokenizer = check_model(config)
+        path = resolve_model_path(config.model.model_path) if path is None else path
+        return cls(path=path, tokenizer=resolve_tokenizer_path(path) if tokenizer is None else tokenizer)
 
     def in_engine(self, config: ServerConfig) -> ServerConfig:
         """Return `config` for the engine's processes: with this host's paths in place of ids."""
@@ -156,6 +166,36 @@ class LocalModel:
             config.model, model_path=str(self.path), revision=None, tokenizer_path=tokenizer_path
         )
         return dataclasses.replace(config, model=model)
+
+
+def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
+    """Check the model against the flags; the model of an id is downloaded if it is not cached. Converts nothing.
+
+    Returns its path, None for the demo model, and the directory of `--tokenizer-path`, None without that flag.
+
+    Raises:
+        ConfigError: the flags do not fit the model.
+        ModelError: the model does not exist, cannot be downloaded, or is of an unsupported kind.
+    """
+    from pdserve.model.paths import is_demo_model, resolve_model_path, smollm2_gguf, weight_files
+
+    model, path = config.model, None
+    tokenizer = None if model.tokenizer_path is None else _tokenizer(model.tokenizer_path, config)
+    if is_demo_model(model.model_path):
+        smollm2_gguf()
+        return None, tokenizer
+    weights = model.load_format != "dummy"
+    with _naming_remote_code(config):
+        path = resolve_model_path(
+            model.model_path,
+            revision=model.revision,
+            download_dir=model.download_dir,
+            check=lambda directory: check_checkpoint(config, directory),
+            weights=weights,
+        )
+    if weights and path.suffix != ".gguf":
+        weight_files(path)
+    return path, tokenizer
 
 
 def check_checkpoint(config: ServerConfig, path: Path) -> None:

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, get_args
+from typing import IO, NoReturn, get_args
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
@@ -40,8 +40,9 @@ from pdserve.config.local_access import (
     flags_for_router,
     log_format_of,
 )
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.session_proof import worker_secret
+from pdserve.launch_checks import check_service
 from pdserve.router.config.config import POLICY_HELP, PolicyName
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -261,9 +262,17 @@ class LocalService:
         return write
 
 
+class LocalParser(argparse.ArgumentParser):
+    """Raises ConfigError in place of an exit."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error."""
+        raise ConfigError(message)
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser of the service's flags; unknown flags are left for the servers."""
-    parser = argparse.ArgumentParser(prog="python -m pdserve.launch_local", allow_abbrev=False, description=__doc__)
+    parser = LocalParser(prog="python -m pdserve.launch_local", allow_abbrev=False, description=__doc__)
     add = parser.add_argument
     add("--model-path", default="smollm2", help="model of all servers, as launch_server takes it")
     add("--prefill", type=int, default=1, help="number of prefill servers")
@@ -312,6 +321,15 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
     )
 
 
+def check(config: LocalConfig) -> None:
+    """Check flags, ports and model of all parts, once for all; a model id is downloaded. Raises PdserveError."""
+    own = {option for action in make_parser()._actions for option in action.option_strings}
+    parts: list[Role] = ["prefill", "decode"]
+    prefill, decode = (ServerReady(role=role, url=f"http://{role}") for role in parts)
+    router = [word for word in router_argv(config, [prefill], [decode]) if word != "--worker-control-proof"]
+    check_service([server_argv(config, role) for role in parts], router, own)
+
+
 @contextlib.contextmanager
 def signals_as_events(service: LocalService) -> Iterator[None]:
     """Put SIGINT and SIGTERM on the service's queue; restores the former handlers at the end of the block."""
@@ -344,7 +362,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after Ctrl-C or SIGTERM, 1 when a process died, 2 for wrong flags."""
     try:
         config = config_from(argv)
-    except ConfigError as error:
+        check(config)
+    except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return serve(LocalService(config))

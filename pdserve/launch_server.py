@@ -24,7 +24,7 @@ from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_checks import LocalModel, check_start
+from pdserve.launch_checks import LocalModel, check_proof, check_start
 from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 from pdserve.protocol.channel import ApiChannel, ZmqApiChannel
 from pdserve.protocol.replicas import ReplicatedChannel
@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
         check_start(config)
+        check_proof(config)
         resolved = resolve(config)
         return launch(resolved, config) if config.parallel.node_rank == 0 else join(resolved)
     except PdserveError as error:

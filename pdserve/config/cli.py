@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn
 
@@ -130,7 +130,7 @@ def parse_server_args(argv: Sequence[str]) -> ServerConfig:
     Raises:
         ConfigError: a flag is unknown or not supported, or its value is malformed or out of range.
     """
-    _refuse_foreign_flags(argv)
+    refuse_unknown_flags(argv)
     given = _parse(argv)
     variables = {flag.field: flag for flag in _flags_in_environment() if flag.field not in given}
     values = {field: _value_of_variable(flag) for field, flag in variables.items()} | given
@@ -184,8 +184,17 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     return vars(given)
 
 
-def _refuse_foreign_flags(argv: Sequence[str]) -> None:
-    """Raise ConfigError for the first unknown flag; the message says if SGLang has it, else names similar flags."""
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name, with up to three similar ones; empty if there is none."""
+    close = difflib.get_close_matches(name, sorted(names), n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def refuse_unknown_flags(argv: Sequence[str], more_names: Iterable[str] = ()) -> None:
+    """Raise ConfigError for the first unknown flag; the message says if SGLang has it, else names similar flags.
+
+    `more_names`: flags of the program beside those of a server, which may be meant.
+    """
     known: dict[str, Flag] = {name: flag for flag in flags() for name in flag.names}
     negated = {f"--no-{name[2:]}": flag for name, flag in known.items() if flag.kind is bool}
     names = known.keys() | negated.keys() | {"--help", "-h"}
@@ -195,6 +204,5 @@ def _refuse_foreign_flags(argv: Sequence[str]) -> None:
             continue
         if name in SGLANG_FLAGS:
             raise ConfigError(f"{name}: SGLang has this flag, pdserve does not honour it yet; leave it out", field=name)
-        close = difflib.get_close_matches(name, sorted(names), n=3)
-        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        hint = did_you_mean(name, {*names, *more_names})
         raise ConfigError(f"{name}: there is no such flag{hint}", field=name)

@@ -84,6 +84,11 @@ def smollm2_gguf() -> Path:
 SMOLLM2 = "smollm2"
 
 
+def is_demo_model(model_path: str) -> bool:
+    """Whether `model_path` is the demo model, and not a directory of that name."""
+    return model_path == SMOLLM2 and not Path(model_path).is_dir()
+
+
 def resolve_model_path(
     model_path: str,
     *,
@@ -110,7 +115,7 @@ def resolve_model_path(
     if revision is not None:
         text = f"--revision is for an id of the Hugging Face hub, and --model-path {model_path!r} is none; leave it out"
         raise ConfigError(text, field="revision")
-    found = smollm2_directory() if model_path == SMOLLM2 and not path.is_dir() else _local(model_path, path)
+    found = smollm2_directory() if is_demo_model(model_path) else _local(model_path, path)
     check(found)
     return found
 

@@ -12,6 +12,7 @@ from typing import NoReturn, get_args
 
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.proof import MacKey
+from pdserve.config.cli import did_you_mean
 from pdserve.errors import ConfigError
 from pdserve.http.access import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
@@ -43,16 +44,19 @@ UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an alternative for each flag of sglang-router that this router does not support."""
+    """Reports an error as one line: of an unsupported flag of sglang-router the alternative, else similar names."""
 
     def error(self, message: str) -> NoReturn:
-        """Report the error as argparse does, with the alternative for an unsupported flag of sglang-router."""
+        """Print the error and exit with status 2."""
         given = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else []
-        names = [one.removeprefix("--").partition("=")[0] for one in given if one.startswith("--")]
+        names = [one.partition("=")[0] for one in given if one.startswith("--")]
         for name in names:
-            if name in UNSUPPORTED:
-                super().error(f"--{name} of sglang-router is not supported: {UNSUPPORTED[name]}")
-        super().error(message)
+            if (short := name.removeprefix("--")) in UNSUPPORTED:
+                self.exit(2, f"error: {name} of sglang-router is not supported: {UNSUPPORTED[short]}\n")
+        if names:
+            known = [option for action in self._actions for option in action.option_strings]
+            message = f"{names[0]}: there is no such flag{did_you_mean(names[0], known)}"
+        self.exit(2, f"error: {message}\n")
 
 
 def make_parser() -> argparse.ArgumentParser:

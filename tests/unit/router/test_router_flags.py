@@ -136,7 +136,10 @@ def test_a_flag_is_ours_or_foreign_but_not_both() -> None:
 def test_unknown_flags_are_still_unknown(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         make_parser().parse_args(["--worker-urls", "http://a:1", "--no-such-flag"])
-    assert "unrecognized arguments: --no-such-flag" in capsys.readouterr().err
+    assert capsys.readouterr().err == "error: --no-such-flag: there is no such flag\n"
+    with pytest.raises(SystemExit):
+        make_parser().parse_args(["--worker-urls", "http://a:1", "--polcy", "random"])
+    assert "--polcy: there is no such flag; did you mean --policy" in capsys.readouterr().err
 
 
 def test_keys_are_in_no_repr() -> None:

@@ -21,7 +21,10 @@ from tests.tiny import make_tiny
 RUN = """
 import sys
 from pdserve.{module} import main
-status = main(sys.argv[1:])
+try:
+    status = main(sys.argv[1:])
+except SystemExit as ended:
+    status = ended.code
 print([name for name in ("torch", "transformers") if name in sys.modules])
 sys.exit(status)
 """
@@ -65,7 +68,7 @@ def test_ports_are_checked_for_the_role_that_listens_on_them(taken: int) -> None
         check_start(
             parse("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "18998", "--port", "18998")
         )
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:1234: .*; change --port or --host"):
+    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:1234: .*; change --port or the host"):
         check_start(parse("--host", "192.0.2.1", "--port", "1234"))
 
 
@@ -75,7 +78,6 @@ def test_ports_are_checked_for_the_role_that_listens_on_them(taken: int) -> None
         (["--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mori"], "pip install amd-mori"),
         (["--chat-template", "/absent.jinja"], "cannot read the chat template /absent.jinja"),
         (["--tp", "2", "--ep", "2", "--init-expert-location", "/absent"], "neither 'trivial' nor a file"),
-        (["--require-control-proof"], "needs PDSERVE_CONTROL_TOKEN in the environment"),
         (["--device", "cuda"], "--device cuda, but torch finds no GPU"),
     ],
 )
@@ -142,7 +144,10 @@ def test_the_engine_gets_paths_and_users_see_ids(model: Path, tmp_path: Path, mo
     ("module", "flags", "says"),
     [
         ("launch_server", ["--model-path", "/no/such/model", "--port", "0"], "looked for /no/such/model"),
-        ("launch_server", ["--prot", "0"], "--prot: there is no such flag; did you mean --port"),
+        ("launch_local", ["--model-path", "/no/such/model", "--router-port", "0"], "looked for /no/such/model"),
+        ("launch_local", ["--prefil", "2"], "--prefil: there is no such flag; did you mean --prefill"),
+        ("launch_local", ["--router-flags", "--polcy random", "--router-port", "0"], "did you mean --policy"),
+        ("launch_router", ["--worker-urls", "http://a:1", "--prot", "0"], "did you mean --port"),
     ],
 )
 def test_a_mistake_is_told_once_with_status_2_and_without_torch(module: str, flags: list[str], says: str) -> None:
