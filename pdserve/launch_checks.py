@@ -13,16 +13,21 @@ import contextlib
 import dataclasses
 import errno
 import importlib.util
+import logging
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.log import setup_logging
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
 from pdserve.errors import ConfigError, ModelError
+
+log = logging.getLogger(__name__)
 
 ENGINE_MODULES = {"mori": ("mori", "amd-mori"), "ascend": ("memfabric_hybrid", "memfabric-hybrid")}
 """Module and package of the transfer backends that no extra of pdserve installs."""
@@ -45,6 +50,7 @@ def check_service(servers: Sequence[Sequence[str]], router: Sequence[str], own_n
         refuse_unknown_flags(argv, own_names)
         configs.append(parse_server_args(argv))
         check_start(configs[-1])
+    setup_logging(configs[0].observe.log_level, "local")
     from pdserve.router.config.flags import config_from, make_parser
 
     part = config_from(make_parser().parse_args(router))
@@ -155,9 +161,12 @@ class LocalModel:
         """
         from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
+        began = time.monotonic()
         path, tokenizer = check_model(config)
         path = resolve_model_path(config.model.model_path) if path is None else path
-        return cls(path=path, tokenizer=resolve_tokenizer_path(path) if tokenizer is None else tokenizer)
+        tokenizer = resolve_tokenizer_path(path) if tokenizer is None else tokenizer
+        log.info("model files and flags checked: %.2f s (%s)", time.monotonic() - began, path)
+        return cls(path=path, tokenizer=tokenizer)
 
     def in_engine(self, config: ServerConfig) -> ServerConfig:
         """Return `config` for the engine's processes: with this host's paths in place of ids."""

@@ -30,7 +30,8 @@ from pdserve.base.env import control_token, keep_openmp_from_spinning
 from pdserve.base.log import setup_logging
 from pdserve.base.native_stderr import StderrReader, redirect_native_stderr
 from pdserve.base.process import ENDING, die_with_parent, raise_if_signalled
-from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
+from pdserve.base.startup_progress import StartupProgress
+from pdserve.base.startup_times import IMPORTS, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.protocol.channel import (
@@ -276,10 +277,10 @@ def own_devices(start: RankStartInfo, visible: str | None) -> str:
 
 
 def _lead(start: RankStartInfo) -> None:
+    startup = StartupProgress(log.info)
     from pdserve.engine.build import run_scheduler
     from pdserve.engine.build_transfer import ReplicaId
 
-    startup = StartupTimes()
     startup.add(IMPORTS, process_age_s())
     replica = ReplicaId(
         server=start.server, dp_rank=start.dp_rank, bootstrap_port=start.bootstrap_port, rendezvous=start.rendezvous
@@ -288,6 +289,7 @@ def _lead(start: RankStartInfo) -> None:
     try:
         run_scheduler(start.config, channel, replica, control_token(), startup)
     finally:
+        startup.close()
         channel.close()
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import queue
 import secrets
@@ -31,6 +32,8 @@ from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.log_labels import JsonLabel, TextLabel
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
+from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status
+from pdserve.base.status_block import StatusBlock
 from pdserve.config.local_access import (
     LocalAccess,
     Role,
@@ -151,7 +154,7 @@ def child_env(config: LocalConfig, inherited: Mapping[str, str]) -> dict[str, st
     threads = dict.fromkeys(THREAD_VARIABLES, str(config.threads_per_server))
     env = {CONTROL_TOKEN: secrets.token_hex(32)} | dict(inherited) | config.access.env | threads
     env.pop(WORKER_PROOF_KEY, None)
-    return env
+    return env | {ANNOUNCE: "1"}
 
 
 def router_env(servers: Mapping[str, str]) -> dict[str, str]:
@@ -181,10 +184,19 @@ class LocalService:
         self._routers: list[Child] = []
         self._logs = contextlib.ExitStack()
         self._ending = False
+        self._status = StatusBlock()
         self.events: queue.SimpleQueue[Child | signal.Signals] = queue.SimpleQueue()
 
     def start(self) -> str:
-        """Start all processes and return the router's URL. Raises ChildError when a process does not become ready."""
+        """Start all processes and return the router's URL; shows what each does meanwhile.
+
+        Raises:
+            ChildError: a process does not become ready.
+        """
+        with self._status:
+            return self._start()
+
+    def _start(self) -> str:
         counts: dict[Role, int] = {"prefill": self._config.num_prefill, "decode": self._config.num_decode}
         for role, count in counts.items():
             for index in range(count):
@@ -225,7 +237,9 @@ class LocalService:
                 self._check_start(child, deadline)
                 continue
             where = "" if ready.bootstrap_port is None else f"  bootstrap port {ready.bootstrap_port}"
-            self._say(f"{child.name:<10} {ready.url}{where}  pid {child.pid}")
+            self._status.remove(child.name)
+            line = f"{child.name:<10} {ready.url}{where}  pid {child.pid}"
+            self._status.above(functools.partial(self._say, line))
             return ready
 
     def _check_start(self, child: Child, deadline: float) -> None:
@@ -239,7 +253,17 @@ class LocalService:
             raise ChildError(f"{child.name} (pid {child.pid}) was not ready within {self._config.ready_timeout_s:g} s")
 
     def _spawn(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
-        return Child(name, argv, env=env, on_line=self._line_writer(name), on_exit=self._on_exit)
+        write = self._line_writer(name)
+
+        def read(line: str) -> None:
+            status = parse_status(line)
+            if status is None:
+                self._status.above(lambda: write(line))
+            else:
+                self._status.set(name, status)
+
+        self._status.set(name, STARTING)
+        return Child(name, argv, env=env, on_line=read, on_exit=self._on_exit)
 
     def _on_exit(self, child: Child) -> None:
         if not self._ending:

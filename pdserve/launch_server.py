@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import sys
 import threading
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from pdserve.base.env import control_token
 from pdserve.base.hosts import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, exit_on_signals
+from pdserve.base.startup_progress import READY, announce_status, told
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
@@ -32,6 +34,9 @@ from pdserve.protocol.replicas import ReplicatedChannel
 if TYPE_CHECKING:
     from pdserve.server.lifecycle.instance import EngineBackend
     from pdserve.transfer.bootstrap import BootstrapServer
+
+
+log = logging.getLogger("pdserve.launch_server")  # __name__ is "__main__" when it is run
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +62,8 @@ def launch(config: ServerConfig, given: ServerConfig) -> int:
     try:
         first = sides.add(config)
         first.start()
-        from pdserve.server.lifecycle.run import run_api  # takes a second, during which the engine starts
-
+        with told(log.info, "importing the HTTP server's libraries"):  # the engine starts meanwhile
+            from pdserve.server.lifecycle.run import run_api
         status = run_api(first, tokenizer_dir=model.tokenizer, other=sides.other)
         served = True
     finally:
@@ -172,6 +177,7 @@ class Side:
 
     def _announce(self, port: int) -> None:
         url = f"{self._config.access.scheme}://{url_host(self._config.serving.host)}:{port}"
+        announce_status(READY)
         announce_ready(ServerReady(role=self._role, url=url, bootstrap_port=self._bootstrap_port))
 
 

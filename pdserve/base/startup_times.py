@@ -65,6 +65,12 @@ class StartupTimes:
         """Add `seconds` to part `name`."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def loaded(self, num_bytes: int, total: int) -> None:
+        """Hook for the progress of the weights: `num_bytes` of `total` bytes are loaded."""
+
+    def close(self) -> None:
+        """Hook for the end of the start-up."""
+
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds by part, in the order in which the parts first ended."""

@@ -67,6 +67,7 @@ def run_scheduler(
         stack.callback(ingress.join)
         stack.callback(stop.set)
         startup.add(SCHEDULER, process_age_s())
+        startup.close()
         channel.send(
             EngineReady(
                 model_type=built.spec.model_type,

@@ -151,7 +151,7 @@ def build_executor(
         model: Decoder | NativeDecoder = decoder
         if level is not None:  # the native model takes over the weights during the load
             model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
-        fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed)
+        fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed, on_progress=startup.loaded)
         give_back_freed()
     layout = kv_layout(spec, page_tokens, dtype)
     held, max_pages = layout.of_rank(coord), layout.pages_for(context_length)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ from pdserve.model.params import TensorSource, torch_dtype
 from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 
+OnProgress = Callable[[int, int], None]
+"""Called with the bytes that were read, and the bytes of all files."""
 _SAFETENSORS_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _ITEM_BYTES = 4
 """Largest element size of a supported dtype, in bytes."""
@@ -94,13 +96,24 @@ def empty_model(
         return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, expert_map)
 
 
-def fill_model(model: Decoder, path: Path, *, load_format: Literal["auto", "dummy"], seed: int) -> None:
-    """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`."""
+def fill_model(
+    model: Decoder,
+    path: Path,
+    *,
+    load_format: Literal["auto", "dummy"],
+    seed: int,
+    on_progress: OnProgress = lambda num_bytes, total: None,
+) -> None:
+    """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`.
+
+    `on_progress` gets the bytes of the files that have been read, and of all files, after every tensor.
+    """
     with torch.inference_mode():
         if load_format == "dummy":
             model.params.fill_random(seed)
             return
-        for name, source in _gguf(path, model.spec) if path.suffix == ".gguf" else _safetensors(path):
+        tensors = _gguf(path, model.spec, on_progress) if path.suffix == ".gguf" else _safetensors(path, on_progress)
+        for name, source in tensors:
             model.params.fill(name, source)
         model.params.check_filled(str(path))
 
@@ -128,27 +141,34 @@ class _MappedSource:
         return tensor
 
 
-def _safetensors(directory: Path) -> Iterator[tuple[str, TensorSource]]:
+def _safetensors(directory: Path, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a directory, by name. Read each one before advancing the iterator."""
-    for path in weight_files(directory):
+    files = weight_files(directory)
+    sizes = [file.stat().st_size for file in files]
+    for index, path in enumerate(files):
         with _open(path) as file:
             names = list(file.keys())
-        left = iter(names)
+        left, num_read = iter(names), 0
         for first in left:
             with _open(path) as file:
                 mapped = 0
                 for name in itertools.chain((first,), left):
                     source = _MappedSource(file, name)
                     yield name, source
+                    num_read += 1
+                    on_progress(sum(sizes[:index]) + sizes[index] * num_read // len(names), sum(sizes))
                     mapped += source.num_bytes
                     if mapped >= WINDOW_BYTES:
                         break
 
 
-def _gguf(path: Path, spec: ModelSpec) -> Iterator[tuple[str, TensorSource]]:
+def _gguf(path: Path, spec: ModelSpec, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a gguf file, by HF name."""
+    num_bytes, total = 0, path.stat().st_size
     for source in gguf_file.sources(path, spec):
         yield source.name, source
+        num_bytes += int(source.tensor.n_bytes)
+        on_progress(num_bytes, total)
 
 
 def _open(path: Path) -> safe_open:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import logging
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from pdserve.base.startup_progress import told
 from pdserve.errors import ConfigError, ModelError
 from pdserve.model import hub
 from pdserve.model.config import read_json
+
+log = logging.getLogger(__name__)
 
 EXPORT_VERSION = 1
 """Part of the names of exported directories: increment it when `export_hf` or `export_tokenizer` changes its output."""
@@ -34,7 +38,8 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            make(work)
+            with told(log.info, f"converting to {target}, once"):
+                make(work)
             work.chmod(0o755)
             with contextlib.suppress(FileExistsError, OSError):
                 os.rename(work, target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -18,11 +19,14 @@ from pathlib import Path
 import uvicorn
 
 from pdserve.base.process import ENDING, raise_if_signalled
+from pdserve.base.startup_progress import told
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.access import MAX_HEADER_BYTES, MAX_TARGET_BYTES
 from pdserve.server.lifecycle.instance import EngineBackend, OtherRole, RoleSwitchApp, ignore_readiness
 from pdserve.server.text.tokenizer import Tokenizer, load_tokenizer
+
+log = logging.getLogger(__name__)
 
 OTHERS_S = 2
 """Seconds that calls other than generation may continue after all generation calls have ended."""
@@ -114,6 +118,7 @@ async def serve(
     listener = _listen(first.config)
     try:
         port = listener.getsockname()[1]
+        log.info("HTTP port %d is open; requests get 503 until the engine is ready", port)
         app = RoleSwitchApp(first, tokenizer, other, port=port, leave=lambda: _leave(server))
         server = _Server(_settings(app, first.config))
         _on_signals(server, app, first.config.serving.timeout_graceful_shutdown)
@@ -157,7 +162,8 @@ def run_api(
     """
     tokenizer = None
     if tokenizer_dir is not None:
-        tokenizer = load_tokenizer(tokenizer_dir, first.config.serving.chat_template)
+        with told(log.info, "loading the tokenizer"):
+            tokenizer = load_tokenizer(tokenizer_dir, first.config.serving.chat_template)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(serve(first, tokenizer, other=other, on_listening=on_listening))
 
