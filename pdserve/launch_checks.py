@@ -93,7 +93,8 @@ def check_port(host: str, port: int, field: str) -> None:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         hint = f"give {flag} another port, or 0 for any" if taken else f"change {flag} or the host"
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}; {hint}", field=field) from error
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {hint}", field=field) from error
 
 
 def _check_ports(config: ServerConfig) -> None:
@@ -186,6 +187,7 @@ def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
         ConfigError: the flags do not fit the model.
         ModelError: the model does not exist, cannot be downloaded, or is of an unsupported kind.
     """
+    from pdserve.model.file_headers import check_safetensors
     from pdserve.model.paths import is_demo_model, resolve_model_path, smollm2_gguf, weight_files
 
     model, path = config.model, None
@@ -203,7 +205,8 @@ def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
             weights=weights,
         )
     if weights and path.suffix != ".gguf":
-        weight_files(path)
+        for file in weight_files(path):
+            check_safetensors(file)
     return path, tokenizer
 
 
@@ -217,7 +220,7 @@ def check_checkpoint(config: ServerConfig, path: Path) -> None:
         ModelError: the architecture or a feature is not supported.
     """
     from pdserve.model.config import check_spec, read_model_spec, resolve_context_length
-    from pdserve.model.gguf_header import check_gguf
+    from pdserve.model.file_headers import check_gguf
 
     if path.suffix == ".gguf":
         check_gguf(path)

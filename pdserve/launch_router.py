@@ -12,19 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
-
-import uvloop
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from pdserve.base.hosts import url_host, warn_open
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, freeze_heap
 from pdserve.errors import ConfigError
-from pdserve.router.app import ROUTER, make_app
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.config.flags import config_from, make_parser
 
@@ -36,6 +32,8 @@ OTHERS_S = 0.5
 
 def is_worth_logging(record: logging.LogRecord) -> bool:
     """Return False for records of malformed HTTP: aiohttp answers 400, and would log a traceback for each."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
     kind = None if record.exc_info is None else record.exc_info[0]
     return kind is None or not issubclass(kind, HttpProcessingError)
 
@@ -47,6 +45,10 @@ async def serve(config: RouterConfig) -> None:
         ConfigError: wrong certificates.
         OSError: the port is taken.
     """
+    from aiohttp import web
+
+    from pdserve.router.app import ROUTER, make_app  # after the flags are checked, as the import takes half a second
+
     stop, hurry = asyncio.Event(), asyncio.Event()
 
     def told() -> None:
@@ -77,6 +79,8 @@ async def serve(config: RouterConfig) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after a clean end, 2 for wrong flags or a port that is taken."""
     args = make_parser().parse_args(argv)
+    import uvloop
+
     setup_logging("warning" if args.log_level == "warn" else args.log_level, "router", args.log_format)
     logging.getLogger("aiohttp.server").addFilter(is_worth_logging)
     try:
@@ -86,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: cannot listen on {args.host}:{args.port}: {error}", file=sys.stderr)
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        hint = "give --port another port, or 0 for any"
+        print(f"error: cannot listen on {args.host}:{args.port}: {reason}; {hint}", file=sys.stderr)
         return 2
     return 0
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.fields import read_number
-from pdserve.model.gguf_header import ARCHITECTURES, unsupported
+from pdserve.model.file_headers import ARCHITECTURES, unsupported
 from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:

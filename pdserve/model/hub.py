@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 ENDPOINT = "https://huggingface.co"
 MAIN = "main"
-LOOK_UP_S = 8.0
+LOOK_UP_S = 6.0
 """Seconds in which the hub must describe the model. Later answers are not waited for."""
 DESCRIPTION_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")
 """Configuration and tokenizer files, as glob patterns."""

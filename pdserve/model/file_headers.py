@@ -1,10 +1,12 @@
-"""Checks the header of a GGUF file in microseconds, before torch and the `gguf` package are imported.
+"""Checks the headers of weight files in milliseconds, before torch is imported: GGUF and safetensors.
 
-Called by the launchers. `gguf_file` reads the whole metadata later, which takes seconds for a large vocabulary.
+Called by the launchers. It finds files that are of another kind, cut short, or only pointers of Git LFS. Loaders read
+the rest later; the metadata of a GGUF file with a large vocabulary takes seconds.
 """
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 from typing import IO
@@ -13,7 +15,11 @@ from pdserve.errors import ModelError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """HF architectures, by the name in the file."""
+_LFS = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
 _MAGIC = b"GGUF"
+_EXTRA = "__metadata__"
 _KEY = b"general.architecture"
 _STRING = 8
 _SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -28,6 +34,38 @@ def unsupported(path: Path, architecture: object) -> ModelError:
     return ModelError(f"{path}: gguf architecture {architecture!r} is not supported; supported: {names}")
 
 
+def check_safetensors(path: Path) -> None:
+    """Refuse a file that is not safetensors, or whose tensors end elsewhere than the file.
+
+    Raises:
+        ModelError: the message names the file and what is wrong.
+    """
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS))
+            if start == _LFS:
+                raise _lfs_pointer(path)
+            size = file.seek(0, 2)
+            (length,) = struct.unpack_from("<Q", start)
+            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+                raise ModelError(f"{path} is not a safetensors file, or is cut short: its header would not fit")
+            file.seek(8)
+            header = json.loads(file.read(length))
+            end = (
+                8
+                + length
+                + max((each["data_offsets"][1] for name, each in header.items() if name != _EXTRA), default=0)
+            )
+    except (OSError, struct.error, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+    if end > size:
+        raise ModelError(f"{path} is cut short: it has {size} of {end} bytes; download it again")
+
+
+def _lfs_pointer(path: Path) -> ModelError:
+    return ModelError(f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in its directory")
+
+
 def check_gguf(path: Path) -> None:
     """Refuse a file that is not GGUF, or of another architecture if the first keys name it.
 
@@ -36,7 +74,11 @@ def check_gguf(path: Path) -> None:
     """
     try:
         with path.open("rb") as file:
-            if file.read(len(_MAGIC)) != _MAGIC:
+            start = file.read(len(_LFS))
+            if start == _LFS:
+                raise _lfs_pointer(path)
+            file.seek(len(_MAGIC))
+            if start[: len(_MAGIC)] != _MAGIC:
                 raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
             architecture = _architecture(file)
     except (OSError, struct.error, ValueError) as error:
