@@ -248,7 +248,8 @@ class LocalService:
             event = self.events.get_nowait()
             if isinstance(event, signal.Signals):
                 raise KeyboardInterrupt
-            raise ChildError(f"{event.name} (pid {event.pid}) ended before the service was ready; its output says why")
+            place = "its output" if self._config.log_dir is None else str(self._config.log_dir / f"{event.name}.log")
+            raise ChildError(f"{event.name} (pid {event.pid}) ended before the service was ready; {place} says why")
         if time.monotonic() >= deadline:
             raise ChildError(f"{child.name} (pid {child.pid}) was not ready within {self._config.ready_timeout_s:g} s")
 
