@@ -31,7 +31,7 @@ from pdserve.base.log import setup_logging
 from pdserve.base.native_stderr import StderrReader, redirect_native_stderr
 from pdserve.base.process import ENDING, die_with_parent, raise_if_signalled
 from pdserve.base.startup_progress import StartupProgress
-from pdserve.base.startup_times import IMPORTS, process_age_s
+from pdserve.base.startup_times import IMPORTS, StartupTimes, process_age_s
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.protocol.channel import (
@@ -294,11 +294,18 @@ def _lead(start: RankStartInfo) -> None:
 
 
 def _follow(start: RankStartInfo) -> None:
+    parallel = start.config.parallel
+    is_first_here = start.rank % (parallel.shape.num_ranks // parallel.nnodes) == 0
+    startup = StartupProgress(log.info) if is_first_here else StartupTimes()
     from pdserve.engine.build_follower import run_follower
 
+    startup.add(IMPORTS, process_age_s())
     assert start.rendezvous is not None
-    coord = start.config.parallel.shape.coord(start.rank)
-    run_follower(start.config, coord, start.rendezvous, control_token(), dp_rank=start.dp_rank)
+    coord = parallel.shape.coord(start.rank)
+    try:
+        run_follower(start.config, coord, start.rendezvous, control_token(), dp_rank=start.dp_rank, startup=startup)
+    finally:
+        startup.close()
 
 
 def _rendezvous(config: ServerConfig, address: ChannelAddress) -> str:

@@ -17,6 +17,7 @@ import logging
 from pdserve.base.hosts import outward_addresses
 from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent, freeze_heap
+from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
@@ -90,11 +91,13 @@ def run_follower(
     *,
     dp_rank: int = 0,
     parent_pid: int | None = None,
+    startup: StartupTimes | None = None,
 ) -> None:
     """Run rank `coord` of replica `dp_rank` until rank 0 stops it. Main thread of its own process.
 
     The process ends with status 1 when rank 0 or another rank is lost, with 2 when one of them refuses to start. With
-    `parent_pid` it is also killed when that process dies.
+    `parent_pid` it is also killed when that process dies. `startup` records how long each part takes, and is closed
+    when this rank is ready.
 
     Raises:
         ConfigError, ModelError: what `build_executor` and transports raise; rank 0 has been notified.
@@ -102,14 +105,16 @@ def run_follower(
     """
     if parent_pid is not None:
         die_with_parent(parent_pid)
+    startup = startup or StartupTimes()
     store, own_store = open_stores(rendezvous, config.parallel, coord, dp_rank)
     leader = Rank0Link(coord, own_store, token, host=own_host(config), facts=facts_of(config))
     with contextlib.ExitStack() as stack:
         stack.callback(leader.close)
         try:
-            parallel = join_replica(config, coord, store, host=own_host(config), dp_rank=dp_rank)
+            with startup.part(RANKS):
+                parallel = join_replica(config, coord, store, host=own_host(config), dp_rank=dp_rank)
             stack.callback(parallel.close)
-            _serve(config, parallel, leader, token, dp_rank, stack)
+            _serve(config, parallel, leader, token, dp_rank, startup, stack)
         except Stopped:
             log.info("rank %d was stopped by rank 0", coord.rank)
         except Exception as error:
@@ -119,7 +124,13 @@ def run_follower(
 
 
 def _serve(
-    config: ServerConfig, parallel: Parallel, leader: Rank0Link, token: str, dp_rank: int, stack: contextlib.ExitStack
+    config: ServerConfig,
+    parallel: Parallel,
+    leader: Rank0Link,
+    token: str,
+    dp_rank: int,
+    startup: StartupTimes,
+    stack: contextlib.ExitStack,
 ) -> None:
     """Load, report readiness to rank 0, and run the scheduler; `stack` closes what was opened.
 
@@ -129,7 +140,12 @@ def _serve(
     coord = parallel.coord
     max_rows = config.schedule.max_running_requests or 1
     built = build_executor(
-        config, max_rows=max_rows, parallel=parallel, agree_num_pages=leader.agree, returns_results=False
+        config,
+        max_rows=max_rows,
+        parallel=parallel,
+        agree_num_pages=leader.agree,
+        returns_results=False,
+        startup=startup,
     )
     stack.callback(built.executor.close)
     copying = memory = None
@@ -148,6 +164,7 @@ def _serve(
             fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,
         )
     )
+    startup.close()
     begin = leader.wait_begin()
     for name in _LEADER_SAYS:
         logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pdserve.errors import ModelError
+from pdserve.model.loader import empty_model, fill_model, read_spec
 from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, make_tiny
 
@@ -24,6 +25,18 @@ def test_shards_give_what_one_file_gives(tmp_path: Path) -> None:
     one, many = build(whole), build(sharded)
     assert one.executor.weights_fingerprint == many.executor.weights_fingerprint
     assert Driver(one).generate([PROMPT], 5) == Driver(many).generate([PROMPT], 5)
+
+
+def test_progress_is_told_in_bytes_of_all_files(tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    model = AutoModelForCausalLM.from_pretrained(make_tiny("llama", tmp_path / "whole"))
+    model.save_pretrained(sharded, max_shard_size="100KB")
+    size = sum(file.stat().st_size for file in sharded.glob("*.safetensors"))
+    told: list[tuple[int, int]] = []
+    decoder = empty_model(read_spec(sharded), "float32", torch.device("cpu"))
+    fill_model(decoder, sharded, load_format="auto", seed=0, on_progress=lambda *progress: told.append(progress))
+    assert {total for _, total in told} == {size}
+    assert told == sorted(told) and told[0][0] > 0 and told[-1][0] == size
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
