@@ -244,7 +244,7 @@ class Spares:
     def _take(self, path: bytes, argv: list[str], files: Sequence[int]) -> int:
         if not self._free or "--multiprocessing-fork" not in argv:
             return self._spawn(path, argv, files)
-        pid, control = self._free.pop()
+        pid, control = self._free.pop(0)  # rank 0 has the lowest pid, as from `multiprocessing`
         with control:
             message = {"argv": [os.fsdecode(word) for word in argv], "env": dict(os.environ), "files": list(files)}
             socket.send_fds(control, [json.dumps(message).encode()], list(files))
