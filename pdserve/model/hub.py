@@ -10,7 +10,6 @@ one process per server and before any other starts.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fnmatch
 import logging
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.base.ticker import ticking
+from pdserve.base.ticker import EVERY_S, ticking
 from pdserve.errors import ConfigError, ModelError
 from pdserve.model.config import read_json
 
@@ -46,6 +45,8 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MB = 1_000_000
+BAR_S = 0.5
+"""Seconds between two updates of the bar on a terminal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,17 +147,17 @@ def fetch(model: HubModel, check: Callable[[Path], None] = lambda snapshot: None
         log.info("model %s is in the cache: %s", model.name, cached)
         check(cached)
         return cached
+    state = "is not" if cached is None else f"is without {missing}"
     without_tokenizer = cached if missing == VOCABULARIES[0] else None
     if is_offline():
         if without_tokenizer is not None:
             check(without_tokenizer)
             return without_tokenizer
-        state = "is not" if cached is None else f"is without {missing}"
         raise ModelError(
             f"model {model.name!r} {state} in the cache {model.cache}, and HF_HUB_OFFLINE forbids downloads; download "
             "it once without HF_HUB_OFFLINE, or give a directory"
         )
-    download = _Download(model)
+    download = _Download(model, state)
     try:
         info = download.describe()
     except ModelError as error:
@@ -171,8 +172,9 @@ def fetch(model: HubModel, check: Callable[[Path], None] = lambda snapshot: None
 class _Download:
     """One download. The hub must answer the first question within `LOOK_UP_S` seconds."""
 
-    def __init__(self, model: HubModel) -> None:
-        self._model = model
+    def __init__(self, model: HubModel, state: str) -> None:
+        """`state`: what the cache lacks, as the predicate of a sentence."""
+        self._model, self._state = model, state
         self._endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
 
     def run(self, info: ModelInfo, check: Callable[[Path], None], *, weights: bool) -> Path:
@@ -220,7 +222,7 @@ class _Download:
         from tqdm.auto import tqdm
 
         class NoBar(tqdm):  # type: ignore[misc]
-            """Shows nothing. Some versions of huggingface_hub give bars a name, which tqdm does not know."""
+            """Shows nothing: there are several bars, some in terms of the hub's storage."""
 
             def __init__(self, *args: Any, name: str = "", **kwargs: Any) -> None:
                 super().__init__(*args, **{**kwargs, "disable": True})
@@ -228,23 +230,27 @@ class _Download:
         model, total = self._model, sum(sizes.values())
         blobs = model.directory / "blobs"
         before = _bytes_in(blobs)
+        log.info("downloading %d files (%d MB) of %s to %s", len(sizes), total // _MB, model.name, model.cache)
+        on_terminal = sys.stderr.isatty()
+        bar = tqdm(total=total, desc=f"downloading {model.name}", unit="B", unit_scale=True, disable=not on_terminal)
 
         def tell() -> None:
             done = min(total, _bytes_in(blobs) - before)
-            log.info("downloading %s: %d of %d MB", model.name, done // _MB, total // _MB)
+            bar.update(done - bar.n)
+            if not on_terminal:
+                log.info("downloading %s: %d of %d MB", model.name, done // _MB, total // _MB)
 
-        log.info("downloading %d files (%d MB) of %s to %s", len(sizes), total // _MB, model.name, model.cache)
-        on_terminal = sys.stderr.isatty()
         try:
-            with contextlib.nullcontext() if on_terminal else ticking(tell):
+            with bar, ticking(tell, BAR_S if on_terminal else EVERY_S):
                 snapshot = snapshot_download(
                     model.repo,
                     revision=revision,
                     cache_dir=model.cache,
                     endpoint=self._endpoint,
                     allow_patterns=list(sizes),
-                    tqdm_class=None if on_terminal else NoBar,
+                    tqdm_class=NoBar,
                 )
+                bar.update(total - bar.n)
         except Exception as error:  # of any library below huggingface_hub
             raise ModelError(self._cause(error)) from error
         return Path(snapshot)
@@ -276,8 +282,8 @@ class _Download:
 
     def _unreachable(self, cause: str) -> str:
         return (
-            f"model {self._model.name!r} is not complete in the cache {self._model.cache}, and {self._endpoint} cannot "
-            f"be reached ({cause}); check the network, or give a directory"
+            f"model {self._model.name!r} {self._state} in the cache {self._model.cache}, and {self._endpoint} "
+            f"cannot be reached ({cause}); check the network, or give a directory"
         )
 
     def _without(self, names: Iterable[str]) -> str:

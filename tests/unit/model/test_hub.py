@@ -103,7 +103,7 @@ def test_a_revision_and_a_directory_of_ones_own(cache: Path, tmp_path: Path) -> 
     snapshot = lay_out(tmp_path / "own", REPO, FILES, revision="v1")
     own = str(tmp_path / "own")
     assert resolve_model_path(f"{REPO}@v1", download_dir=own) == snapshot
-    with pytest.raises(ModelError, match=r"not complete in the cache .*/own, and http://.* cannot be reached"):
+    with pytest.raises(ModelError, match=r"is not in the cache .*/own, and http://.* cannot be reached"):
         resolve_model_path(REPO, download_dir=own)
 
 
