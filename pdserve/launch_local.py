@@ -391,6 +391,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # during a download
+        return 0
     return serve(LocalService(config))
 
 

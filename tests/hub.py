@@ -36,12 +36,17 @@ def lay_out(cache: Path, repo: str, files: Mapping[str, bytes], revision: str = 
 
 
 class FakeHub:
-    """Serves the files of some models, by repository. `asked` has the paths of all requests, `tokens` their tokens."""
+    """Serves the files of some models, by repository. `asked` has the paths of all requests, `tokens` their tokens.
+
+    `held` is a file that is not sent until `close`; `is_holding` tells that it was asked for.
+    """
 
     def __init__(self, models: Mapping[str, Mapping[str, bytes]]) -> None:
         self.models = models
         self.asked: list[str] = []
         self.tokens: set[str | None] = set()
+        self.held = ""
+        self.is_holding, self._let_go = threading.Event(), threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
@@ -56,8 +61,15 @@ class FakeHub:
         """Names of the files that were sent."""
         return {path.rpartition("/")[2] for path in self.asked if path.startswith("GET ") and "/resolve/" in path}
 
+    def wait_if_held(self, name: str) -> None:
+        """Called before `name` is sent."""
+        if name == self.held:
+            self.is_holding.set()
+            self._let_go.wait()
+
     def close(self) -> None:
         """Stop serving."""
+        self._let_go.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -108,6 +120,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             if content is None:
                 self._fail(404, "EntryNotFound")
                 return
+            if self.command == "GET":
+                hub.wait_if_held(name)
             self._send(content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT})
 
         def _send(self, body: bytes, headers: Mapping[str, str] | None = None, status: int = 200) -> None:
@@ -117,7 +131,8 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command == "GET":
-                self.wfile.write(body)
+                with contextlib.suppress(ConnectionError):
+                    self.wfile.write(body)
 
         def _fail(self, status: int, code: str) -> None:
             self._send(b"{}", {"X-Error-Code": code, "X-Error-Message": "refused"}, status)

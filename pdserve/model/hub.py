@@ -10,14 +10,17 @@ one process per server and before any other starts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import fnmatch
 import logging
 import os
+import queue
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +48,9 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w.][\w./-]*))?", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MB = 1_000_000
+_DISK_ERRORS = (errno.EACCES, errno.EDQUOT, errno.ENOSPC, errno.ENOTDIR, errno.EPERM, errno.EROFS)
+NUM_THREADS = 4
+"""Files that are downloaded at once."""
 BAR_S = 0.5
 """Seconds between two updates of the bar on a terminal."""
 
@@ -182,14 +188,26 @@ class _Download:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         if "config.json" not in sizes or (weights and not _matching(sizes, WEIGHT_FILES)):
             raise ModelError(self._without(sizes))
-        snapshot = self._get(self._model.revision, _matching(sizes, DESCRIPTION_FILES))
+        assert info.sha is not None, "the hub names the commit of a revision"
+        snapshot = self._model.directory / "snapshots" / info.sha
+        self._get(info.sha, _matching(sizes, DESCRIPTION_FILES))
+        self._note_commit(info.sha)
         check(snapshot)
         if weights:
-            self._get(snapshot.name, _matching(sizes, WEIGHT_FILES))
+            self._get(info.sha, _matching(sizes, WEIGHT_FILES))
             missing = missing_file(snapshot, weights=True)
             if missing not in (None, VOCABULARIES[0]):
                 raise ModelError(f"model {self._model.name!r} has no {missing} at {self._endpoint}")
         return snapshot
+
+    def _note_commit(self, commit: str) -> None:
+        """Write the commit of the revision to the cache, where `find_cached` looks for it."""
+        if self._model.revision != commit:
+            ref = self._model.directory / "refs" / self._model.revision
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            new = ref.with_name(f".{ref.name}.{os.getpid()}")
+            new.write_text(commit, encoding="utf-8")
+            new.replace(ref)
 
     def describe(self) -> ModelInfo:
         """Ask the hub for the files of the revision, in a thread that is left behind if the answer takes too long."""
@@ -216,16 +234,13 @@ class _Download:
         info: ModelInfo = outcome[0]
         return info
 
-    def _get(self, revision: str, sizes: Mapping[str, int]) -> Path:
-        """Download some files of the snapshot, with a bar on a terminal and lines elsewhere; cached files are kept."""
-        from huggingface_hub import snapshot_download
+    def _get(self, commit: str, sizes: Mapping[str, int]) -> None:
+        """Download files of the snapshot, with a bar on a terminal and lines elsewhere; cached files are kept.
+
+        The threads are daemons, and are left behind by an exception such as that of a signal: huggingface_hub's own
+        threads would first finish their files.
+        """
         from tqdm.auto import tqdm
-
-        class NoBar(tqdm):  # type: ignore[misc]
-            """Shows nothing: there are several bars, some in terms of the hub's storage."""
-
-            def __init__(self, *args: Any, name: str = "", **kwargs: Any) -> None:
-                super().__init__(*args, **{**kwargs, "disable": True})
 
         model, total = self._model, sum(sizes.values())
         blobs = model.directory / "blobs"
@@ -240,20 +255,39 @@ class _Download:
             if not on_terminal:
                 log.info("downloading %s: %d of %d MB", model.name, done // _MB, total // _MB)
 
-        try:
-            with bar, ticking(tell, BAR_S if on_terminal else EVERY_S):
-                snapshot = snapshot_download(
-                    model.repo,
-                    revision=revision,
-                    cache_dir=model.cache,
-                    endpoint=self._endpoint,
-                    allow_patterns=list(sizes),
-                    tqdm_class=NoBar,
+        names = queue.SimpleQueue[str]()
+        for name in sizes:
+            names.put(name)
+        errors: list[Exception] = []
+        threads = [
+            threading.Thread(target=self._work, args=(commit, names, errors), name=f"hub-{i}", daemon=True)
+            for i in range(min(NUM_THREADS, len(sizes)))
+        ]
+        with bar, ticking(tell, BAR_S if on_terminal else EVERY_S), _without_bars():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():  # a wait without a timeout would defer signals
+                    thread.join(0.5)
+            bar.update(total - bar.n if not errors else 0)
+        if errors:
+            raise ModelError(self._cause(errors[0])) from errors[0]
+
+    def _work(self, commit: str, names: queue.SimpleQueue[str], errors: list[Exception]) -> None:
+        """Download files until none is left, or one cannot be downloaded."""
+        from huggingface_hub import hf_hub_download
+
+        while not errors:
+            try:
+                name = names.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                hf_hub_download(
+                    self._model.repo, name, revision=commit, cache_dir=self._model.cache, endpoint=self._endpoint
                 )
-                bar.update(total - bar.n)
-        except Exception as error:  # of any library below huggingface_hub
-            raise ModelError(self._cause(error)) from error
-        return Path(snapshot)
+            except Exception as error:  # of any library below huggingface_hub; raised in the calling thread
+                errors.append(error)
 
     def _cause(self, error: Exception) -> str:
         """Return the sentence for an error of huggingface_hub."""
@@ -276,7 +310,7 @@ class _Download:
                 return f"{self._endpoint} answered with status {status} for model {name!r}; try again later"
             case _:
                 text = " ".join(str(error).split()) or type(error).__name__
-                if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+                if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     return f"cannot write to the cache {self._model.cache}: {text}; set HF_HOME or --download-dir"
                 return self._unreachable(text)
 
@@ -292,6 +326,21 @@ class _Download:
         if any(each.endswith(".gguf") for each in names):
             return f"{name} has only .gguf files: download one of them and give its path"
         return f"{name} has no config.json with .safetensors weights, which pdserve needs"
+
+
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """Switch huggingface_hub's bars off, of which each file has one."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    were_off = are_progress_bars_disabled()
+    if not were_off:
+        disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not were_off:
+            enable_progress_bars()
 
 
 def _matching(sizes: Mapping[str, int], patterns: Iterable[str]) -> dict[str, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -163,6 +165,30 @@ def test_a_model_that_is_refused_is_refused_before_its_weights(cache: Path, hub_
     with pytest.raises(ModelError, match="not this one"):
         resolve_model_path(REPO, check=refuse)
     assert "model.safetensors" not in hub_of_models.downloaded
+
+
+class Interrupted(Exception):
+    """Raised by a signal's handler."""
+
+
+def test_a_signal_ends_a_download_at_once(cache: Path, hub_of_models: FakeHub) -> None:
+    def interrupt() -> None:
+        hub_of_models.is_holding.wait()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+
+    def raise_it(*_: object) -> None:
+        raise Interrupted
+
+    hub_of_models.held = "model.safetensors"
+    before = signal.signal(signal.SIGUSR1, raise_it)
+    sender = threading.Thread(target=interrupt)
+    sender.start()
+    try:
+        with pytest.raises(Interrupted):
+            resolve_model_path(REPO)
+    finally:
+        sender.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_an_interrupted_download_goes_on(cache: Path, hub_of_models: FakeHub) -> None:
