@@ -254,7 +254,7 @@ def _tokenizer(given: str, config: ServerConfig) -> Path:
                 f"--tokenizer-path {given!r} does not exist (looked for {path.absolute()}); give a directory or an id"
             )
             raise ConfigError(text, field="tokenizer_path")
-        path = hub.fetch(model, weights=False)
+        path = hub.fetch(model, weights=False, config=False)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         text = (
             f"--tokenizer-path {given!r} has no tokenizer: {path.absolute()} has none of {', '.join(TOKENIZER_FILES)}"

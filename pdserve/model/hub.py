@@ -120,12 +120,12 @@ def find_cached(model: HubModel) -> Path | None:
     return snapshot if _COMMIT.fullmatch(commit) and snapshot.is_dir() else None
 
 
-def missing_file(snapshot: Path, *, weights: bool) -> str | None:
+def missing_file(snapshot: Path, *, weights: bool, config: bool = True) -> str | None:
     """Return the name of a file that a server needs and the snapshot lacks; None: it is complete.
 
-    `weights` False: weights are not needed. A tokenizer's file is named last, since some models have none.
+    `weights`, `config` False: these are not needed. The tokenizer is looked for last, since some models have none.
     """
-    if not (snapshot / "config.json").is_file():
+    if config and not (snapshot / "config.json").is_file():
         return "config.json"
     if weights and (snapshot / INDEX).is_file():
         for name in sorted(set(read_json(snapshot / INDEX).get("weight_map", {}).values())):
@@ -138,17 +138,23 @@ def missing_file(snapshot: Path, *, weights: bool) -> str | None:
     return None if any((snapshot / name).is_file() for name in VOCABULARIES) else VOCABULARIES[0]
 
 
-def fetch(model: HubModel, check: Callable[[Path], None] = lambda snapshot: None, *, weights: bool = True) -> Path:
+def fetch(
+    model: HubModel,
+    check: Callable[[Path], None] = lambda snapshot: None,
+    *,
+    weights: bool = True,
+    config: bool = True,
+) -> Path:
     """Return a directory with the model's files: from the cache if they are all there, else downloaded into it.
 
     `check` gets a directory that has at least the configuration, before weights are downloaded; what it raises ends the
-    download. `weights` False: weights are not downloaded.
+    download. `weights` False: weights are not downloaded; `config` False: the model may be without a configuration.
 
     Raises:
         ModelError: the model is not cached and cannot be downloaded; the message has the cause and the cache.
     """
     cached = find_cached(model)
-    missing = None if cached is None else missing_file(cached, weights=weights)
+    missing = None if cached is None else missing_file(cached, weights=weights, config=config)
     if cached is not None and missing is None:
         log.info("model %s is in the cache: %s", model.name, cached)
         check(cached)
@@ -172,7 +178,7 @@ def fetch(model: HubModel, check: Callable[[Path], None] = lambda snapshot: None
         log.warning("the cached model is used without a tokenizer: %s", error)
         check(without_tokenizer)
         return without_tokenizer
-    return download.run(info, check, weights=weights)
+    return download.run(info, check, weights=weights, config=config)
 
 
 class _Download:
@@ -183,10 +189,10 @@ class _Download:
         self._model, self._state = model, state
         self._endpoint = (os.environ.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
 
-    def run(self, info: ModelInfo, check: Callable[[Path], None], *, weights: bool) -> Path:
+    def run(self, info: ModelInfo, check: Callable[[Path], None], *, weights: bool, config: bool) -> Path:
         """Download what is missing of `info`: first configuration and tokenizer, then weights. See `fetch`."""
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        if "config.json" not in sizes or (weights and not _matching(sizes, WEIGHT_FILES)):
+        if (config and "config.json" not in sizes) or (weights and not _matching(sizes, WEIGHT_FILES)):
             raise ModelError(self._without(sizes))
         assert info.sha is not None, "the hub names the commit of a revision"
         snapshot = self._model.directory / "snapshots" / info.sha

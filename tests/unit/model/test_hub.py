@@ -51,6 +51,7 @@ def hub_of_models(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
     models = {
         REPO: {**FILES, **OTHERS},
         "org/gguf": {"README.md": b"#", "model-q4.gguf": b"GGUF"},
+        "org/tokenizer": {"tokenizer.json": b'{"version": "2.0"}', "tokenizer_config.json": b"{}"},
         "org/pickle": {"config.json": CONFIG, "pytorch_model.bin": b"pickle"},
         GATED: FILES,
         BROKEN: FILES,
@@ -173,7 +174,7 @@ class Interrupted(Exception):
 
 def test_a_signal_ends_a_download_at_once(cache: Path, hub_of_models: FakeHub) -> None:
     def interrupt() -> None:
-        hub_of_models.is_holding.wait()
+        hub_of_models.is_holding.wait(30.0)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
     def raise_it(*_: object) -> None:
@@ -198,9 +199,20 @@ def test_an_interrupted_download_goes_on(cache: Path, hub_of_models: FakeHub) ->
     assert not {"config.json", "tokenizer.json"} & hub_of_models.downloaded
 
 
-def test_weights_are_left_out_for_a_tokenizer(cache: Path, hub_of_models: FakeHub) -> None:
+def test_weights_are_left_out_where_they_are_not_needed(cache: Path, hub_of_models: FakeHub) -> None:
     path = resolve_model_path(REPO, weights=False)
     assert {file.name for file in path.iterdir()} == set(FILES) - {"model.safetensors"}
+
+
+def test_a_tokenizer_needs_no_model(cache: Path, hub_of_models: FakeHub) -> None:
+    model = hub.parse_model_id("org/tokenizer")
+    assert model is not None
+    for _ in range(2):
+        path = hub.fetch(model, weights=False, config=False)
+        assert {file.name for file in path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
+    assert len([asked for asked in hub_of_models.asked if "/api/" in asked and "tokenizer" in asked]) == 1
+    with pytest.raises(ModelError, match=r"has no config.json with .safetensors weights"):
+        resolve_model_path("org/tokenizer")
 
 
 def test_the_token_is_sent(cache: Path, hub_of_models: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
