@@ -93,7 +93,8 @@ def check_port(host: str, port: int, field: str) -> None:
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         hint = f"give {flag} another port, or 0 for any" if taken else f"change {flag} or the host"
-        reason = os.strerror(error.errno) if error.errno else str(error)
+        named = error.errno is not None and error.errno > 0  # the numbers of failed look-ups are negative
+        reason = os.strerror(error.errno or 0) if named else str(error.strerror or error).partition(" (while")[0]
         raise ConfigError(f"cannot listen on {host}:{port}: {reason}; {hint}", field=field) from error
 
 

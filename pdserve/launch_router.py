@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pdserve.base.hosts import url_host, warn_open
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, freeze_heap
 from pdserve.errors import ConfigError
+from pdserve.launch_checks import check_port
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.config.flags import config_from, make_parser
 
@@ -84,15 +84,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     setup_logging("warning" if args.log_level == "warn" else args.log_level, "router", args.log_format)
     logging.getLogger("aiohttp.server").addFilter(is_worth_logging)
     try:
+        config = config_from(args)
+        check_port(config.host, config.port, "port")
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(config_from(args)))
+            runner.run(serve(config))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else str(error)
-        hint = "give --port another port, or 0 for any"
-        print(f"error: cannot listen on {args.host}:{args.port}: {reason}; {hint}", file=sys.stderr)
+        print(f"error: cannot listen on {args.host}:{args.port}: {error}", file=sys.stderr)
         return 2
     return 0
 
