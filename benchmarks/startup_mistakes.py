@@ -238,7 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_write_flags(parser, "startup-mistakes")
     args = parser.parse_args(argv)
-    report = Run("startup-mistakes", argv, module="benchmarks.startup_mistakes")
+    report = Run("startup-mistakes", argv, module="startup_mistakes")
     with mistakes() as all_of_them:
         told = [run(each) for each in all_of_them]
     rows = [
