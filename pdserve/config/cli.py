@@ -184,12 +184,6 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     return vars(given)
 
 
-def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name, with up to three similar ones; empty if there is none."""
-    close = difflib.get_close_matches(name, sorted(names), n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
-
-
 def refuse_unknown_flags(argv: Sequence[str], more_names: Iterable[str] = ()) -> None:
     """Raise ConfigError for the first unknown flag; the message says if SGLang has it, else names similar flags.
 
@@ -204,5 +198,10 @@ def refuse_unknown_flags(argv: Sequence[str], more_names: Iterable[str] = ()) ->
             continue
         if name in SGLANG_FLAGS:
             raise ConfigError(f"{name}: SGLang has this flag, pdserve does not honour it yet; leave it out", field=name)
-        hint = did_you_mean(name, {*names, *more_names})
-        raise ConfigError(f"{name}: there is no such flag{hint}", field=name)
+        raise ConfigError(no_such_flag(name, {*names, *more_names}), field=name)
+
+
+def no_such_flag(name: str, names: Iterable[str]) -> str:
+    """Return the error for an unknown flag `name`, with the nearest of the known `names`."""
+    close = difflib.get_close_matches(name, sorted(names), n=3)
+    return f"{name}: there is no such flag" + (f"; did you mean {' or '.join(close)}?" if close else "")

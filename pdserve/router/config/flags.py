@@ -12,7 +12,7 @@ from typing import NoReturn, get_args
 
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, worker_proof_secret
 from pdserve.base.proof import MacKey
-from pdserve.config.cli import did_you_mean
+from pdserve.config.cli import no_such_flag
 from pdserve.errors import ConfigError
 from pdserve.http.access import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
@@ -44,18 +44,19 @@ UNKNOWN = "unrecognized arguments: "
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an error as one line: of an unsupported flag of sglang-router the alternative, else similar names."""
+    """Reports an alternative for each flag of sglang-router that this router does not support."""
 
     def error(self, message: str) -> NoReturn:
-        """Print the error and exit with status 2."""
+        """Exit with status 2 and one line: for an unknown flag an alternative, or the nearest name."""
         given = message.removeprefix(UNKNOWN).split() if message.startswith(UNKNOWN) else []
         names = [one.partition("=")[0] for one in given if one.startswith("--")]
         for name in names:
-            if (short := name.removeprefix("--")) in UNSUPPORTED:
-                self.exit(2, f"error: {name} of sglang-router is not supported: {UNSUPPORTED[short]}\n")
-        if names:
-            known = [option for action in self._actions for option in action.option_strings]
-            message = f"{names[0]}: there is no such flag{did_you_mean(names[0], known)}"
+            if name.removeprefix("--") in UNSUPPORTED:
+                message = f"{name} of sglang-router is not supported: {UNSUPPORTED[name.removeprefix('--')]}"
+                break
+        else:
+            if names:
+                message = no_such_flag(names[0], self._option_string_actions)
         self.exit(2, f"error: {message}\n")
 
 
