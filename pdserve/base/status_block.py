@@ -1,13 +1,14 @@
 """Status lines of the parts of a service while it starts, one line per part.
 
     terminal     a block of lines at the bottom, drawn again at each change; other output scrolls above it
-    elsewhere    one line for all parts every few seconds, on stderr
+    elsewhere    one log line for all parts every few seconds
 
 Owned by `launch_local`. Reader threads of the parts call `set` and `above`.
 """
 
 from __future__ import annotations
 
+import logging
 import shutil
 import sys
 import threading
@@ -18,6 +19,8 @@ from typing import TextIO
 from pdserve.base.startup_progress import READY
 from pdserve.base.ticker import EVERY_S, ticking
 
+log = logging.getLogger(__name__)
+
 NAME_WIDTH = 11
 _UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 
@@ -25,12 +28,14 @@ _UP_AND_CLEAR = "\x1b[{}A\x1b[J"
 class StatusBlock:
     """See the file's docstring. Any thread. A context manager: shows nothing more after its end.
 
-    `out`: where the block is drawn if it is a terminal; `other`: where the lines go if not.
+    `out`: where the block is drawn if it is a terminal; `tell` gets the lines if it is not.
     """
 
-    def __init__(self, out: TextIO | None = None, other: TextIO | None = None, every_s: float = EVERY_S) -> None:
+    def __init__(
+        self, out: TextIO | None = None, tell: Callable[[str], None] = log.info, every_s: float = EVERY_S
+    ) -> None:
         self._out = sys.stdout if out is None else out
-        self._other = sys.stderr if other is None else other
+        self._tell = tell
         self._on_terminal = self._out.isatty()
         self._parts: dict[str, tuple[str, float]] = {}
         self._num_drawn = 0
@@ -74,7 +79,7 @@ class StatusBlock:
             late = [name for name, (text, _) in self._parts.items() if text != READY]
             if late and not self._on_terminal:
                 parts = ", ".join(f"{name}: {self._line(name)}" for name in late)
-                print(f"not ready yet: {parts}", file=self._other, flush=True)
+                self._tell(f"not ready yet: {parts}")
 
     def _line(self, name: str) -> str:
         text, since = self._parts[name]

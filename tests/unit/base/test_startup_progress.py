@@ -109,11 +109,11 @@ def test_a_terminal_shows_one_line_for_each_part_below_all_other_output() -> Non
 
 
 def test_elsewhere_one_line_tells_of_the_parts_that_are_not_ready() -> None:
-    out, lines = io.StringIO(), io.StringIO()
-    with StatusBlock(out, lines, every_s=0.01) as block:
+    out, lines = io.StringIO(), list[str]()
+    with StatusBlock(out, lines.append, every_s=0.01) as block:
         block.set("prefill-0", "loading weights")
         block.set("decode-0", READY)
-        wait_until(lambda: "\n" in lines.getvalue(), "a line", 10.0)
+        wait_until(lambda: bool(lines), "a line", 10.0)
         block.above(lambda: print("ready", file=out))
-    assert lines.getvalue().splitlines()[0] == "not ready yet: prefill-0: loading weights (0 s)"
+    assert lines[0] == "not ready yet: prefill-0: loading weights (0 s)"
     assert out.getvalue() == "ready\n"
