@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
-from pdserve.base.log import setup_logging
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
@@ -35,27 +34,35 @@ TRACING_MODULE = "opentelemetry.sdk"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def check_service(servers: Sequence[Sequence[str]], router: Sequence[str], own_names: Iterable[str]) -> None:
-    """Check the command lines of a local service's parts once, before any of them starts.
-
-    `servers`: of one server of each role. `own_names`: flags of the launcher. The model of an id is downloaded, so that
-    the servers find it in the cache.
+def parse_service(servers: Sequence[Sequence[str]], own_names: Iterable[str]) -> list[ServerConfig]:
+    """Parse the command lines of a local service's servers. `own_names`: flags of the launcher, for similar names.
 
     Raises:
-        ConfigError, ModelError: as `check_start` and `check_model`.
-        SystemExit: a flag of the router is wrong, which is printed.
+        ConfigError: as `parse_server_args`.
     """
     configs = []
     for argv in servers:
         refuse_unknown_flags(argv, own_names)
         configs.append(parse_server_args(argv))
-        check_start(configs[-1])
-    setup_logging(configs[0].observe.log_level, "local")
+    return configs
+
+
+def check_service(servers: Sequence[ServerConfig], router: Sequence[str]) -> None:
+    """Check the parts of a local service once, before any of them starts: one server of each role, and the router.
+
+    The model of an id is downloaded, so that the servers find it in the cache.
+
+    Raises:
+        ConfigError, ModelError: as `check_start` and `check_model`.
+        SystemExit: a flag of the router is wrong, which is printed.
+    """
     from pdserve.router.config.flags import config_from, make_parser
 
+    for config in servers:
+        check_start(config)
     part = config_from(make_parser().parse_args(router))
     check_port(part.host, part.port, "router_port")
-    for config in configs:
+    for config in servers:
         check_model(config)
 
 

@@ -30,10 +30,12 @@ from typing import IO, NoReturn, get_args
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
+from pdserve.base.log import setup_logging
 from pdserve.base.log_labels import JsonLabel, TextLabel
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status
 from pdserve.base.status_block import StatusBlock
+from pdserve.config import ServerConfig
 from pdserve.config.local_access import (
     LocalAccess,
     Role,
@@ -45,7 +47,7 @@ from pdserve.config.local_access import (
 )
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.session_proof import worker_secret
-from pdserve.launch_checks import check_service
+from pdserve.launch_checks import check_service, parse_service
 from pdserve.router.config.config import POLICY_HELP, PolicyName
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -346,13 +348,18 @@ def config_from(argv: Sequence[str] | None) -> LocalConfig:
     )
 
 
-def check(config: LocalConfig) -> None:
-    """Check flags, ports and model of all parts, once for all; a model id is downloaded. Raises PdserveError."""
+def parse_servers(config: LocalConfig) -> list[ServerConfig]:
+    """Return the configuration of one server of each role. Raises ConfigError."""
     own = {option for action in make_parser()._actions for option in action.option_strings}
-    parts: list[Role] = ["prefill", "decode"]
-    prefill, decode = (ServerReady(role=role, url=f"http://{role}") for role in parts)
+    os.environ.update(config.access.env)  # the parts get it, too: keys, and the password of a certificate
+    return parse_service([server_argv(config, "prefill"), server_argv(config, "decode")], own)
+
+
+def check(config: LocalConfig, servers: Sequence[ServerConfig]) -> None:
+    """Check flags, ports and model of all parts, once for all; a model id is downloaded. Raises PdserveError."""
+    prefill, decode = (ServerReady(role=role, url=f"http://{role}") for role in ("prefill", "decode"))
     router = [word for word in router_argv(config, [prefill], [decode]) if word != "--worker-control-proof"]
-    check_service([server_argv(config, role) for role in parts], router, own)
+    check_service(servers, router)
 
 
 @contextlib.contextmanager
@@ -387,7 +394,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 after Ctrl-C or SIGTERM, 1 when a process died, 2 for wrong flags."""
     try:
         config = config_from(argv)
-        check(config)
+        servers = parse_servers(config)
+        setup_logging(servers[0].observe.log_level, "local")
+        check(config, servers)
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -14,17 +14,28 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.startup_mistakes import CONFIG
 from pdserve.base import cpu_affinity as cores
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.local_access import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.errors import ConfigError
 from pdserve.http.session_proof import worker_secret
-from pdserve.launch_local import LocalConfig, child_env, config_from, router_argv, router_env, server_argv
+from pdserve.launch_local import (
+    LocalConfig,
+    check,
+    child_env,
+    config_from,
+    parse_servers,
+    router_argv,
+    router_env,
+    server_argv,
+)
 from pdserve.router.config.flags import config_from as routers_config
 from pdserve.router.config.flags import make_parser as router_parser
 
 EXIT_S = 20.0
+TLS = "--ssl-certfile {0}/cert.pem --ssl-keyfile {0}/key.pem --ssl-ca-certs {0}/cert.pem"
 FAKE_PART = """
 import json, os, signal, sys
 argv = sys.argv[1:]
@@ -172,6 +183,53 @@ def test_a_part_that_cannot_start_is_reported_and_the_others_end(tmp_path: Path)
         assert process.stderr is not None and "decode-0" in process.stderr.read()
         assert "no such model" in (tmp_path / "decode-0.log").read_text()
         assert none_left(tmp_path)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model's configuration, and a certificate whose key has a password. The environment is as before afterwards."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
+    command += ["-subj", "/CN=127.0.0.1", "-keyout", "key.pem", "-out", "cert.pem", "-passout", "pass:sesame"]
+    subprocess.run(command, check=True, capture_output=True, timeout=30, cwd=tmp_path)
+    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_API_KEY", "PDSERVE_SSL_KEYFILE_PASSWORD", "PDSERVE_CONTROL_TOKEN"):
+        monkeypatch.setenv(name, "")
+    return tmp_path
+
+
+def check_flags(files: Path, flags: str) -> None:
+    common = ["--model-path", str(files), "--load-format", "dummy", "--router-port", "0"]
+    config = config_from([*common, *flags.format(files).split()])
+    check(config, parse_servers(config))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{TLS} --ssl-keyfile-password sesame",
+        "--require-control-proof --api-key key --admin-api-key root",
+        "--disaggregation-transfer-backend shm --disaggregation-layerwise-transfer --log-level warning",
+        "--prefill 2 --tp-size 2 --decode-flags=--disaggregation-decode-enable-radix-cache",
+    ],
+)
+def test_right_flags_are_not_refused(files: Path, flags: str) -> None:
+    check_flags(files, flags)
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (TLS, "and its password"),
+        ("--tp-size 3", "does not divide the model's 4 attention heads"),
+        ("--prefil 2", "did you mean --prefill"),
+        ("--context-length 9999", "context_length must be in"),
+        ("--disaggregation-bootstrap-port 1", "launch_local chooses"),
+    ],
+)
+def test_wrong_flags_are_refused_before_a_part_starts(files: Path, flags: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check_flags(files, flags)
 
 
 def test_cores_are_divided_and_the_secret_is_fresh() -> None:
