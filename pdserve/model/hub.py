@@ -194,7 +194,8 @@ class _Download:
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         if (config and "config.json" not in sizes) or (weights and not _matching(sizes, WEIGHT_FILES)):
             raise ModelError(self._without(sizes))
-        assert info.sha is not None, "the hub names the commit of a revision"
+        if info.sha is None or not _COMMIT.fullmatch(info.sha):
+            raise ModelError(f"{self._endpoint} names no commit of model {self._model.name!r}")
         snapshot = self._model.directory / "snapshots" / info.sha
         self._get(info.sha, _matching(sizes, DESCRIPTION_FILES))
         self._note_commit(info.sha)
