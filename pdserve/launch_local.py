@@ -395,7 +395,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = config_from(argv)
         servers = parse_servers(config)
-        setup_logging(servers[0].observe.log_level, "local")
+        setup_logging(servers[0].observe.log_level, "local", servers[0].observe.log_format)
         check(config, servers)
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
