@@ -6,6 +6,9 @@ Prints one line per process, and the URL and key for clients. Ctrl-C or SIGTERM 
 order; so does the death of any process, unless `--keep-going`. Unknown flags go to the servers: flags of one role
 (`--disaggregation-decode-enable-radix-cache`) to its servers only, trace flags also to the router.
 
+Where the kernel compares niceness within sessions, all of this happens in a child process with a session of its own,
+so that prefill gives way to decode and the router and not to other programs (`base/nice_scope`).
+
     main thread:   spawn servers -> wait ready -> spawn router -> wait ready -> wait for an event -> end all in order
     other threads: read output and watch processes; they only put events on the queue
 """
@@ -32,6 +35,7 @@ from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.base.log import setup_logging
 from pdserve.base.log_labels import JsonLabel, TextLabel
+from pdserve.base.nice_scope import NiceScope, in_own_session, nice_scope
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status
 from pdserve.base.status_block import StatusBlock
@@ -58,6 +62,8 @@ PREFILL_NICENESS = 19
 """Niceness of prefill's engine processes where each thread of all servers has a core: ITL matters more than TTFT.
 With fewer cores than threads, a nice prefill server would hardly run beside a busy decode server.
 """
+SHARED_NICENESS = 5
+"""`PREFILL_NICENESS` where the kernel also compares it with processes that are not ours; see `base/nice_scope`."""
 
 SERVER_COMMAND = (sys.executable, "-m", "pdserve.launch_server")
 ROUTER_COMMAND = (sys.executable, "-m", "pdserve.launch_router")
@@ -88,6 +94,7 @@ class LocalConfig:
     decode_flags: tuple[str, ...] = ()
     router_flags: tuple[str, ...] = ()
     access: LocalAccess = LocalAccess()
+    niceness: int = PREFILL_NICENESS
 
     def __post_init__(self) -> None:
         """Check counts, cores, and that no server flag is one that `launch_local` sets itself. Raises ConfigError."""
@@ -118,8 +125,8 @@ class LocalConfig:
 
     @property
     def prefill_niceness(self) -> int:
-        """`PREFILL_NICENESS`, or 0 where the servers have more threads than there are cores."""
-        return PREFILL_NICENESS if self.threads_per_server * self.num_servers <= len(os.sched_getaffinity(0)) else 0
+        """`niceness`, or 0 where the servers have more threads than there are cores."""
+        return self.niceness if self.threads_per_server * self.num_servers <= len(os.sched_getaffinity(0)) else 0
 
     @property
     def shares(self) -> list[str]:
@@ -402,6 +409,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # during a download
         return 0
+    scope = nice_scope()
+    if scope is NiceScope.SHARED:
+        config = dataclasses.replace(config, niceness=SHARED_NICENESS)
+    if scope is NiceScope.SESSION and config.prefill_niceness:
+        return in_own_session(lambda: serve(LocalService(config)))
     return serve(LocalService(config))
 
 

@@ -9,13 +9,15 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.startup_mistakes import CONFIG
+from pdserve import launch_local
 from pdserve.base import cpu_affinity as cores
+from pdserve.base.nice_scope import NiceScope
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.local_access import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.config.resolve import Machine, fill_in
@@ -92,7 +94,7 @@ def test_servers_believe_their_router_whose_a_request_is(role: Role) -> None:
     assert any(ipaddress.ip_address("127.0.0.1") in network for network in access.proxies)
 
 
-def test_prefill_gives_way_to_all_others_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefill_gives_way_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
     def niceness(config: LocalConfig, role: Role) -> int:
@@ -100,6 +102,7 @@ def test_prefill_gives_way_to_all_others_unless_told_otherwise(monkeypatch: pyte
 
     plain = LocalConfig(model_path="m")
     assert (niceness(plain, "prefill"), niceness(plain, "decode")) == (19, 0)
+    assert niceness(LocalConfig(model_path="m", niceness=5), "prefill") == 5
     more_threads_than_cores = LocalConfig(model_path="m", num_decode=2)
     assert niceness(more_threads_than_cores, "prefill") == 0
     for told in (
@@ -155,6 +158,35 @@ def test_one_signal_ends_every_part(tmp_path: Path, signum: signal.Signals) -> N
         process.send_signal(signum)
         assert process.wait(EXIT_S) == 0
         assert none_left(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("scope", "niceness", "own_session"),
+    [(NiceScope.SESSION, 19, True), (NiceScope.OWN_CGROUP, 19, False), (NiceScope.SHARED, 5, False)],
+)
+def test_the_niceness_ranks_our_own_processes(
+    monkeypatch: pytest.MonkeyPatch, scope: NiceScope, niceness: int, own_session: bool
+) -> None:
+    sessions: list[int] = []
+    started: list[int] = []
+
+    def in_own_session(run: Callable[[], int]) -> int:
+        sessions.append(run())
+        return sessions[-1]
+
+    def serve(config: LocalConfig) -> int:
+        started.append(config.prefill_niceness)
+        return 3
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(launch_local, "nice_scope", lambda: scope)
+    monkeypatch.setattr(launch_local, "in_own_session", in_own_session)
+    monkeypatch.setattr(launch_local, "LocalService", lambda config: config)
+    monkeypatch.setattr(launch_local, "serve", serve)
+    assert launch_local.main(["--model-path", "m"]) == 3
+    assert (started, sessions) == ([niceness], [3] if own_session else [])
+    assert launch_local.main(["--model-path", "m", "--decode", "2"]) == 3
+    assert (started, sessions) == ([niceness, 0], [3] if own_session else []), "more threads than cores: no niceness"
 
 
 def test_a_part_that_dies_ends_the_service_with_an_error(tmp_path: Path) -> None:
