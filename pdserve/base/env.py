@@ -9,6 +9,8 @@ import re
 from pdserve.errors import ConfigError
 
 CONTROL_TOKEN = "PDSERVE_CONTROL_TOKEN"
+SAME_TOKEN = f"set {CONTROL_TOKEN} to the same value on all servers"
+"""What an error about the control token tells to do."""
 WORKER_PROOF_KEY = "PDSERVE_WORKER_PROOF_KEY"
 TRANSFER_FAILURES = ("SGLANG_TEST_DISAGG_FAILURE_PROB", "DISAGGREGATION_TEST_FAILURE_PROB")
 """SGLang's names, the newer one first: the share of writes to peers and of polls of transfers that fail, for tests."""

@@ -33,6 +33,10 @@ MIN_TOKEN_CHARS = 16
 NONCE_BYTES = 16
 CHALLENGE_LIFETIME_S = 10.0
 
+NO_TOKEN_ID = "none"
+"""`token_id` of a process without a control token."""
+_ID_DIGITS = 8
+
 _SALT = b"pdserve control token v1"
 _SCRYPT = {"n": 1 << 14, "r": 8, "p": 1}
 """Costs 16 MiB and about 50 ms, once per process and token."""
@@ -80,6 +84,15 @@ class ControlKey(MacKey):
     def secret(self, purpose: str) -> bytes:
         """Derive a 32-byte secret for one purpose, identical in all processes with this token."""
         return self.mac("secret", purpose.encode())
+
+
+def token_id(token: str) -> str:
+    """Return 8 hex digits that tell tokens apart without revealing them; `NO_TOKEN_ID` for an empty token.
+
+    Servers show it to a router, which cannot compare the tokens themselves. It is a MAC of the stretched token: like a
+    challenge it lets its reader test guesses offline, and nothing else.
+    """
+    return ControlKey(token).mac("token id").hex()[:_ID_DIGITS] if token else NO_TOKEN_ID
 
 
 def as_bytes(text: str) -> bytes:

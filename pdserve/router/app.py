@@ -46,7 +46,7 @@ from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import refusal, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.stats_log import RouterStats, log_stats
-from pdserve.router.workers.admission import Admission
+from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
 from pdserve.router.workers.engine_metrics import EngineMetrics
@@ -137,6 +137,7 @@ class RouterApp:
         self.watchdog = PairWatchdog(
             config, self.registry, self.admission.pairs, session, self.metrics, self._drain, rng, self.admission.wake
         )
+        self.health.on_up.append(self.watchdog.compare_tokens)
         self._fanout = WorkerFanout(config, self.registry, self.health, session)
         self._workers_api = WorkersApi(config, self.registry, self.admission.wake, self.admission.now)
         self._role_switch = RoleSwitch(
@@ -288,7 +289,8 @@ class RouterApp:
         if self._drain.closed:
             return refusal(SHUTTING_DOWN)
         if not self.admission.could_serve():
-            return error_response(503, "no healthy pair of workers", "no_worker", RETRY_AFTER)
+            why = OTHER_TOKENS.message if self.admission.pairs.any_differ else "no healthy pair of workers"
+            return error_response(503, why, "no_worker", RETRY_AFTER)
         return json_response({"status": "ok"})
 
     async def version(self, request: web.Request) -> web.Response:

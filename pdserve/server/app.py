@@ -17,6 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
 import pdserve
+from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.session_proof import CHALLENGE_PATH
@@ -143,7 +144,8 @@ def create_app(
 
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
-    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), checks, registered, formats)
+    own_id = token_id(control_token)
+    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id)
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read

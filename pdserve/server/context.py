@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import pdserve
+from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
@@ -47,6 +48,8 @@ class ServerContext:
     registered: Callable[[], bool] = lambda: True
     """Whether decode servers can find this server; see `create_app`."""
     formats: ChatFormats = ChatFormats()
+    control_token_id: str = NO_TOKEN_ID
+    """`base.proof.token_id` of this server's control token."""
 
     @property
     def mode(self) -> DisaggMode:

@@ -26,6 +26,7 @@ import msgspec
 from aiohttp import web
 
 from pdserve.base.clock import Clock, MonotonicClock
+from pdserve.base.env import SAME_TOKEN
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import PROOF_HEADER, ChallengeVerifier, ControlKey, check_body
 from pdserve.errors import ConfigError, ProofError
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 10.0
 KEEP_ALIVE_S = 10.0
-UNPROVEN = "a proof of the control token is missing or wrong; set PDSERVE_CONTROL_TOKEN alike on all servers"
-NO_TOKEN = "this server has no control token; set PDSERVE_CONTROL_TOKEN alike on all servers"
+UNPROVEN = f"a proof of the control token is missing or wrong; {SAME_TOKEN}"
+NO_TOKEN = f"this server has no control token; {SAME_TOKEN}"
 Handler = Callable[[web.Request, bytes], Awaitable[web.Response]]
 
 
@@ -137,7 +138,7 @@ class BootstrapServer:
                 body = await request.read()
                 check_body(body, exchange.digest)
             except ProofError as error:
-                return self._refuse(request, 401, UNPROVEN, detail=str(error))
+                return self._refuse(request, 401, UNPROVEN, detail=f"{error}; {SAME_TOKEN}")
             answer = await handler(request, body)
             assert isinstance(answer.body, bytes)
             answer.headers[PROOF_HEADER] = exchange.answer(answer.status, answer.body)

@@ -19,12 +19,17 @@ import msgspec
 from aiohttp.abc import AbstractResolver
 from yarl import URL
 
+from pdserve.base.env import SAME_TOKEN
 from pdserve.base.hosts import is_host
 from pdserve.base.log import escaped
 from pdserve.base.proof import PROOF_HEADER, Challenge, ControlKey
 from pdserve.errors import ProofError, TransferError
 from pdserve.transfer.bootstrap_routes import MAX_BODY_BYTES, ChallengeAnswer, FoundRoute, ReplicaRoute, ServerFacts
 
+TOKEN_MISMATCH = "control_token_mismatch"
+"""Error code: the two servers have different control tokens, or one has none."""
+_FINAL = frozenset({"bootstrap_refused", TOKEN_MISMATCH})
+"""Error codes with which another try fails as well."""
 _FACTS = "engine_rank=-1&target_dp_group=-1&target_pp_rank=-1"
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, connect=None, sock_connect=None, sock_read=None)
 T = TypeVar("T")
@@ -103,14 +108,14 @@ class BootstrapClient:
         challenge = Challenge(key)
         status, _, content = await self._send("GET", f"/challenge?nonce={challenge.nonce}")
         if status == 409:
-            raise self._error("the bootstrap server at {} has no control token, this server has one", detail=content)
+            raise self._mismatch("no control token, this server has one")
         answer = self._decode(self._expect(status, content), ChallengeAnswer)
         try:
             challenge.accept(answer.nonce, answer.proof)
         except ProofError as error:
             with contextlib.suppress(BootstrapError):
                 await self._send("GET", "/challenge?mismatch=1")  # for the server's log only
-            raise self._error("the bootstrap server at {} has another control token than this server") from error
+            raise self._mismatch("another control token than this server") from error
         return challenge
 
     async def _send(
@@ -139,7 +144,9 @@ class BootstrapClient:
             return content
         detail = f"{status}: {content[:500].decode(errors='replace')}"
         if status == 401:
-            raise self._error("the bootstrap server at {} wants a proof of another control token", detail=detail)
+            raise self._mismatch(
+                "a control token, this server has none" if self._key is None else "another control token"
+            )
         if status >= 500:
             raise self._error(f"the bootstrap server at {{}} is not ready ({status})", "bootstrap_unready", detail)
         raise self._error(f"the bootstrap server at {{}} refuses ({status})", detail=detail)
@@ -150,11 +157,12 @@ class BootstrapClient:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise self._error("what answers at {} is no pdserve bootstrap server", detail=str(error)) from error
 
+    def _mismatch(self, what: str) -> BootstrapError:
+        return self._error(f"the bootstrap server at {{}} has {what}; {SAME_TOKEN}", TOKEN_MISMATCH)
+
     def _error(self, message: str, code: str = "bootstrap_refused", detail: str | bytes = "") -> BootstrapError:
         text = detail.decode(errors="replace") if isinstance(detail, bytes) else detail
-        return BootstrapError(
-            message.format(self._where), code=code, retryable=code != "bootstrap_refused", detail=text[:1000]
-        )
+        return BootstrapError(message.format(self._where), code=code, retryable=code not in _FINAL, detail=text[:1000])
 
 
 # ---------------------------------------------------------------------- for callers without an event loop

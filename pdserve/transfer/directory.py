@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from pdserve.base.hosts import HostPatterns
 from pdserve.transfer.events import Address, PeerGone, PeerListens, TransferEvent
-from pdserve.transfer.lookups import PATIENCE_S, LookUps
+from pdserve.transfer.lookups import LookUps
 from pdserve.transfer.name_resolver import LaneResolver
 
 PROBE_TIMEOUT_S = 2.0
@@ -114,7 +114,7 @@ _CLOSE_TIMEOUT_S = 2.0
 
 
 class HttpDirectory:
-    """`Directory` over HTTP. A server that is just starting is retried for `patience_s` seconds.
+    """`Directory` over HTTP. For `patience_s` see `LookUps`.
 
     `allowed`: the only bootstrap servers that may be looked up; None: any. Names are resolved in separate threads.
     """
@@ -123,7 +123,7 @@ class HttpDirectory:
         self,
         post: Callable[[TransferEvent], None],
         token: str,
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
         allowed: HostPatterns | None = None,
     ) -> None:
         self._loop = asyncio.new_event_loop()

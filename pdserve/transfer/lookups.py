@@ -17,18 +17,24 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable
 
+import msgspec
+
+from pdserve.base.env import CONTROL_TOKEN
 from pdserve.base.hosts import HostPatterns
 from pdserve.base.log import SparingLog, escaped
 from pdserve.base.proof import ControlKey
 from pdserve.protocol.failure import Failure
-from pdserve.transfer.bootstrap_client import BootstrapClient, BootstrapError
+from pdserve.transfer.bootstrap_client import TOKEN_MISMATCH, BootstrapClient, BootstrapError
 from pdserve.transfer.events import Address, PrefillFound, PrefillNotFound, TransferEvent
 from pdserve.transfer.name_resolver import LaneResolver
 
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 3.0
-"""Seconds for which a server that is just starting is retried; also the whole deadline for an unknown address."""
+"""Seconds for which a server that is just starting is retried."""
+UNKNOWN_S = 1.8
+"""The whole deadline for an unknown address: most failures of an operator's own servers are one too, such as another
+control token."""
 MAX_ANSWER_S = 5.0
 """Seconds after `PATIENCE_S` that a known server may take to complete an answer."""
 RETRY_S = (0.1, 0.25, 0.5, 1.0)
@@ -68,18 +74,22 @@ class _Lane:
 
 
 class LookUps:
-    """All look-ups. `allowed` None: any address may be looked up. Event loop only."""
+    """All look-ups. `allowed` None: any address may be looked up. `patience_s` replaces `PATIENCE_S` and `UNKNOWN_S`.
+
+    Event loop only.
+    """
 
     def __init__(
         self,
         post: Callable[[TransferEvent], None],
         token: str,
-        patience_s: float = PATIENCE_S,
+        patience_s: float | None = None,
         allowed: HostPatterns | None = None,
     ) -> None:
         self._post = post
         self._key = ControlKey(token) if token else None
-        self._patience_s = patience_s
+        self._patience_s = PATIENCE_S if patience_s is None else patience_s
+        self._unknown_s = UNKNOWN_S if patience_s is None else patience_s
         self._allowed = allowed
         self._found: OrderedDict[Address, None] = OrderedDict()
         self._of_found = _Lane(MAX_KNOWN_ADDRESSES, MAX_KNOWN_ADDRESSES)
@@ -117,7 +127,8 @@ class LookUps:
             self._post(PrefillNotFound(address, _BUSY))
 
     async def _find(self, address: Address, lane: _Lane) -> None:
-        deadline_s = asyncio.get_running_loop().time() + self._patience_s
+        patience_s = self._unknown_s if lane is self._of_unknown else self._patience_s
+        deadline_s = asyncio.get_running_loop().time() + patience_s
         event: TransferEvent
         try:
             event = PrefillFound(address, await self._seek(address, lane, deadline_s))
@@ -183,12 +194,14 @@ class LookUps:
         if error.code == "bad_address":
             return Failure.from_error(error)
         if known:
-            return Failure.from_error(error, origin=f"{address[0]}:{address[1]}")
+            failure = Failure.from_error(error, origin=f"{address[0]}:{address[1]}")
+            return msgspec.structs.replace(failure, status=502) if error.code == TOKEN_MISMATCH else failure
         await asyncio.sleep(max(0.0, deadline_s - asyncio.get_running_loop().time()))
         return Failure(
             code="prefill_not_found",
             message=f"no prefill server of this deployment was found at {address[0]}:{address[1]} (bootstrap_host and "
-            "bootstrap_port); the log of the decode server says why",
+            f"bootstrap_port): it may be down or out of reach, or its {CONTROL_TOKEN} is not the decode server's; the "
+            "log of the decode server says which",
             origin=f"{address[0]}:{address[1]}",
         )
 

@@ -259,8 +259,8 @@ class Sessions:
         for peer in list(self._peers.values()):
             if peer.endpoint != endpoint or peer.state is not PeerState.CONNECTING:
                 continue
-            message = f"the server at {endpoint} has another PDSERVE_CONTROL_TOKEN"
-            failure = Failure(code="handshake_refused", message=message, origin=endpoint, retryable=False, status=500)
+            message = f"the server at {endpoint} has another PDSERVE_CONTROL_TOKEN, or only one of both has one"
+            failure = Failure(code="handshake_refused", message=message, origin=endpoint, retryable=False, status=502)
             self.last_refusal = f"{endpoint}: {message}"
             self._counters["handshakes_refused"] += 1
             dials = self._undial(peer, failure)

@@ -233,12 +233,38 @@ def test_who_names_a_bootstrap_address_learns_neither_the_token_nor_what_is_ther
     finally:
         listener.close()
     assert told.status_code == 502 and told.json()["error"]["code"] == "prefill_not_found"
-    assert "INTERNAL" not in told.text and "403" not in told.text
+    message = told.json()["error"]["message"].replace(str(listener.address[1]), "PORT")
+    assert "INTERNAL" not in told.text and "403" not in message
+    assert "PDSERVE_CONTROL_TOKEN" in message, "one of the possible causes, whatever the cause is"
     assert listener.seen.startswith(b"GET /challenge?nonce=") and b"Proof" not in listener.seen
     assert TOKEN.encode() not in listener.seen
     answered = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
     assert_idle(*workers)
     assert answered.status_code == 200 and len(answered.json()["output_ids"]) == 4, answered.text
+
+
+@pytest.mark.parametrize("token", ["", "another-token-of-16-or-more"])
+def test_a_server_with_another_token_is_named_before_it_gets_a_request(
+    workers: tuple[Server, Server], tiny_checkpoint: Callable[[Family], Path], token: str
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PDSERVE_API_KEY", KEY)
+        patch.setenv("PDSERVE_ADMIN_API_KEY", ROOT)
+        patch.setenv("PDSERVE_CONTROL_TOKEN", token)
+        decode = start_server(str(tiny_checkpoint("llama")), "decode", *FLAGS)
+        with running(decode):
+            router = start_router([workers[0]], [decode], probes=True)
+            with running(router):
+                told = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
+                ready = requests.get(f"{router.url}/readiness", timeout=60)
+                (pair,) = requests.get(f"{router.url}/observe", headers=ADMIN, timeout=60).json()["pairs"]
+                for server in (workers[0], decode):
+                    until(lambda s=server: any("PDSERVE_CONTROL_TOKEN" in line for line in s.lines), 20, "a line")
+    assert (told.status_code, told.json()["error"]["code"]) == (502, "control_token_mismatch")
+    assert "PDSERVE_CONTROL_TOKEN" in told.text
+    assert ready.status_code == 503 and "PDSERVE_CONTROL_TOKEN" in ready.text
+    assert not pair["serving"] and "PDSERVE_CONTROL_TOKEN" in pair["error"]
+    assert any("PDSERVE_CONTROL_TOKEN" in line and decode.url in line for line in router.lines)
 
 
 # ---------------------------------------------------------------------- worker HTTP behind the proof

@@ -7,6 +7,7 @@
 A probe is `POST /health_pair` at both halves with the same bootstrap room. A busy half is no failure, unless the other
 half is stalled: it has work and does not progress. After `FAILURES` failed probes in a row the pair gets no requests,
 and its waiting requests are retried at other pairs. Workers without `/health_pair`, such as SGLang's, are not probed.
+Pairs whose workers report different control tokens are down from the start (`compare_tokens`).
 Created by `app`; not on the request path.
 """
 
@@ -25,6 +26,8 @@ from typing import Any, Literal, TypeVar
 import aiohttp
 import orjson
 
+from pdserve.base.env import SAME_TOKEN
+from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.protocol.messages import MAX_ROOM
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.proxy.attempts import Drain
@@ -257,6 +260,29 @@ class PairWatchdog:
             return ProbeFailure(text, conclusive=code == STALLED)
         return ProbeResult.OK if _status(raw) == "ok" else ProbeResult.NO_NEWS
 
+    def compare_tokens(self, worker: Worker) -> None:
+        """Take the pairs of `worker` down whose two workers report different control tokens, or bring them up again.
+
+        Probes of these pairs go on: they make both servers log the cause, and the one that succeeds ends it. Without
+        probes a difference is logged only.
+        """
+        role = worker.spec.role
+        if role is WorkerRole.REGULAR or worker.token_id is None:
+            return
+        now = asyncio.get_running_loop().time()
+        others = WorkerRole.DECODE if role is WorkerRole.PREFILL else WorkerRole.PREFILL
+        for other in self._registry.workers:
+            if other.spec.role is not others or other.token_id is None:
+                continue
+            pair = Pair(worker, other) if role is WorkerRole.PREFILL else Pair(other, worker)
+            if worker.token_id == other.token_id:
+                if self._pairs.state(pair).other_tokens:
+                    self._came(pair, now)
+                continue
+            error = token_error(pair)
+            if not self._probes.enabled or self._pairs.differ(pair, error, now):
+                log.warning("%s serves no requests: %s", _named(pair), error)
+
     def _forget(self, worker: Worker) -> None:
         self._cannot.pop(worker, None)
 
@@ -267,6 +293,14 @@ class PairWatchdog:
             )
         if not worker.forgotten:
             self._cannot[worker] = now + ASK_AGAIN_S
+
+
+def token_error(pair: Pair) -> str:
+    """Return what differs between the control tokens that the workers of a pair report."""
+    assert pair.prefill is not None
+    without = [worker.spec.url for worker in _workers(pair) if worker.token_id == NO_TOKEN_ID]
+    what = f"{without[0]} has no control token, and the other has one" if without else "their control tokens differ"
+    return f"{what}; {SAME_TOKEN}"
 
 
 def rotation(prefills: Sequence[T], decodes: Sequence[T], number: int) -> list[tuple[T, T]]:

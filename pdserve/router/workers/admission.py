@@ -46,6 +46,12 @@ class Refused:
 
 
 NO_PAIR = Refused("no_pair", "no pair of prefill and decode workers serves requests")
+OTHER_TOKENS = Refused(
+    "control_token_mismatch",
+    "no pair of prefill and decode workers serves requests: they have different values of PDSERVE_CONTROL_TOKEN, or "
+    "some have none; the router's log names them",
+    status=502,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +164,10 @@ class Admission:
             return any(self.pairs.serves(Pair(None, worker)) for worker in usable[WorkerRole.REGULAR])
         return self.pairs.could_serve(usable[WorkerRole.PREFILL], usable[WorkerRole.DECODE])
 
+    def why_no_pair(self) -> Refused:
+        """Return the refusal while no pair of healthy workers serves."""
+        return OTHER_TOKENS if self.pairs.any_differ else NO_PAIR
+
     async def enter(
         self,
         request: RoutedRequest,
@@ -258,7 +268,7 @@ class Admission:
         for role, free in lists.items():
             serving = self._serving(role, free, lists, chosen) if self.pairs.any_down else free
             if not serving:
-                return Full() if self.could_serve() else NO_PAIR
+                return Full() if self.could_serve() else self.why_no_pair()
             wanted = [worker for worker in serving if worker not in avoid] or serving
             chosen[role] = self._choose(role, wanted, request, now)
         for role, worker in chosen.items():

@@ -63,6 +63,8 @@ class HealthMonitor:
         self._with_loads = with_loads
         self._tasks: dict[Worker, list[asyncio.Task[None]]] = {}
         self._checks: dict[Worker, asyncio.Task[None]] = {}
+        self.on_up: list[Callable[[Worker], None]] = []
+        """Called whenever a worker becomes healthy, after its `/get_server_info` was read."""
 
     async def start(self) -> None:
         """Start the checks; returns when every worker was checked once. Workers count as dead until a good answer.
@@ -204,6 +206,8 @@ class HealthMonitor:
                 text = f"disaggregation_bootstrap_port in /get_server_info is {port!r}, expected a port number"
                 raise ValueError(text)
             worker.bootstrap_port = port
+        token_id = info.get("control_token_id")
+        worker.token_id = token_id if isinstance(token_id, str) else None
         worker.facts = {name: str(info[name]) for name in FACTS if info.get(name) is not None}
         return None
 
@@ -260,6 +264,8 @@ class HealthMonitor:
             if worker.ended:
                 worker.ended = False
                 worker.breaker.renew()
+            for notify in self.on_up:
+                notify(worker)
             self._on_change()
 
     def _mark_dead(self, worker: Worker, reason: str) -> None:

@@ -193,6 +193,8 @@ class Worker:
     good_checks: int = 0
     report: LoadReport | None = None
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    token_id: str | None = None
+    """The `control_token_id` of its `/get_server_info`; None: not known."""
     last_error: str | None = "not checked yet"
     ended: bool = False
     """True: a connection was refused since the worker was last healthy, so that its process has ended."""
@@ -339,6 +341,8 @@ class PairState:
     down_since: float | None = None
     """Time at which the pair went down; None: it is not down."""
     error: str | None = None
+    other_tokens: bool = False
+    """True: the pair is down because its workers reported different control tokens."""
 
     @property
     def down(self) -> bool:
@@ -391,7 +395,7 @@ class Pairs:
         self._num_down -= was_down
         state.served_at, state.num_failed = now, 0
         state.down_since = state.error = None
-        state.wanted = False
+        state.wanted = state.other_tokens = False
         return was_down
 
     def suspect(self, pair: Pair) -> None:
@@ -404,12 +408,27 @@ class Pairs:
         if state.served_at is not None and state.served_at >= begun:
             return False
         state.num_failed += 1
-        state.error = error
+        state.error = state.error if state.other_tokens else error
         if state.down or state.num_failed < FAILURES:
             return False
         state.down_since = now
         self._num_down += 1
         return True
+
+    def differ(self, pair: Pair, error: str, now: float) -> bool:
+        """Report that the workers have different control tokens. True if the pair went down by it."""
+        state = self.state(pair)
+        was_down, state.other_tokens, state.error = state.down, True, error
+        if was_down:
+            return False
+        state.down_since = now
+        self._num_down += 1
+        return True
+
+    @property
+    def any_differ(self) -> bool:
+        """Whether a pair is down because its workers have different control tokens."""
+        return any(state.other_tokens for state in self._states.values())
 
     def _forget(self, worker: Worker) -> None:
         for pair in [pair for pair in self._states if worker in (pair.prefill, pair.decode)]:

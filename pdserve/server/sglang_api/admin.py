@@ -123,6 +123,7 @@ async def server_info(context: ServerContext) -> Response:
         "engine_facts": ready.facts if ready else {},
         "processes": {name: dataclasses.asdict(use) for name, use in own_processes().items()},
         "status": "ready" if ready else "not_ready",
+        "control_token_id": context.control_token_id,
         "version": pdserve.__version__,
     }
     return json_response(body)

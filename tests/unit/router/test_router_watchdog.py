@@ -55,6 +55,11 @@ async def readiness(world: Any, url: str) -> int:
         return int(response.status)
 
 
+async def listed(world: Any, url: str) -> Any:
+    async with world.session.get(f"{url}/workers") as response:
+        return await response.json()
+
+
 async def ask(world: Any, url: str) -> tuple[int, dict[str, Any], Any]:
     async with world.session.post(url + COMPLETIONS, json={"prompt": "x"}) as response:
         return response.status, await response.json(), response.headers
@@ -90,6 +95,67 @@ def test_pair_that_serves_nothing_is_not_ready_until_a_probe_succeeds(run_world:
                 assert f"{line} 1.0" in await response.text()
 
     run_world(scenario)
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "what"),
+    [("1f", "2e", "tokens differ"), ("none", "2e", "has no control token"), ("1f", "none", "has no control token")],
+)
+def test_workers_with_different_control_tokens_are_no_pair_before_any_request(
+    run_world: RunWorld, caplog: pytest.LogCaptureFixture, of_prefill: str, of_decode: str, what: str
+) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        prefill.facts, decode.facts = {"control_token_id": of_prefill}, {"control_token_id": of_decode}
+        says(prefill, {"error": {"code": "no_token"}}, 503)
+        says(decode, {"error": {"code": "prefill_not_found"}}, 503)
+        async with world.router([prefill], [decode], probes=QUICK) as url:
+            assert await readiness(world, url) == 503
+            status, body, headers = await ask(world, url)
+            assert (status, body["error"]["code"]) == (502, "control_token_mismatch")
+            assert "PDSERVE_CONTROL_TOKEN" in body["error"]["message"] and "Retry-After" not in headers
+            assert not prefill.bodies and not decode.bodies
+            await until(lambda: len(decode.pair_bodies) >= 2)
+            (shown,) = (await pairs(world, url)).values()
+            assert not shown["serving"] and what in shown["error"] and "prefill_not_found" not in shown["error"]
+            assert "control_token" not in str(await listed(world, url)), "ids are for the router only"
+            says(prefill, OK)
+            says(decode, OK)  # it was restarted with the right token
+            await world.until(lambda: readiness(world, url), lambda status: status == 200)
+            assert (await ask(world, url))[0] == 200
+
+    run_world(scenario)
+    assert what in caplog.text and "set PDSERVE_CONTROL_TOKEN to the same value" in caplog.text
+
+
+def test_a_token_that_is_corrected_is_seen_when_the_worker_is_up_again(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode, other = [await world.worker(name) for name in ("p", "d", "d2")]
+        for worker, told in ((prefill, "1f"), (decode, "1f"), (other, "2e")):
+            worker.facts = {"control_token_id": told}
+            says(worker, BUSY)  # probes say nothing
+        async with world.router([prefill], [decode, other], probes=QUICK, policy="round_robin") as url:
+            found = {ends[1]: pair["serving"] for ends, pair in (await pairs(world, url)).items()}
+            assert found[other.url] is False and found.get(decode.url, True)
+            assert [(await ask(world, url))[1]["from"] for _ in range(4)] == ["d"] * 4
+            other.facts, other.health_status = {"control_token_id": "1f"}, 503
+            await world.until(lambda: world.healthy_urls(url), lambda urls: other.url not in urls)
+            other.health_status = 200
+            await world.until(lambda: pairs(world, url), lambda shown: shown[prefill.url, other.url]["serving"])
+            assert {(await ask(world, url))[1]["from"] for _ in range(4)} == {"d", "d2"}
+
+    run_world(scenario)
+
+
+def test_without_probes_a_difference_is_logged_only(run_world: RunWorld, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(world: Any) -> None:
+        prefill, decode = await world.worker("p"), await world.worker("d")
+        prefill.facts, decode.facts = {"control_token_id": "none"}, {"control_token_id": "2e"}
+        async with world.router([prefill], [decode], probes=ProbeConfig(enabled=False)) as url:
+            assert (await ask(world, url))[0] == 200
+
+    run_world(scenario)
+    assert "has no control token, and the other has one" in caplog.text
 
 
 def test_only_the_broken_pair_is_left_out_and_its_requests_go_elsewhere(run_world: RunWorld) -> None:

@@ -119,6 +119,17 @@ async def test_a_body_in_parts_is_checked_as_a_whole(tokenizer: Tokenizer) -> No
         assert len(b.scheduler.requests) == 1
 
 
+async def test_the_servers_information_tells_tokens_apart_without_the_token(tokenizer: Tokenizer) -> None:
+    found = []
+    for token in (TOKEN, TOKEN, TOKEN + "x", ""):
+        async with bench(tokenizer, control_token=token) as b:
+            answer = await b.http.get("/get_server_info")
+            assert answer.status_code == 200 and TOKEN not in answer.text
+            found.append(answer.json()["control_token_id"])
+    assert found[0] == found[1] and len(set(found)) == 3
+    assert len(found[0]) == 8 and found[3] == "none"
+
+
 async def test_a_server_without_a_token_says_so(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         answer = await b.http.get(CHALLENGE_PATH, params={"nonce": "0" * 32})

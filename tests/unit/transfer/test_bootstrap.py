@@ -249,12 +249,12 @@ def guarded() -> Iterator[BootstrapServer]:
 
 
 def test_a_token_is_asked_of_everybody_but_the_health_check(guarded: BootstrapServer) -> None:
-    for token in ("", OTHER_SECRET):
-        with pytest.raises(BootstrapError, match="another control token") as caught:
+    for token, what in (("", "has a control token, this server has none"), (OTHER_SECRET, "another control token")):
+        with pytest.raises(BootstrapError, match=what) as caught:
             register_route(HOST, guarded.port, route(), token)
         assert not caught.value.retryable
     register_route(HOST, guarded.port, route(), SECRET)
-    with pytest.raises(BootstrapError, match="proof of another control token"):
+    with pytest.raises(BootstrapError, match="has a control token, this server has none"):
         fetch_facts(HOST, guarded.port)
     assert fetch_facts(HOST, guarded.port, SECRET).server == "first"
     assert fetch_replica(HOST, guarded.port, SECRET) == route()
@@ -285,16 +285,18 @@ def test_the_token_itself_opens_nothing(guarded: BootstrapServer) -> None:
 def test_a_token_at_one_end_only_or_another_one_is_told_in_the_log_of_the_server(
     guarded: BootstrapServer, server: BootstrapServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(BootstrapError, match="has no control token"):
-        fetch_replica(HOST, server.port, SECRET)
-    assert "this server has no control token" in caplog.text
-    with pytest.raises(BootstrapError):
-        fetch_replica(HOST, guarded.port, OTHER_SECRET)
-    assert "the client says that its control token is another one" in caplog.text
-    with pytest.raises(BootstrapError):
-        fetch_replica(HOST, guarded.port)
-    assert "a proof of the control token is missing" in caplog.text
-    assert SECRET not in caplog.text
+    for port, token, theirs, ours in (
+        (server.port, SECRET, "has no control token, this server has one", "this server has no control token"),
+        (guarded.port, OTHER_SECRET, "another control token", "the client says that its control token is another one"),
+        (guarded.port, "", "a control token, this server has none", "a proof of the control token is missing"),
+    ):
+        caplog.clear()
+        with pytest.raises(BootstrapError, match=theirs) as caught:
+            fetch_replica(HOST, port, token)
+        assert caught.value.code == "control_token_mismatch" and not caught.value.retryable
+        assert "set PDSERVE_CONTROL_TOKEN to the same value" in str(caught.value)
+        assert ours in caplog.text and "set PDSERVE_CONTROL_TOKEN to the same value" in caplog.text
+        assert SECRET not in caplog.text
 
 
 def test_a_recorded_exchange_and_a_changed_one_are_worth_nothing(guarded: BootstrapServer) -> None:

@@ -182,7 +182,11 @@ def test_an_unknown_address_is_sent_no_secret_and_told_nothing_apart(
     listeners = [Listener(serve, next(hosts)) for serve in (*STRANGERS.values(), redirects)]
     for listener in (target, *listeners):
         stack.callback(listener.close)
+    others = [BootstrapServer(HOST, 0, token=token) for token in ("", OTHER_SECRET)]
+    for other in others:
+        stack.callback(other.close)
     addresses = [listener.address for listener in listeners] + [(HOST, closed_port()), ("no-such-host.invalid", 80)]
+    addresses += [(HOST, other.port) for other in others]
     directory = open_directory()
     for address in addresses:
         directory.find(address)
@@ -200,8 +204,8 @@ def test_an_unknown_address_is_sent_no_secret_and_told_nothing_apart(
 
 FAILURE = Failure(
     code="prefill_not_found",
-    message="no prefill server of this deployment was found at A (bootstrap_host and bootstrap_port); the log of the "
-    "decode server says why",
+    message="no prefill server of this deployment was found at A (bootstrap_host and bootstrap_port): it may be down "
+    "or out of reach, or its PDSERVE_CONTROL_TOKEN is not the decode server's; the log of the decode server says which",
     origin="A",
     retryable=True,
     status=502,
@@ -257,6 +261,31 @@ def test_a_host_has_a_share_of_the_look_ups(
     assert {event.address for event in events if isinstance(event, PrefillNotFound)} == {
         listener.address for listener in listeners[:3]
     }
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "what"),
+    [
+        (SECRET, OTHER_SECRET, "another control token"),
+        (SECRET, "", "no control token"),
+        ("", SECRET, "a control token, this server has none"),
+    ],
+)
+def test_of_a_listed_address_a_wrong_token_is_told_at_once(
+    mailbox: Mailbox[TransferEvent],
+    open_directory: Callable[..., HttpDirectory],
+    stack: contextlib.ExitStack,
+    ours: str,
+    theirs: str,
+    what: str,
+) -> None:
+    server = BootstrapServer(HOST, 0, token=theirs)
+    stack.callback(server.close)
+    open_directory(ours, allowed=HOST, patience_s=30.0).find((HOST, server.port))
+    (event,) = events_of(mailbox, 1)
+    failure = failure_of(event)
+    assert (failure.code, failure.status, failure.retryable) == ("control_token_mismatch", 502, False)
+    assert what in failure.message and "set PDSERVE_CONTROL_TOKEN" in failure.message
 
 
 def test_of_an_address_that_was_found_before_the_cause_is_told_at_once(

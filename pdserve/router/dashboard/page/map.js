@@ -84,7 +84,8 @@ class Deployment extends HTMLElement {
     for (const [node, one] of places) {
       const own = pairs.filter((pair) => [pair.prefill, pair.decode].includes(one.url));
       const partner = (pair) => names.get(pair.decode === one.url ? (pair.prefill ?? one.url) : pair.decode);
-      node.show(one, names.get(one.url), { all: own.length, dead: own.filter((pair) => !pair.serving).map(partner) });
+      const dead = own.filter((pair) => !pair.serving);
+      node.show(one, names.get(one.url), { all: own.length, dead: dead.map(partner), error: dead[0]?.error });
     }
     this.wires.hidden = !router.pd;
     const known = byServers(edges).filter((edge) => names.has(edge.from_url) && names.has(edge.to_url));

@@ -25,12 +25,12 @@ const OLD_S = 2.5;
 const BREAKERS = { open: "breaker open", half_open: "breaker half open" };
 
 /** The state of a worker: [state, text, reason]. */
-function stateOf(worker, { dead, all }) {
+function stateOf(worker, { dead, all, error }) {
   const { observed } = worker;
   const ill = observed.replicas.find((one) => one.trouble !== null || one.silent || !one.alive);
   if (!worker.is_healthy) return ["down", "down", worker.last_error];
   if (worker.breaker === "open") return ["down", BREAKERS.open, "Its circuit breaker is open after repeated failures; it gets no requests"];
-  if (dead.length && dead.length === all) return ["down", "not ready", `No token comes through with ${dead.join(", ") || "it"}`];
+  if (dead.length && dead.length === all) return ["down", "not ready", `No token comes through with ${dead.join(", ") || "it"}${error ? `: ${error}` : ""}`];
   if (ill) return ["warn", "unhealthy replica", ill.trouble ?? `replica ${ill.dp_rank} is silent`];
   if (dead.length) return ["warn", "pair not ready", `No token comes through with ${dead.join(", ")}`];
   if (worker.draining) return ["warn", "draining", "It gets no new requests"];
@@ -66,7 +66,7 @@ class Worker extends HTMLElement {
     this.pageNodes = new Keyed(this.legend);
   }
 
-  /** Called with every snapshot. `pairs`: `all`, the number of its pairs, and `dead`, the partners in pairs that are down. */
+  /** Called with every snapshot. `pairs`: `all`, the number of its pairs, `dead`, the partners in pairs that are down, `error` of the first. */
   show(worker, label, pairs) {
     const [state, text, why] = stateOf(worker, pairs);
     mark(this, "data-state", state);
