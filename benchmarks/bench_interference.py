@@ -11,6 +11,7 @@ such prompt on. Streams start anew in each turn and go on until the client has i
 
 Each round ends with `--idle-prompts` such prompts one by one to idle servers, of which one more is a monolith with half
 of the threads, as the prefill server has: what 1P1D's prompts wait longer than that one's is what the split costs.
+With `--foreign N` each round ends with N busy processes beside the pair (`foreign`).
 `first_token` says which parts a first token's time has. Streams and idle prompts of a round are the same for all
 systems, and so should be their tokens: `TokensSnapshot` says how many are.
 """
@@ -33,7 +34,7 @@ import aiohttp
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import bench_serving, report
+from benchmarks import bench_serving, foreign, report
 from benchmarks.answers import INCREMENTAL, Answer, read_answer
 from benchmarks.bench_serving import percentile
 from benchmarks.first_token import first_token_of
@@ -165,6 +166,7 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Found:
     first, half = monolith_name(args.chunks[0]), half_name(args)
     systems = [*map(monolith_name, args.chunks), PAIR]
     found = Found.of(systems, [first, PAIR], [first, half, PAIR])
+    beside = [system for system in (PAIR, foreign.PAIR_EQUAL) if args.foreign]
     for index in range(args.rounds + 1):
         counts = index > 0
         for system in random.Random(f"{args.seed}/{index}").sample(systems, len(systems)):
@@ -182,7 +184,23 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Found:
                 answer = asyncio.run(ask_alone(args, urls[system], args.seed + index * args.idle_prompts + number))
                 if counts:
                     found.add_idle(system, answer, first_token_of(answer))
+        for system in random.Random(f"{args.seed}/{index}/foreign").sample(beside, len(beside)):
+            time.sleep(PAUSE_S)
+            row = beside_foreign(args, system, urls[system], args.seed + index)
+            print(f"round {index} {row}", flush=True)
+            if counts:
+                found.foreign.append(row)
     return found
+
+
+def beside_foreign(args: argparse.Namespace, system: str, url: str, seed: int) -> foreign.BesideForeign:
+    """Prompts one by one to a pair beside `--foreign` busy processes, then streams with prompts."""
+    with foreign.busy_processes(args.foreign):
+        idle = [asyncio.run(ask_alone(args, url, seed * 1000 + number)) for number in range(args.idle_prompts)]
+        part = asyncio.run(play(args, url, seed, prompts=True))
+    prompts_s = [prompt.ttft_s for prompt in part.prompts]
+    seconds = part.until_s - part.since_s
+    return foreign.BesideForeign.of(system, [one.ttft_s for one in idle], prompts_s, part.gaps_s(), seconds)
 
 
 def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -208,6 +226,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         action="store_true",
         help="the servers of the pair have cores of their own, and monoliths all (--cpu-pin)",
     )
+    add("--foreign", type=int, default=0, help="busy processes that are not the pair's, in a part of their own")
     report.add_write_flags(parser, "interference")
     add("server_flags", nargs="*", default=[], help="after --: more flags of the servers")
     args = parser.parse_args(argv)
@@ -215,8 +234,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--streams, --rounds and --idle-prompts must be at least 1, --output-len and --threads 2")
     if args.threads % 2 or min(args.chunks) < 0 or len(set(args.chunks)) < len(args.chunks):
         parser.error("--threads must be even, --chunks 0 or more and each there once")
-    if args.seconds <= 0 or args.lead < 0:
-        parser.error("--seconds must be above 0, --lead not below")
+    if args.seconds <= 0 or min(args.lead, args.foreign) < 0:
+        parser.error("--seconds must be above 0, --lead and --foreign not below")
     return args
 
 
@@ -237,8 +256,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         whole = [*common, *pin, "--chunked-prefill-size", "-1"]
         urls[half_name(args)] = stack.enter_context(monolith(args.model, args.dtype, threads=half, flags=whole))
-        pair = local_pair(args.model, args.dtype, threads=half, flags=common, cpu_pin="auto" if args.pin else None)
-        urls[PAIR] = stack.enter_context(pair)
+        cpu_pin = "auto" if args.pin else None
+        pairs = {PAIR: common}
+        if args.foreign:
+            pairs[foreign.PAIR_EQUAL] = [*common, "--prefill-flags=--cpu-nice 0"]
+        for name, flags in pairs.items():
+            pair = local_pair(args.model, args.dtype, threads=half, flags=flags, cpu_pin=cpu_pin)
+            urls[name] = stack.enter_context(pair)
         found = run_rounds(args, urls)
     facts = bench.facts(
         flags={name: value for name, value in vars(args).items() if name not in ("write", "results")},

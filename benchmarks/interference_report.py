@@ -8,9 +8,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks import first_token, report
+from benchmarks import first_token, foreign, report
 from benchmarks.answers import Answer, equal_tokens
 from benchmarks.first_token import FirstToken
+from benchmarks.foreign import BesideForeign
 
 PAIR = "1P1D"
 METRICS = (
@@ -36,6 +37,7 @@ class Found:
     streams: dict[str, list[Answer]]
     """By system, beside prompts."""
     idle: dict[str, list[Answer]]
+    foreign: list[BesideForeign] = dataclasses.field(default_factory=list)
 
     @classmethod
     def of(cls, systems: Sequence[str], alone: Sequence[str], idle: Sequence[str]) -> Found:
@@ -69,6 +71,7 @@ class Found:
             ],
             "first_tokens": {name: [dataclasses.asdict(one) for one in found] for name, found in self.firsts.items()},
             "equal": [dataclasses.asdict(one) for one in self.equal()],
+            "foreign": foreign.facts(self.foreign),
         }
 
     def equal(self) -> list[Equal]:
@@ -201,6 +204,7 @@ parts that follow it; where a row is a difference, so is each part.
 
 {first_token.table(found.firsts, [(idle[0], idle[1]), (idle[0], idle[2])])}
 
+{foreign.section(found.foreign, PAIR, args.foreign)}
 ## Tokens
 
 All greedy, of the same prompts for all systems in each round; of two streams as many tokens as both made. The CPU \

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import tempfile
 from collections import deque
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
-from pdserve.launch_local import LocalConfig, LocalService
 
 READY_S = 120.0
 GRACE_S = 15.0
@@ -87,21 +86,24 @@ def local_pair(
 ) -> Iterator[str]:
     """URL of the router of a `launch_local` service of 1P1D, whose servers have `threads` threads each.
 
-    `flags` are more flags of `launch_local`; those of one role go to its server only. `cpu_pin` is its flag.
+    `flags` are more flags of `launch_local`; those of one role go to its server only. `cpu_pin` is its flag. It runs as
+    a process of its own, as for users: its processes may have a session of their own.
     """
-    flags = ("--dtype", dtype, "--device", "cpu", *flags)
+    argv = ["--model-path", model, "--router-port", "0", "--cpu-threads", str(threads), "--ready-timeout", str(READY_S)]
+    argv += ["--dtype", dtype, "--device", "cpu", *flags, *([] if cpu_pin is None else ["--cpu-pin", cpu_pin])]
+    lines: deque[str] = deque(maxlen=40)
     with tempfile.TemporaryDirectory(prefix="pdserve-logs-") as log_dir:
-        config = LocalConfig(
-            model_path=model,
-            router_port=0,
-            cpu_threads=threads,
-            cpu_pin=cpu_pin,
-            log_dir=Path(log_dir),
-            ready_timeout_s=READY_S,
-            server_flags=flags,
-        )
-        service = LocalService(config, say=lambda line: None)
+        command = [sys.executable, "-m", "pdserve.launch_local", *argv, "--log-dir", log_dir]
+        child = Child("launch_local", command, on_line=lines.append, read_ready=read_local_ready)
         try:
-            yield service.start()
+            yield child.wait_ready(READY_S + GRACE_S).url
+        except ChildError as error:
+            raise ChildError("\n".join([str(error), *lines])) from error
         finally:
-            service.close()
+            child.end(GRACE_S)
+
+
+def read_local_ready(line: str) -> ServerReady | None:
+    """Parse the router's URL in the last start-up line of `launch_local`; None for another line."""
+    found = re.match(r"ready: OPENAI_BASE_URL=(\S+)/v1 ", line)
+    return None if found is None else ServerReady(role="local", url=found[1])

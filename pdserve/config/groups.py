@@ -384,8 +384,8 @@ class KernelConfig:
     cpu_nice: int = flag(
         0,
         help="added to the niceness of compute processes on CPU, 0 to 19; a higher value yields more to other "
-        "processes on the same cores, within one session or cgroup. launch_local sets 19 for prefill servers if there "
-        "are cores for all threads, or 5 where the kernel would compare them with other programs as well. No effect "
+        "processes on the same cores, within one session or cgroup. launch_local sets 5 for prefill servers if there "
+        "are cores for all threads, or 3 where the kernel would compare them with other programs as well. No effect "
         "on a GPU",
     )
     enable_deterministic_inference: bool = flag(

@@ -149,8 +149,8 @@ def test_tiny_runs_of_all_three_write(tiny_checkpoint: Callable[[Family], Path],
     model = ["--model", str(tiny_checkpoint("llama")), "--vocab-size", str(VOCAB_SIZE)]
     common = [*model, "--rounds", "1", "--write", "--results", str(tmp_path)]
     short = ["--prompts", "ids", "--streams", "2", "--prompt-len", "40", "--lead", "0", "--seconds", "0.4"]
-    streams = ["--output-len", "4000"]
-    assert bench_interference.main([*common, *short, *streams, "--idle-prompts", "1", "--chunks", "0", "16"]) == 0
+    streams = ["--output-len", "4000", "--idle-prompts", "1", "--foreign", "1"]
+    assert bench_interference.main([*common, *short, *streams, "--chunks", "0", "16"]) == 0
     assert bench_overcommit.main([*common, "--requests", "6", "--input-len", "16", "--output-len", "24"]) == 0
     assert bench_overlap_serving.main([*common, "--streams", "2", "--input-len", "8", "--output-len", "16"]) == 0
     (path,) = tmp_path.glob("*-overcommit.json")

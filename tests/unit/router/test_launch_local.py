@@ -101,8 +101,8 @@ def test_prefill_gives_way_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch
         return parse_server_args(server_argv(config, role)).kernels.cpu_nice
 
     plain = LocalConfig(model_path="m")
-    assert (niceness(plain, "prefill"), niceness(plain, "decode")) == (19, 0)
-    assert niceness(LocalConfig(model_path="m", niceness=5), "prefill") == 5
+    assert (niceness(plain, "prefill"), niceness(plain, "decode")) == (5, 0)
+    assert niceness(LocalConfig(model_path="m", niceness=7), "prefill") == 7
     more_threads_than_cores = LocalConfig(model_path="m", num_decode=2)
     assert niceness(more_threads_than_cores, "prefill") == 0
     for told in (
@@ -162,7 +162,7 @@ def test_one_signal_ends_every_part(tmp_path: Path, signum: signal.Signals) -> N
 
 @pytest.mark.parametrize(
     ("scope", "niceness", "own_session"),
-    [(NiceScope.SESSION, 19, True), (NiceScope.OWN_CGROUP, 19, False), (NiceScope.SHARED, 5, False)],
+    [(NiceScope.SESSION, 5, True), (NiceScope.OWN_CGROUP, 5, False), (NiceScope.SHARED, 3, False)],
 )
 def test_the_niceness_ranks_our_own_processes(
     monkeypatch: pytest.MonkeyPatch, scope: NiceScope, niceness: int, own_session: bool
