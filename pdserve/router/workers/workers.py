@@ -427,8 +427,11 @@ class Pairs:
 
     @property
     def any_differ(self) -> bool:
-        """Whether a pair is down because its workers have different control tokens."""
-        return any(state.other_tokens for state in self._states.values())
+        """Whether a pair of usable workers is down because they have different control tokens."""
+        return any(
+            state.other_tokens and pair.decode.usable and (pair.prefill is None or pair.prefill.usable)
+            for pair, state in self._states.items()
+        )
 
     def _forget(self, worker: Worker) -> None:
         for pair in [pair for pair in self._states if worker in (pair.prefill, pair.decode)]:

@@ -147,6 +147,19 @@ def test_a_token_that_is_corrected_is_seen_when_the_worker_is_up_again(run_world
     run_world(scenario)
 
 
+def test_only_usable_workers_with_other_tokens_are_blamed() -> None:
+    _, states, (pair,) = make_pairs()
+    assert pair.prefill is not None
+    for worker in (pair.prefill, pair.decode):
+        worker.healthy = True
+    assert not states.any_differ
+    assert states.differ(pair, "their control tokens differ", 1.0) and states.any_differ and not states.serves(pair)
+    assert not states.differ(pair, "their control tokens differ", 2.0), "it is down already"
+    pair.decode.healthy = False
+    assert not states.any_differ and not states.serves(pair)
+    assert states.served(pair, 3.0) and states.serves(pair) and not states.any_down
+
+
 def test_without_probes_a_difference_is_logged_only(run_world: RunWorld, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario(world: Any) -> None:
         prefill, decode = await world.worker("p"), await world.worker("d")
