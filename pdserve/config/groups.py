@@ -257,10 +257,10 @@ class DisaggConfig:
     """Prefill/decode disaggregation: roles, KV transfer, timeouts."""
 
     disaggregation_mode: DisaggMode = flag("null", help="role of the server; null: monolith, both prefill and decode")
-    disaggregation_transfer_backend: TransferBackend = flag(
-        "mooncake",
+    disaggregation_transfer_backend: TransferBackend | None = flag(
+        None,
         help="engine that transfers KV pages. shm: shared memory within one host, CPU only; auto: shm to peers that it "
-        "can reach, else mooncake",
+        "can reach, else mooncake. When absent, the first that is installed of mooncake, nixl and, without a GPU, shm",
     )
     disaggregation_bootstrap_port: int | None = flag(
         None,

@@ -12,6 +12,7 @@ from typing import Any
 from pdserve.base.cpu_affinity import granted_cores
 from pdserve.base.env import RETURN_ORIGINAL_LOGPROB, returns_original_logprobs, triton_is_interpreted
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.transfer_engines import missing_engines
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError
 
@@ -32,6 +33,8 @@ class Machine:
 
     has_cuda: bool
     num_cores: int
+    missing_engines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Why a transfer backend cannot be used here, by its name; see `transfer_engines.missing_engines`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +50,10 @@ Step = Callable[[ServerConfig, Machine], tuple[ServerConfig, Choice] | None]
 
 
 def look_at_machine() -> Machine:
-    """Detect CUDA and the cores of this process. Torch is imported only if a driver exists."""
+    """Detect CUDA, cores and transfer engines of this process. Torch is imported only if a driver exists."""
     has_driver = os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)
     has_cuda = has_driver and bool(importlib.import_module("torch").cuda.is_available())
-    return Machine(has_cuda=has_cuda, num_cores=len(granted_cores()))
+    return Machine(has_cuda=has_cuda, num_cores=len(granted_cores()), missing_engines=missing_engines())
 
 
 def resolve(config: ServerConfig, machine: Machine | None = None) -> ServerConfig:
@@ -200,6 +203,23 @@ def _disaggregation_bootstrap_port(config: ServerConfig, machine: Machine) -> tu
     return None
 
 
+def _disaggregation_transfer_backend(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    """Choose the first installed engine. Both servers of a host choose alike; the handshake compares their choices."""
+    if config.disagg.disaggregation_transfer_backend is not None or config.disagg.disaggregation_mode == "null":
+        return None
+    missing = machine.missing_engines
+    group, field = "disagg", "disaggregation_transfer_backend"
+    for engine in ("mooncake", "nixl"):
+        if engine not in missing:
+            reason = "SGLang's default" if engine == "mooncake" else f"it is installed; {missing['mooncake']}"
+            return _set(config, group, field, engine, reason)
+    on_gpu, on_hosts = config.kernels.device != "cpu", config.parallel.nnodes > 1
+    if on_gpu or on_hosts:
+        what = "--device cuda" if on_gpu else "--nnodes above 1"
+        raise ConfigError(f"{what} needs a transfer engine for KV pages, but {missing['mooncake']}", field=field)
+    return _set(config, group, field, "shm", f"both servers must run on this host, as {missing['mooncake']}")
+
+
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
@@ -210,6 +230,7 @@ STEPS: tuple[Step, ...] = (
     _max_running_requests,
     _disaggregation_host,
     _disaggregation_bootstrap_port,
+    _disaggregation_transfer_backend,  # after `_device`
 )
 
 MODES: Mapping[str, tuple[DisaggMode, ...]] = {
@@ -242,7 +263,13 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
     """Check combinations of values, after all defaults are filled in."""
     if config.kernels.device == "cuda" and not machine.has_cuda:
         raise ConfigError("--device cuda, but torch finds no GPU; install a CUDA build of torch", field="device")
-    if config.kernels.device == "cuda" and config.disagg.disaggregation_transfer_backend == "shm":
+    backend = config.disagg.disaggregation_transfer_backend
+    if backend is not None and backend in machine.missing_engines and config.disagg.disaggregation_mode != "null":
+        raise ConfigError(
+            f"--disaggregation-transfer-backend {backend}: {machine.missing_engines[backend]}",
+            field="disaggregation_transfer_backend",
+        )
+    if config.kernels.device == "cuda" and backend == "shm":
         raise ConfigError(
             "--disaggregation-transfer-backend shm copies from CPU to CPU, but --device is cuda; use mooncake or auto",
             field="disaggregation_transfer_backend",

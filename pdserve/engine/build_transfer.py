@@ -165,7 +165,9 @@ def open_workers(
         ib_traffic_class=disagg.disaggregation_ib_traffic_class,
         mooncake_protocol=disagg.mooncake_protocol,
     )
-    transport = open_transport(disagg.disaggregation_transfer_backend, host, options)
+    backend = disagg.disaggregation_transfer_backend
+    assert backend is not None, "resolve fills it in"
+    transport = open_transport(backend, host, options)
     stack.callback(transport.close)
     transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, *more_memory)])
     submissions = submission_log(config, write_line, transport, dp_rank=dp_rank, device=str(built.device))

@@ -42,6 +42,7 @@ from typing import Any
 
 from pdserve.base.hosts import LOOPBACK
 from pdserve.base.listeners import attach_filter, close_pending, tcp_sockets
+from pdserve.config.transfer_engines import MOONCAKE_HELP
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts, TransportOptions
 from pdserve.transfer.transports.host_info import choose_protocol, warn_unused_traffic_class
@@ -270,11 +271,6 @@ BRIEF_TIMEVAL = struct.pack("@ll", 0, 1000)
 """One millisecond as a `struct timeval`."""
 MAX_STARTS = 16
 PORT_TAKEN = "Address already in use"
-INSTALL_HELP = (
-    "install the engine: `pip install mooncake-transfer-engine-non-cuda` on a machine without CUDA "
-    "(`mooncake-transfer-engine` for CUDA 12, `mooncake-transfer-engine-cuda13` for CUDA 13), "
-    "and `apt-get install libibverbs1`"
-)
 
 
 def new_native() -> Any:
@@ -283,7 +279,7 @@ def new_native() -> Any:
         return importlib.import_module("mooncake.engine").TransferEngine()
     except ImportError as error:
         raise ConfigError(
-            f"transfer backend mooncake cannot be loaded ({error}); {INSTALL_HELP}",
+            f"transfer backend mooncake cannot be loaded ({error}); install it: {MOONCAKE_HELP}",
             field="disaggregation_transfer_backend",
         ) from error
 

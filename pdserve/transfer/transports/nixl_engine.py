@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdserve.config.transfer_engines import NIXL_HELP, NIXL_MODULES
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.host_info import place_of
@@ -33,11 +34,6 @@ IDLE_SLEEP_US = 100_000
 MAX_LISTS = 4
 NO_CONNECTION = "nixlBackendError"
 """Name of the exception when UCX cannot connect."""
-MODULES = ("nixl", "nixl_cu13", "nixl_cu12")
-"""Module names. The first selects one of the others, but its package installs both of them."""
-INSTALL_HELP = (
-    "install the engine: `pip install nixl-cu12`, on a machine with CUDA 13 `nixl-cu13`; without CUDA either does"
-)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,7 +52,7 @@ def kind_of(address: int) -> KindOfMemory:
 
 def is_installed() -> bool:
     """Return whether a module can be loaded. Imports nothing."""
-    return any(importlib.util.find_spec(name) is not None for name in MODULES)
+    return any(importlib.util.find_spec(name) is not None for name in NIXL_MODULES)
 
 
 def load_native() -> Any:
@@ -66,7 +62,7 @@ def load_native() -> Any:
     os.environ.setdefault("UCX_LOG_FILE", "stderr")  # both print to stdout, which is reserved for our own output
     raise_exceptions = logging.raiseExceptions
     try:
-        native = _import_first(MODULES)
+        native = _import_first(NIXL_MODULES)
     finally:
         logging.raiseExceptions = raise_exceptions
     log = logging.getLogger("nixl")
@@ -117,7 +113,7 @@ def _import_first(names: Sequence[str]) -> Any:
         except ImportError as error:
             errors.append(str(error))
     raise ConfigError(
-        f"transfer backend nixl cannot be loaded ({'; '.join(errors)}); {INSTALL_HELP}",
+        f"transfer backend nixl cannot be loaded ({'; '.join(errors)}); install it: {NIXL_HELP}",
         field="disaggregation_transfer_backend",
     )
 

@@ -70,7 +70,7 @@ def test_what_was_given_stays_as_it_is() -> None:
     words = (
         "--device cpu --attention-backend torch --chunked-prefill-size 64 --max-running-requests 3 "
         "--served-model-name n --disaggregation-mode decode --disaggregation-host node1 --disable-overlap-schedule "
-        "--disaggregation-bootstrap-port 9000 --logprobs-mode raw"
+        "--disaggregation-bootstrap-port 9000 --logprobs-mode raw --disaggregation-transfer-backend nixl"
     )
     given = parse_server_args(["--model-path", "m", *words.split()])
     resolved, chosen = fill_in(given, CPU)
@@ -268,3 +268,41 @@ def test_flags_of_graphs_are_taken_on_cpus() -> None:
 )
 def test_flags_of_priority_scheduling_without_effect_are_told(words: str, idle: list[str]) -> None:
     assert idle_priority_flags(parse_server_args(["--model-path", "m", *words.split()]).schedule) == idle
+
+
+NO_MOONCAKE = {"mooncake": "the engine is not installed: `pip install 'pdserve[mooncake]'`"}
+NO_ENGINES = NO_MOONCAKE | {"nixl": "the other is not installed"}
+PREFILL = "--disaggregation-mode prefill"
+
+
+@pytest.mark.parametrize(
+    ("missing", "chosen"),
+    [({}, "mooncake"), ({"nixl": "it is not installed"}, "mooncake"), (NO_MOONCAKE, "nixl"), (NO_ENGINES, "shm")],
+)
+def test_the_transfer_backend_is_the_first_that_is_installed(missing: dict[str, str], chosen: str) -> None:
+    machine = Machine(has_cuda=False, num_cores=2, missing_engines=missing)
+    for role in ("prefill", "decode"):
+        choice = choices(f"--disaggregation-mode {role}", machine)["disaggregation_transfer_backend"]
+        assert choice.value == chosen
+        assert "mooncake" not in missing or "pip install 'pdserve[mooncake]'" in choice.reason
+    assert "disaggregation_transfer_backend" not in choices("", machine), "a monolith transfers nothing"
+
+
+@pytest.mark.parametrize(
+    ("words", "has_cuda", "reason"),
+    [
+        (
+            f"{PREFILL} --disaggregation-transfer-backend mooncake",
+            False,
+            "mooncake: the engine is not installed: `",
+        ),
+        (f"{PREFILL} --disaggregation-transfer-backend nixl", False, "nixl: the other is not installed"),
+        (PREFILL, True, r"--device cuda needs a transfer engine.*not installed: `pip"),
+        (f"{PREFILL} --tp-size 2 --nnodes 2 --dist-init-addr 10.0.0.1:9 --host 10.0.0.1", False, "--nnodes above 1"),
+    ],
+)
+def test_a_missing_engine_is_told_before_the_start(words: str, has_cuda: bool, reason: str) -> None:
+    machine = Machine(has_cuda=has_cuda, num_cores=2, missing_engines=NO_ENGINES)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        choices(words, machine)
+    assert caught.value.field == "disaggregation_transfer_backend"

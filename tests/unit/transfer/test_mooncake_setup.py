@@ -120,7 +120,7 @@ def test_a_malformed_address_is_refused_for_good(address: str) -> None:
 
 def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mooncake.engine", None)
-    with pytest.raises(ConfigError, match=r"mooncake-transfer-engine-non-cuda.*libibverbs1") as caught:
+    with pytest.raises(ConfigError, match=r"pdserve\[mooncake\].*libibverbs1") as caught:
         open_transport("mooncake", "127.0.0.1")
     assert caught.value.field == "disaggregation_transfer_backend"
 

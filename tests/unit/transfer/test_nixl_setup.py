@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from pdserve.config.transfer_engines import NIXL_MODULES
 from pdserve.errors import ConfigError, TransferError
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import MemoryRegion
@@ -23,7 +24,7 @@ from pdserve.transfer.transports.nixl import (
     encode_address,
     set_environment,
 )
-from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, MODULES, is_installed, let_idle_threads_sleep
+from pdserve.transfer.transports.nixl_engine import IDLE_SLEEP_US, is_installed, let_idle_threads_sleep
 
 
 def test_an_address_carries_metadata_and_regions() -> None:
@@ -80,9 +81,9 @@ def test_a_host_that_does_not_answer_is_given_up_soon(monkeypatch: pytest.Monkey
 
 
 def test_a_missing_engine_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in MODULES:
+    for name in NIXL_MODULES:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"pip install nixl-cu12") as caught:
+    with pytest.raises(ConfigError, match=r"pip install 'pdserve\[nixl\]'") as caught:
         open_transport("nixl", "127.0.0.1")
     assert caught.value.field == "disaggregation_transfer_backend"
 
