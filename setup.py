@@ -2,16 +2,20 @@
 
 `csrc/level.cpp` is compiled once for each instruction-set level, and the library picks one when it runs. Without a
 compiler, or on another architecture, the package is installed without the library, and models are computed by torch.
-`python setup.py build_ext --inplace` builds it anew where pdserve is installed as editable.
+`python setup.py build_ext --inplace` builds it anew where pdserve is installed as editable. The library has no Python
+in it, so one wheel serves all versions of Python; its tag states the oldest glibc and libstdc++ that the library loads
+with.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
+import re
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
@@ -76,6 +80,31 @@ class BuildKernels(build_ext):
         )
 
 
+OLDEST_GLIBC = 17
+"""The oldest minor version of glibc 2 that a manylinux tag of this form may name."""
+GLIBC_OF_LIBSTDCXX = {19: 17, 24: 28, 28: 31, 29: 34, 30: 35, 33: 39}
+"""The newest GLIBCXX_3.4.x that a manylinux tag allows, and the minor version of glibc 2 in that tag (PEP 600)."""
+
+
+def platform_tag(library: bytes) -> str:
+    """The tag of a wheel with this shared library: `manylinux_2_N`, or `linux` where it is newer than every policy."""
+    glibc = [int(minor) for minor in re.findall(rb"\0GLIBC_2\.(\d+)", library)]
+    libstdcxx = max((int(minor) for minor in re.findall(rb"\0GLIBCXX_3\.4\.(\d+)", library)), default=0)
+    allowed = [glibc_minor for newest, glibc_minor in GLIBC_OF_LIBSTDCXX.items() if newest >= libstdcxx]
+    if not glibc or not allowed:  # no glibc: musl
+        return f"linux_{platform.machine()}"
+    return f"manylinux_2_{max(OLDEST_GLIBC, min(allowed), *glibc)}_{platform.machine()}"
+
+
+class BuildWheel(bdist_wheel):
+    """One wheel for all versions of Python 3."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """`py3-none-manylinux...`, or `py3-none-any` for a package without the library."""
+        libraries = list(Path(self.bdist_dir).rglob(LIBRARY))
+        return "py3", "none", platform_tag(libraries[0].read_bytes()) if libraries else "any"
+
+
 setup(
     ext_modules=[
         Extension(
@@ -85,5 +114,5 @@ setup(
             optional=True,
         )
     ],
-    cmdclass={"build_ext": BuildKernels},
+    cmdclass={"bdist_wheel": BuildWheel, "build_ext": BuildKernels},
 )

