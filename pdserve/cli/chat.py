@@ -27,6 +27,9 @@ from pdserve.http.access import API_KEY
 DEFAULT_URL = "http://127.0.0.1:8000"
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 600.0
+BUSY_TIMEOUT_S = 60.0
+"""How long requests are sent again that a service refuses with 503 and Retry-After: it starts, or is busy."""
+LONGEST_PAUSE_S = 2.0
 WRONG_USAGE, FAILED, INTERRUPTED = 2, 1, 130
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 COMMANDS = {
@@ -164,8 +167,19 @@ class ChatClient:
         raise RequestError("the answer broke off: the connection ended before it")
 
     def _send(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
+        """Send a request, and again while the service is busy. Raises RequestError."""
+        deadline = time.monotonic() + BUSY_TIMEOUT_S
+        while (response := self._send_once(method, path, body)).status_code == requests.codes.unavailable:
+            pause = response.headers.get("Retry-After", "")
+            if not pause.isdigit() or time.monotonic() >= deadline:
+                break
+            response.close()
+            time.sleep(min(float(pause), LONGEST_PAUSE_S))
+        return self._checked(response, path)
+
+    def _send_once(self, method: str, path: str, body: dict[str, Any] | None) -> requests.Response:
         try:
-            response = self._http.request(
+            return self._http.request(
                 method, f"{self.url}{path}", json=body, stream=True, timeout=(CONNECT_TIMEOUT_S, READ_TIMEOUT_S)
             )
         except requests.exceptions.SSLError as error:
@@ -173,6 +187,9 @@ class ChatClient:
         except (requests.RequestException, OSError) as error:
             hint = "start a service with `pdserve pair MODEL`, or give --url"
             raise RequestError(f"nothing answers at {self.url} ({_cause(error)}); {hint}") from error
+
+    def _checked(self, response: requests.Response, path: str) -> requests.Response:
+        """Return a response with a good status; raise RequestError for any other."""
         if response.ok:
             return response
         with response:

@@ -22,6 +22,8 @@ class Endpoint:
         self.pieces: list[dict[str, Any]] = [{"content": "Hello"}, {"content": " there"}]
         self.error: dict[str, Any] | None = None
         self.status, self.finished = 200, True
+        self.busy = 0
+        """Refusals with 503 and Retry-After before the first answer."""
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         endpoint = self
@@ -36,8 +38,8 @@ class Endpoint:
 
             def do_POST(self) -> None:
                 endpoint.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                if endpoint.status != 200:
-                    self.answer(endpoint.status, {"error": {"message": "no"}})
+                if endpoint.status != 200 or endpoint.busy > 0:
+                    self.answer(503 if endpoint.busy else endpoint.status, {"error": {"message": "no"}})
                     return
                 self.send_response(200)
                 self.send_header("Content-Type", "text/event-stream")
@@ -55,6 +57,9 @@ class Endpoint:
 
             def answer(self, status: int, body: dict[str, Any]) -> None:
                 self.send_response(status)
+                if endpoint.busy > 0:
+                    endpoint.busy -= 1
+                    self.send_header("Retry-After", "0")
                 self.end_headers()
                 self.wfile.write(json.dumps(body).encode())
 
@@ -196,6 +201,21 @@ def test_a_refusal_says_what_to_do(
     pipe(monkeypatch, "hi")
     assert main(["--url", endpoint.url, "--model", "m"]) == 1
     assert capsys.readouterr().err == f"pdserve chat: {endpoint.url}/v1/chat/completions {told}\n"
+
+
+def test_a_service_that_is_busy_is_asked_again(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    endpoint.busy = 2
+    pipe(monkeypatch, "hi")
+    assert main(["--url", endpoint.url, "--model", "m"]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+    assert len(endpoint.bodies) == 3
+    endpoint.busy = 2
+    monkeypatch.setattr("pdserve.cli.chat.BUSY_TIMEOUT_S", 0.0)
+    pipe(monkeypatch, "hi")
+    assert main(["--url", endpoint.url, "--model", "m"]) == 1
+    assert "answers 503: no" in capsys.readouterr().err
 
 
 def test_without_a_service_the_answer_says_how_to_start_one(
