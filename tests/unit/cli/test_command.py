@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +148,9 @@ def test_help_and_version_do_not_load_torch() -> None:
 def test_the_package_runs_as_a_module() -> None:
     done = subprocess.run([sys.executable, "-m", "pdserve", "version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"pdserve {pdserve.__version__}\n"
+
+
+def test_the_installed_command_is_the_module_s_function() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    entry = EntryPoint("pdserve", project["scripts"]["pdserve"], "console_scripts")
+    assert entry.load() is main
