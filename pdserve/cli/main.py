@@ -56,6 +56,8 @@ def _run(words: list[str]) -> int:
     if first == "help":
         return _run([*rest, "--help"])
     if first.startswith("-"):
+        if not any(word.partition("=")[0] in MODEL_FLAGS for word in words):
+            raise ConfigError(f"{first}: a command comes first, such as `pdserve pair smollm2`; see `pdserve --help`")
         print(f"pdserve: {first} without a command is taken as `pdserve pair {first} ...`", file=sys.stderr)
         return _pair(words)
     return _command(ALIASES.get(first, first), rest)
