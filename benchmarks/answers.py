@@ -1,19 +1,21 @@
-"""Requests to `/generate` as their client sees them: when each token came, which it was. For benchmarks.
+"""Streamed requests as their client sees them: when each token came, and from pdserve's servers which. For benchmarks.
 
-For servers with `--incremental-streaming-output`: each event brings what is new, so that a long answer costs its client
-no more by token than a short one.
+`read_answer` reads `/generate` of servers with `--incremental-streaming-output`: each event brings what is new, so that
+a long answer costs its client no more by token than a short one. `read_completion` reads `/v1/completions`, which other
+projects' servers have too.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
 
 import aiohttp
 import orjson
 
-from benchmarks.bench_serving import events
+from benchmarks.bench_serving import events, piece_of
 
 INCREMENTAL = "--incremental-streaming-output"
 
@@ -35,6 +37,10 @@ class Answer:
     def ttft_s(self) -> float:
         """Seconds to the first token."""
         return self.came_s[0] - self.sent_s
+
+
+Reader = Callable[[aiohttp.ClientSession, str, Sequence[int], int, Answer], Coroutine[Any, Any, None]]
+"""`read_answer` or `read_completion`: session, URL, prompt, tokens of the answer, and where to put it."""
 
 
 async def read_answer(
@@ -66,6 +72,46 @@ async def read_answer(
                 answer.output_ids += event["output_ids"]
     if len(answer.output_ids) != output_len:
         raise RuntimeError(f"{url}: {len(answer.output_ids)} of {output_len} tokens came")
+
+
+async def read_completion(
+    session: aiohttp.ClientSession, url: str, prompt: Sequence[int], output_len: int, answer: Answer
+) -> None:
+    """As `read_answer`, by `/v1/completions`. Fills in the times only; a token without text makes no event.
+
+    Raises:
+        RuntimeError: no whole answer came.
+    """
+    body = {
+        "model": "smollm2",
+        "prompt": list(prompt),
+        "max_tokens": output_len,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
+    reason = None
+    answer.sent_s = time.perf_counter()
+    async with session.post(
+        f"{url}/v1/completions", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
+    ) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{url}: status {response.status}: {(await response.text())[:200]}")
+        async for data in events(response):
+            now = time.perf_counter()
+            if data == b"[DONE]":
+                break
+            event = orjson.loads(data)
+            if "error" in event:
+                raise RuntimeError(f"{url}: {event['error']}")
+            for choice in event["choices"]:
+                if piece_of(choice):
+                    answer.came_s.append(now)
+                reason = choice.get("finish_reason") or reason
+    if reason != "length":
+        raise RuntimeError(f"{url}: the answer ended with {reason}, not with its {output_len} tokens")
+    if not answer.came_s:
+        raise RuntimeError(f"{url}: {output_len} tokens without text came")
 
 
 def equal_tokens(ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[bool]:

@@ -130,14 +130,19 @@ def ratio_table(rounds: Rounds) -> str:
     pairs = [(f"{system}: with prompts / alone", rounds[system, True], rounds[system, False]) for system in both]
     monoliths = [system for system, prompts in rounds if prompts and system != PAIR]
     pairs += [(f"with prompts: {PAIR} / {system}", rounds[PAIR, True], rounds[system, True]) for system in monoliths]
-    rows = []
-    for name, ours, theirs in pairs:
-        cells = []
-        for metric, _, _ in METRICS:
-            mine, peer = values(ours, metric), values(theirs, metric)
-            cells.append(report.ratios(mine, peer).show(2, "x") if len(mine) == len(peer) else "")
-        rows.append([name, *cells])
+    rows = [ratio_row(*pair) for pair in pairs]
     return report.markdown_table(["ratio", *(label.partition(",")[0] for _, label, _ in METRICS)], rows)
+
+
+def ratio_row(
+    name: str, ours: Sequence[dict[str, float | None]], theirs: Sequence[dict[str, float | None]]
+) -> list[str]:
+    """A row named `name`: of each metric, ours by theirs of the same round, where both have it."""
+    cells = []
+    for metric, _, _ in METRICS:
+        mine, peer = values(ours, metric), values(theirs, metric)
+        cells.append(report.ratios(mine, peer).show(2, "x") if len(mine) == len(peer) else "")
+    return [name, *cells]
 
 
 def best_chunk(rounds: Rounds, chunks: Sequence[int]) -> str:

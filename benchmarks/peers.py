@@ -1,4 +1,6 @@
-"""What `compare_cpu` compares: our servers, and those of other projects, each started in the environment it lives in.
+"""Systems to compare: our servers, and those of other projects, each started in the environment it lives in.
+
+`compare_cpu` takes those of `KINDS`; `interference_peers` starts some of them with a chunk size and a smaller KV pool.
 
 Other projects' are used where `scripts/setup_peers.sh` has put them, below `.venv-peers`; who is not there is left out.
 """
@@ -144,13 +146,20 @@ class Kind:
     needs: tuple[Path, ...]
     start: Callable[[contextlib.ExitStack, int], System]
 
+    @property
+    def installed(self) -> bool:
+        """Whether all that it needs exists."""
+        return all(path.exists() for path in self.needs)
+
 
 MEMORY = ("--max-total-tokens", "32768")
 """All that the measurements need; peers get about as much, and a machine of 24 GiB holds them all."""
 
 
-def _pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], System]:
-    def start(stack: contextlib.ExitStack, threads: int) -> System:
+def start_pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], Served]:
+    """A server that runs both roles, with more flags of `launch_server`."""
+
+    def start(stack: contextlib.ExitStack, threads: int) -> Served:
         with _children() as pids:
             url = stack.enter_context(monolith("smollm2", "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
         return Served(url, pids)
@@ -158,7 +167,8 @@ def _pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], System]:
     return start
 
 
-def _pair(stack: contextlib.ExitStack, threads: int) -> System:
+def start_pair(stack: contextlib.ExitStack, threads: int) -> Served:
+    """1P1D behind a router; each server has half of the threads."""
     with _children() as pids:
         url = stack.enter_context(local_pair("smollm2", "bfloat16", threads=max(1, threads // 2), flags=MEMORY))
     return Served(url, pids)
@@ -174,34 +184,32 @@ def _children() -> Iterator[list[int]]:
     pids.extend(child.pid for child in me.children() if child.pid not in before)
 
 
-def _vllm(stack: contextlib.ExitStack, threads: int) -> System:
-    model = str(resolve_model_path("smollm2"))
-    env = {
-        "VLLM_CPU_KVCACHE_SPACE": "4",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    flags = [
-        "--dtype",
-        "bfloat16",
-        "--max-model-len",
-        str(CONTEXT),
-        "--max-num-seqs",
-        "64",
-        "--no-enable-prefix-caching",
-    ]
-    python = str(HOME / "vllm/bin/python")
-    argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", "smollm2"]
-    return _served(stack, "vllm", lambda port: [*argv, *flags, "--port", str(port)], env)
+def start_vllm(*flags: str, pool_gib: int = 4) -> Callable[[contextlib.ExitStack, int], Served]:
+    """vLLM's CPU build with more flags, and `pool_gib` GiB of KV cache."""
+
+    def start(stack: contextlib.ExitStack, threads: int) -> Served:
+        env = {
+            "VLLM_CPU_KVCACHE_SPACE": str(pool_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        argv = [str(HOME / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
+        argv += ["--model", str(resolve_model_path("smollm2")), "--served-model-name", "smollm2", "--dtype", "bfloat16"]
+        argv += ["--max-model-len", str(CONTEXT), "--max-num-seqs", "64", "--no-enable-prefix-caching", *flags]
+        return _served(stack, "vllm", lambda port: [*argv, "--port", str(port)], env)
+
+    return start
 
 
-def _llama(name: str) -> Callable[[contextlib.ExitStack, int], System]:
-    def start(stack: contextlib.ExitStack, threads: int) -> System:
+def start_llama(name: str, *flags: str, slots: int = 64) -> Callable[[contextlib.ExitStack, int], Served]:
+    """llama.cpp's server with the model in format `name`, more flags, and `slots` sequences of 2,304 tokens."""
+
+    def start(stack: contextlib.ExitStack, threads: int) -> Served:
         count = str(threads)
-        flags = ["--threads", count, "--threads-batch", count, "--parallel", "64", "--ctx-size", str(64 * 2304)]
+        argv = [str(LLAMA), "--model", str(gguf(name)), "--threads", count, "--threads-batch", count]
+        argv += ["--parallel", str(slots), "--ctx-size", str(slots * 2304)]
         # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
-        flags += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui"]
-        argv = [str(LLAMA), "--model", str(gguf(name)), *flags]
+        argv += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui", *flags]
         return _served(stack, f"llama-{name}", lambda port: [*argv, "--port", str(port)], {})
 
     return start
@@ -229,13 +237,13 @@ def gguf(name: str) -> Path:
 
 LLAMA = HOME / "llama/bin/llama-server"
 KINDS: dict[str, Kind] = {
-    "pdserve": Kind("bf16", (), _pdserve()),
-    "pdserve 1P1D": Kind("bf16", (), _pair),
-    "pdserve int8": Kind("8 bit", (), _pdserve("--quantization", "int8")),
-    "vllm": Kind("bf16", (HOME / "vllm/bin/python",), _vllm),
-    "llama bf16": Kind("bf16", (LLAMA, gguf("bf16")), _llama("bf16")),
-    "llama q8_0": Kind("8 bit", (LLAMA, gguf("q8_0")), _llama("q8_0")),
-    "llama q4_0": Kind("4 bit", (LLAMA, gguf("q4_0")), _llama("q4_0")),
+    "pdserve": Kind("bf16", (), start_pdserve()),
+    "pdserve 1P1D": Kind("bf16", (), start_pair),
+    "pdserve int8": Kind("8 bit", (), start_pdserve("--quantization", "int8")),
+    "vllm": Kind("bf16", (HOME / "vllm/bin/python",), start_vllm()),
+    "llama bf16": Kind("bf16", (LLAMA, gguf("bf16")), start_llama("bf16")),
+    "llama q8_0": Kind("8 bit", (LLAMA, gguf("q8_0")), start_llama("q8_0")),
+    "llama q4_0": Kind("4 bit", (LLAMA, gguf("q4_0")), start_llama("q4_0")),
     "openvino f16": Kind("bf16", (HOME / "openvino/bin/python", gguf("f16")), _openvino("f16")),
     "transformers": Kind("bf16", (), _transformers),
 }
