@@ -7,7 +7,8 @@ prompts), and `launch_local` with one prefill and one decode server that have ha
 the whole run and work in turn, each round in another order, after one that does not count. A turn has `--streams`
 streams, alone (the first monolith and 1P1D) and beside a client that sends prompts of `--prompt-len` tokens, each as
 soon as it has the answer to the one before. ITL is taken over the gaps of all streams in `--seconds` from the first
-such prompt on. Streams start anew in each turn and go on until the client has its last answer.
+such prompt on, or until the answer to that prompt where this takes longer. Streams start anew in each turn and go on
+until the client has its last answer.
 
 Each round ends with `--idle-prompts` such prompts one by one to idle servers, of which one more is a monolith with half
 of the threads, as the prefill server has: what 1P1D's prompts wait longer than that one's is what the split costs.
@@ -15,7 +16,7 @@ With `--foreign N` each round ends with N busy processes beside the pair (`forei
 `first_token` says which parts a first token's time has. Streams and idle prompts of a round are the same for all
 systems, and so should be their tokens: the report says how many are.
 
-    python -m benchmarks.bench_interference --peers [--seconds 10] [--rounds 5] [--write]
+    python -m benchmarks.bench_interference --peers [--seconds 8] [--rounds 5] [--write]
 
 compares 1P1D and a monolith with other projects' servers (`interference_peers`).
 """
@@ -122,6 +123,8 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
             while prompts and time.perf_counter() < until_s:
                 answers.append(Answer())
                 await read(session, url, make_ids(flags, rng, args.prompt_len), args.prompt_output_len, answers[-1])
+            if answers:
+                until_s = max(until_s, answers[0].came_s[-1])
             await asyncio.sleep(max(0.0, until_s - time.perf_counter()))
             check_all_run(tasks)
         finally:

@@ -125,8 +125,9 @@ def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds, nu
 
 SmolLM2-135M-Instruct, bfloat16: {args.streams} streams (prompts of {args.stream_prompt_len}); beside them one client \
 that sends prompts of {args.prompt_len} tokens, {args.prompt_output_len} out, each after the answer to the previous \
-one. All servers are measured by one HTTP client at `/v1/completions`. In each turn gaps count for {args.seconds:g} s: \
-{min(gaps):,.0f} to {max(gaps):,.0f} gaps, {min(sent):.0f} to {max(sent):.0f} prompts sent and {min(through):.0f} to \
+one. All servers are measured by one HTTP client at `/v1/completions`. In each turn gaps count for {args.seconds:g} s, \
+or until the first prompt's answer where it takes longer: {min(gaps):,.0f} to {max(gaps):,.0f} gaps, {min(sent):.0f} \
+to {max(sent):.0f} prompts sent and {min(through):.0f} to \
 {max(through):.0f} through meanwhile. Median of {args.rounds} rounds (least-most), each in another order.
 
 {absolute_table(rounds)}
