@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.bench_serving import percentile
 from benchmarks.costed_states import POLICIES, STATES, Case, State
 from pdserve.base.process import freeze_heap
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 
 PARTS = ("poll", "plan", "commit", "step")
 MARK_RUNNING, MARK_MS = 256, 1.0

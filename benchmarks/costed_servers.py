@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.codec import Codec

@@ -20,7 +20,7 @@ from benchmarks.costed_servers import (
     Sizes,
     instant_net,
 )
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.memory.layout import pages_for
 from pdserve.sim.network import SimNet
 from pdserve.transfer.events import Address

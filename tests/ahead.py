@@ -12,7 +12,8 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
 from pdserve.memory.layer_events import LayerEvents

@@ -8,10 +8,10 @@ from pdserve.config.groups import (
     MemoryConfig,
     ModelConfig,
     ObserveConfig,
-    ScheduleConfig,
     ServerConfig,
     ServingConfig,
 )
+from pdserve.config.schedule_group import ScheduleConfig
 
 __all__ = [
     "AccessConfig",

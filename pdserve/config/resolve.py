@@ -11,7 +11,8 @@ from typing import Any
 
 from pdserve.base.cpu_affinity import granted_cores
 from pdserve.base.env import RETURN_ORIGINAL_LOGPROB, returns_original_logprobs, triton_is_interpreted
-from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.transfer_engines import missing_engines
 from pdserve.config.validate import check
 from pdserve.errors import ConfigError

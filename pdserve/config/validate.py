@@ -9,17 +9,15 @@ import re
 from pdserve.base.cpu_affinity import check_cores
 from pdserve.base.hosts import parse_host_patterns
 from pdserve.config.groups import (
-    MAX_PRIORITY,
-    MIN_PRIORITY,
     DisaggConfig,
     GrammarConfig,
     MemoryConfig,
     ModelConfig,
     ObserveConfig,
     ParallelConfig,
-    ScheduleConfig,
     ServerConfig,
 )
+from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY, ScheduleConfig
 from pdserve.errors import ConfigError
 
 MAX_PAGE_SIZE = 128

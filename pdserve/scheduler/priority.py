@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdserve.config.groups import ScheduleConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import GenerateRequest
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import numpy as np
 
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease

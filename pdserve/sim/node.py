@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pdserve.base.clock import Clock, ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy, SchedulePolicy
+from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import Executor
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable

@@ -13,7 +13,7 @@ import random
 from collections import Counter
 
 from pdserve.base.clock import ManualClock
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import AbortRequest
 from pdserve.scheduler.priority import PriorityRules

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 
-from pdserve.config.groups import MAX_PRIORITY, MIN_PRIORITY
+from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
 from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS
 from pdserve.server.request.field_types import (
     Counts,

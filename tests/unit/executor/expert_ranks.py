@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 from safetensors.torch import load_file
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.model.parallel import Parallel

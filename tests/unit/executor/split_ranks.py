@@ -10,7 +10,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.input_batch import read_plan

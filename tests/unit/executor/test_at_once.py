@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from pdserve.base.native import best_level
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.backend_choice import make_native
 from pdserve.executor.factory import build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import KernelConfig, MemoryConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import captured_sizes, longest_chunk
 from pdserve.executor.graphs import graph_sizes

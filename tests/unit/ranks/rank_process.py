@@ -12,14 +12,8 @@ import queue
 import sys
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.config.groups import (
-    KernelConfig,
-    MemoryConfig,
-    ModelConfig,
-    ParallelConfig,
-    ScheduleConfig,
-    ServerConfig,
-)
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.engine.build import run_scheduler
 from pdserve.engine.build_follower import run_follower
 from pdserve.engine.build_transfer import ReplicaId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.config.groups import SchedulePolicy
+from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams

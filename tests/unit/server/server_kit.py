@@ -20,11 +20,11 @@ from pdserve.config.groups import (
     DisaggMode,
     ModelConfig,
     ObserveConfig,
-    ScheduleConfig,
     ServerConfig,
     ServingConfig,
     TransferBackend,
 )
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.config.groups import ScheduleConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench

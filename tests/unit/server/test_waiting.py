@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from pdserve.base.clock import ManualClock
-from pdserve.config.groups import ModelConfig, ParallelConfig, ScheduleConfig, ServerConfig
+from pdserve.config.groups import ModelConfig, ParallelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
