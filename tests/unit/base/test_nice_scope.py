@@ -76,6 +76,7 @@ def test_in_the_machines_cgroup_the_session_counts_where_autogroup_is_on(
         (f"1\n{OWN}\n", NiceScope.OWN_CGROUP),
         (f"{OWN}\n{OWN + 1}\n", NiceScope.SHARED),
     ],
+    ids=["alone", "with init", "with another"],
 )
 @pytest.mark.parametrize("version", [1, 2])
 def test_in_a_cgroup_it_counts_who_else_is_there(tmp_path: Path, version: int, pids: str, expected: NiceScope) -> None:
