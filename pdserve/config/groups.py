@@ -20,6 +20,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
+ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
 LogprobsMode = Literal["raw", "processed"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
@@ -68,6 +69,11 @@ class ModelConfig:
     )
     load_format: Literal["auto", "dummy"] = flag("auto", help="dummy: random weights, from the model's config only")
     random_seed: int = flag(0, help="seed for dummy weights")
+    model_impl: ModelImpl = flag(
+        "auto",
+        help="auto: pdserve's own code where it knows the architecture, else transformers'; native or transformers: "
+        "that one only",
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -84,7 +84,7 @@ mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track
 max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch max-mamba-cache-size
 media-url-max-file-size-mb min-free-slots-delay mlx-enable-sampling mm-attention-backend mm-enable-dp-encoder
 mm-feature-transport mm-global-cache-backend mm-io-worker-num mm-max-concurrent-calls mm-per-request-timeout
-mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum model-config-parser model-impl
+mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum model-config-parser
 model-loader-extra-config modelexpress-config modelopt-checkpoint-restore-path modelopt-checkpoint-save-path
 modelopt-export-path modelopt-quant moe-a2a-backend moe-data-parallel-size moe-dense-tp-size moe-dp-size
 moe-runner-backend monokernel-backend mooncake-ib-device msprobe-dump-config multi-item-scoring-delimiter

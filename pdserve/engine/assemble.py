@@ -6,6 +6,7 @@ Called by `build` and `build_follower` at start-up.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
@@ -14,6 +15,7 @@ from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import KVMemory
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
@@ -29,6 +31,8 @@ from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 
+log = logging.getLogger(__name__)
+
 SATURATION_TOKENS = 128
 """Rows that saturate a matrix product on CPU: the time grows linearly beyond them."""
 SATURATION_TOKENS_OF_TILES = 256
@@ -43,9 +47,11 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
     num_rows = built.table.num_rows
     commit: Prefault | None = None
     if built.device.type == "cpu":
-        page_bytes = built.layout.of_rank(built.coord).page_bytes
-        num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // page_bytes)
-        commit = Prefault(built.executor.buffers, built.num_pages, num_ahead, built.executor)
+        held = built.layout.of_rank(built.coord)
+        num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // held.page_bytes)
+        buffers = zip(held.groups, built.executor.buffers, strict=True)
+        of_tokens = [buffer for group, buffer in buffers if group.space is PageSpace.TOKENS]
+        commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
         stack.callback(commit.close)
     return KVMemory(
         built.layout,
@@ -53,8 +59,9 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
         built.table,
         num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
         on_take=None if commit is None else commit.used,
-        prefix_cache=_caches_prefixes(config),
+        prefix_cache=_caches_prefixes(config, built.layout),
         eviction=config.memory.radix_eviction_policy,
+        group_sizes=built.group_sizes,
     )
 
 
@@ -140,11 +147,20 @@ def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
     return peak if moe is None else -(-peak * moe.num_experts // moe.top_k)
 
 
-def _caches_prefixes(config: ServerConfig) -> bool:
-    """True when the server has a prefix cache: by default in prefill and monolith, on request in decode."""
+def _caches_prefixes(config: ServerConfig, layout: KVLayout) -> bool:
+    """True when the server has a prefix cache: by default in prefill and monolith, on request in decode.
+
+    A model with WINDOW or STATE groups has none.
+    """
     if config.disagg.disaggregation_mode == "decode":
-        return config.disagg.disaggregation_decode_enable_radix_cache
-    return not config.memory.disable_radix_cache
+        wanted = config.disagg.disaggregation_decode_enable_radix_cache
+    else:
+        wanted = not config.memory.disable_radix_cache
+    if wanted and (layout.window or layout.has_state):
+        kind = "STATE" if layout.has_state else "WINDOW"
+        log.warning("the prefix cache is off: the model has a %s group", kind)
+        return False
+    return wanted
 
 
 def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
@@ -152,7 +168,7 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
     chunk = schedule.chunked_prefill_size
     offload = disagg.disaggregation_decode_enable_offload_kvcache
     return StepLimits(
-        chunk_tokens=None if chunk is None or chunk < 0 else chunk,
+        chunk_tokens=None if chunk is None or chunk < 0 or not built.can_split_prompts else chunk,
         mixed_chunk_tokens=schedule.mixed_chunk_size,
         saturation_tokens=saturation_tokens(config, built),
         prefill_tokens=schedule.max_prefill_tokens,

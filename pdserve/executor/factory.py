@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.distributed_c10d import Store
@@ -20,7 +21,7 @@ from pdserve.base.native import arithmetic_of
 from pdserve.base.parallel import DpRankCoord, RankCoord, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
-from pdserve.errors import ConfigError, GrammarError
+from pdserve.errors import ConfigError, GrammarError, ModelError
 from pdserve.executor.backend_choice import (
     Choice,
     choose_attention,
@@ -32,14 +33,15 @@ from pdserve.executor.backend_choice import (
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
 from pdserve.executor.local_executor import LocalExecutor
-from pdserve.executor.memory_sizing import bytes_behind_pool, pool_tokens
+from pdserve.executor.memory_sizing import bytes_behind_pool, group_bytes, group_pool_sizes, pool_tokens
 from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout, resolve_context_length
 from pdserve.model.decoder import Decoder
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
@@ -50,6 +52,10 @@ from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.placement import ExpertMap, first_placement
 from pdserve.model.torch_parallel import open_parallel
+
+if TYPE_CHECKING:
+    from pdserve.model.hf.config import TransformersSource
+    from pdserve.model.hf.model import TransformersModel
 
 _LOG = logging.getLogger(__name__)
 MAX_PAGE_TOKENS = 128
@@ -65,6 +71,7 @@ class LoadedEngine:
     """One rank's executor and its sizes. `dtype`: number format of weights and KV.
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
+    `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
     """
 
     executor: LocalExecutor
@@ -76,6 +83,8 @@ class LoadedEngine:
     device: torch.device
     coord: RankCoord
     arithmetic: str
+    group_sizes: GroupPoolSizes = GroupPoolSizes()
+    can_split_prompts: bool = True
 
     @property
     def layout(self) -> KVLayout:
@@ -133,36 +142,60 @@ def build_executor(
     local = LocalRanks.of(config.parallel, coord)
     device = prepare_device(config.kernels, local)
     path = resolve_model_path(config.model.model_path)
-    spec = read_spec(path)
-    check_spec(spec, coord.shape, config.parallel.ep_size, parallel.dp_attention_group.size // coord.shape.tp_size)
-    context_length = resolve_context_length(config.model.context_length, spec)
     load_format = config.model.load_format
+    spec, source = _read_model(config, path)
+    if source is None:
+        check_spec(spec, coord.shape, config.parallel.ep_size, parallel.dp_attention_group.size // coord.shape.tp_size)
+    context_length = resolve_context_length(config.model.context_length, spec)
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=load_format)
     batch_invariant = config.kernels.enable_deterministic_inference
-    level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
-    choice = "torch" if level is not None else choose_attention(config.kernels, spec, torch_dtype(dtype), device)
-    if batch_invariant:
-        _keep_bits(device)
-    with startup.part(WEIGHTS):
-        expert_map = _expert_map(config.parallel, spec, parallel, device)
-        decoder = empty_model(
-            spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, expert_map=expert_map
-        )
-        model: Decoder | NativeDecoder = decoder
-        if level is not None:  # the native model takes over the weights during the load
-            model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
-        fill_model(decoder, path, load_format=load_format, seed=config.model.random_seed, on_progress=startup.loaded)
-        give_back_freed()
-    layout = kv_layout(spec, page_tokens, dtype)
+    level: str | None = None
+    choice: Choice = "torch"
+    model: Decoder | NativeDecoder | TransformersModel
+    through: TransformersModel | None = None
+    if source is not None:
+        from pdserve.executor.transformers_loading import plan_transformers  # its import takes seconds
+
+        plan = plan_transformers(source, config, dtype)
+        layout = plan.layout
+        with startup.part(WEIGHTS):
+            model = through = plan.load(config, dtype, device, parallel)
+    else:
+        level = choose_level(config.kernels, config.model, spec, torch_dtype(dtype), device)
+        if level is None:
+            choice = choose_attention(config.kernels, spec, torch_dtype(dtype), device)
+        if batch_invariant:
+            _keep_bits(device)
+        with startup.part(WEIGHTS):
+            expert_map = _expert_map(config.parallel, spec, parallel, device)
+            decoder = empty_model(
+                spec, dtype, device, kernels=make_kernels(choice), parallel=parallel, expert_map=expert_map
+            )
+            model = decoder
+            if level is not None:  # the native model takes over the weights during the load
+                model = make_native(decoder, config.model, level, lambda: startup.part(PACK))
+            fill_model(
+                decoder, path, load_format=load_format, seed=config.model.random_seed, on_progress=startup.loaded
+            )
+            give_back_freed()
+        layout = kv_layout(spec, page_tokens, dtype)
     held, max_pages = layout.of_rank(coord), layout.pages_for(context_length)
-    num_tokens = pool_tokens(
-        config.memory, held, device, context_length=context_length, max_rows=max_rows,
-        num_sharing=local.count * config.parallel.dp_size,
-        reserved_bytes=bytes_behind_pool(
+    num_sharing = local.count * config.parallel.dp_size
+    reserved_bytes = 0
+    if device.type == "cuda":
+        reserved_bytes = bytes_behind_pool(
             spec, torch_dtype(dtype).itemsize, chunk=longest_chunk(config, context_length), max_rows=max_rows,
             sizes=captured_sizes(config.kernels, max_rows), max_pages=max_pages,
             tp_size=coord.shape.tp_size,
-        ) if device.type == "cuda" else 0,
+        )  # fmt: skip
+    can_split = through is None or through.can_split_prompts
+    group_sizes = group_pool_sizes(
+        config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=num_sharing,
+        reserved_bytes=reserved_bytes, step_tokens=longest_chunk(config, context_length) if can_split else None,
+    )  # fmt: skip
+    num_tokens = pool_tokens(
+        config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=num_sharing,
+        reserved_bytes=reserved_bytes, group_bytes=group_bytes(held, group_sizes),
     )  # fmt: skip
     num_pages = most_pages = layout.whole_pages(num_tokens)
     if agree_num_pages is not None:
@@ -176,12 +209,16 @@ def build_executor(
         )  # fmt: skip
     with startup.part(POOLS):
         shareable = config.disagg.may_share_memory
-        pools = tuple(KVPool(group, num_pages, device, shareable=shareable) for group in held.groups)
-    table = PageTable(max_rows, max_pages)
+        sizes = {PageSpace.WINDOW: group_sizes.num_window_pages, PageSpace.SLOTS: group_sizes.num_slots}
+        make = KVPool if through is None else GroupPool
+        pools = tuple(
+            make(group, sizes.get(group.space, num_pages), device, shareable=shareable) for group in held.groups
+        )
+    table = PageTable(max_rows, max_pages, has_window=layout.window > 0)
     asked = config.kernels.attention_backend != "auto"
-    if level is None:
+    if level is None and through is None:
         _LOG.info("attention backend: %s", choice)
-    attention = _attention(model, choice, pools[0], coord, device, was_asked_for=asked)
+    attention = _attention(model, choice, pools, coord, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     native = model if isinstance(model, NativeDecoder) else None
     executor = LocalExecutor(
@@ -200,7 +237,26 @@ def build_executor(
         layout.tokens_in(num_pages), num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
     arithmetic = TORCH if level is None else f"{arithmetic_of(level)} {config.model.quantization or dtype}"
-    return LoadedEngine(executor, table, spec, num_pages, context_length, dtype, device, coord, arithmetic)
+    return LoadedEngine(
+        executor, table, spec, num_pages, context_length, dtype, device, coord, arithmetic, group_sizes, can_split
+    )
+
+
+def _read_model(config: ServerConfig, path: Path) -> tuple[ModelSpec, TransformersSource | None]:
+    """Read the model's configuration, and decide by `--model-impl` what runs it: None stands for native code."""
+    impl = config.model.model_impl
+    refusal: ModelError | None = None
+    if impl != "transformers":
+        try:
+            return read_spec(path), None
+        except ModelError as error:
+            if impl == "native" or path.suffix == ".gguf" or not (path / "config.json").is_file():
+                raise
+            refusal = error
+    from pdserve.executor.transformers_loading import find_source  # its import takes seconds
+
+    source = find_source(path, refusal)
+    return source.spec, source
 
 
 def longest_chunk(config: ServerConfig, context_length: int) -> int:
@@ -232,15 +288,20 @@ def make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, con
 
 
 def _attention(
-    model: Decoder | NativeDecoder,
+    model: Decoder | NativeDecoder | TransformersModel,
     choice: Choice,
-    pool: KVPool,
+    pools: Sequence[GroupPool],
     coord: RankCoord,
     device: torch.device,
     *,
     was_asked_for: bool,
 ) -> AttentionBackend:
-    """Make the attention backend over the pages of `pool`; a native model is bound to them."""
+    """Make the attention backend over the pages of `pools`; models that attend on their own are bound to them."""
+    if not isinstance(model, NativeDecoder | Decoder):
+        model.bind(pools)
+        return AttentionInProgram()
+    (pool,) = pools
+    assert isinstance(pool, KVPool)
     if isinstance(model, NativeDecoder):
         model.bind(pool)
         return AttentionInProgram()

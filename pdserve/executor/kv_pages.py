@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import RankCoord
 from pdserve.memory.layout import KVLayout
-from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import to_device
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
@@ -39,13 +39,13 @@ class OffloadedPages:
 
 
 @torch.inference_mode()
-def save(pools: Sequence[KVPool], pages: Sequence[Sequence[int]]) -> OffloadedPages:
+def save(pools: Sequence[GroupPool], pages: Sequence[Sequence[int]]) -> OffloadedPages:
     """Copy `pages`, a list for each pool, to the host. On CUDA the copies run in the current stream."""
     return OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
 
 
 @torch.inference_mode()
-def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[Sequence[int]]) -> None:
+def load(pools: Sequence[GroupPool], saved: OffloadedPages, pages: Sequence[Sequence[int]]) -> None:
     """Copy saved KV into `pages`, a list for each pool.
 
     On CUDA in the current stream; torch keeps the pinned pieces alive until then.
@@ -61,14 +61,14 @@ def load(pools: Sequence[KVPool], saved: OffloadedPages, pages: Sequence[Sequenc
 
 
 @torch.inference_mode()
-def zero(pools: Sequence[KVPool], pages: Sequence[Sequence[int]]) -> None:
+def zero(pools: Sequence[GroupPool], pages: Sequence[Sequence[int]]) -> None:
     """Set `pages`, a list for each pool, to zero. On CUDA in the current stream."""
     for pool, own in zip(pools, pages, strict=True):
         rows = pool.pages_as_bytes
         rows.index_fill_(0, _index(own, rows.device), 0)
 
 
-def _save_pieces(pool: KVPool, pages: Sequence[int]) -> Iterator[Tensor]:
+def _save_pieces(pool: GroupPool, pages: Sequence[int]) -> Iterator[Tensor]:
     rows, count = pool.pages_as_bytes, pool.group.pages_in(PIECE_BYTES)
     for first in range(0, len(pages), count):
         gathered = rows.index_select(0, _index(pages[first : first + count], rows.device))
@@ -103,7 +103,7 @@ class KVHasher(Protocol):
 class PoolHasher:
     """Implements `KVHasher` over one rank's pools. `layout` is the whole model's."""
 
-    def __init__(self, pools: Sequence[KVPool], layout: KVLayout, coord: RankCoord) -> None:
+    def __init__(self, pools: Sequence[GroupPool], layout: KVLayout, coord: RankCoord) -> None:
         self._pools = pools
         self._windows = [RankShard.of(group, coord) for group in layout.groups]
         self._rank = coord.rank
@@ -117,7 +117,7 @@ class PoolHasher:
 
 
 @torch.inference_mode()
-def _bytes_of(pool: KVPool, pages: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
+def _bytes_of(pool: GroupPool, pages: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
     rows, count = pool.pages_as_bytes, pool.group.pages_in(HASH_BYTES)
     for first in range(0, len(pages), count):
         yield rows.index_select(0, _index(pages[first : first + count], rows.device)).cpu().numpy()

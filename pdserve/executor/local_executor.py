@@ -56,7 +56,7 @@ from pdserve.grammar.matcher import Matcher
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import Model, MoELayer
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
@@ -105,7 +105,7 @@ class LocalExecutor:
         self,
         model: Model,
         layout: KVLayout,
-        pools: tuple[KVPool, ...],
+        pools: tuple[GroupPool, ...],
         attention: AttentionBackend,
         table: PageTable,
         *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +10,8 @@ import torch
 from pdserve.base.host_memory import available_bytes
 from pdserve.config.groups import MemoryConfig
 from pdserve.errors import ConfigError
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.model.config import ModelSpec
 from pdserve.model.layer_spec import AttentionSpec, MLPSpec, Operation
 
@@ -90,13 +92,15 @@ def pool_tokens(
     max_rows: int,
     num_sharing: int = 1,
     reserved_bytes: int = 0,
+    group_bytes: int = 0,
 ) -> int:
     """Return the token slots of the pool, a multiple of the page size. `layout` is this rank's part.
 
     The result is `max_total_tokens` when given, else what memory allows, and at most what `max_rows` requests can use.
 
     `num_sharing` ranks of the server share this host's RAM. On a CUDA device `reserved_bytes` stay free for memory
-    allocated after the pool (`bytes_behind_pool`), whatever fraction is configured.
+    allocated after the pool (`bytes_behind_pool`), whatever fraction is configured. `group_bytes` of the pool's memory
+    are window pages and state slots.
 
     Raises:
         ConfigError: not even one page fits, or `mem_fraction_static` is out of range.
@@ -105,10 +109,8 @@ def pool_tokens(
     wanted = memory.max_total_tokens
     if wanted is None:
         most = max_rows * layout.tokens_in(layout.pages_for(context_length))
-        wanted = min(
-            _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // layout.token_bytes,
-            most,
-        )
+        available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
+        wanted = min((available - group_bytes) // layout.token_bytes, most)
     if wanted < page:
         raise ConfigError(
             f"the KV pool would hold {wanted} tokens, less than one page of {page}; raise max_total_tokens "
@@ -117,6 +119,39 @@ def pool_tokens(
             field="max_total_tokens",
         )
     return layout.round_down(wanted)
+
+
+def group_pool_sizes(
+    memory: MemoryConfig,
+    layout: KVLayout,
+    device: torch.device,
+    *,
+    context_length: int,
+    max_rows: int,
+    step_tokens: int | None,
+    num_sharing: int = 1,
+    reserved_bytes: int = 0,
+) -> GroupPoolSizes:
+    """Return the window pages and state slots of the pool: for `max_rows` requests, in at most half of its memory.
+
+    At least one request gets them. `step_tokens`: see `GroupPoolSizes`. Other arguments: see `pool_tokens`.
+    """
+    if not (layout.window or layout.has_state):
+        return GroupPoolSizes()
+    sizes = GroupPoolSizes(step_tokens=step_tokens)
+    window_pages = GroupPools(layout, sizes).most_window_pages(context_length)
+    one = dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
+    half = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // 2
+    num_requests = max(1, min(max_rows, half // group_bytes(layout, one)))
+    return dataclasses.replace(
+        one, num_window_pages=window_pages * num_requests, num_slots=num_requests if layout.has_state else 0
+    )
+
+
+def group_bytes(layout: KVLayout, sizes: GroupPoolSizes) -> int:
+    """Return the bytes of the window pages and state slots."""
+    window = sizes.num_window_pages * layout.space_bytes(PageSpace.WINDOW)
+    return window + sizes.num_slots * layout.space_bytes(PageSpace.SLOTS)
 
 
 def _available_bytes(fraction: float | None, device: torch.device, num_sharing: int, reserved: int) -> int:

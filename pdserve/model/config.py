@@ -43,6 +43,8 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     names: WeightNames = WeightNames()
+    config_digest: str = ""
+    """Digest of all of `config.json`, for a model that runs through transformers; empty where `layers` say it all."""
 
     @property
     def num_layers(self) -> int:
@@ -73,7 +75,7 @@ class ModelSpec:
 
     def digest(self) -> str:
         """Return a short hash of the fields that two peers must share. The KV layout carries the dtype instead."""
-        own = ("dtype", "architectures", "names")
+        own = ("dtype", "architectures", "names", *(() if self.config_digest else ("config_digest",)))
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         facts |= {"eos_token_ids": sorted(self.eos_token_ids), "layers": repr(self.layers)}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -134,7 +136,7 @@ def spec_from_config(
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_positions=max_positions,
         eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
-        dtype=_dtype(config, where),
+        dtype=read_dtype(config, where),
         names=family.names,
     )
 
@@ -209,7 +211,7 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
 
 
-def _dtype(config: Mapping[str, Any], where: str) -> str | None:
+def read_dtype(config: Mapping[str, Any], where: str) -> str | None:
     """Return the checkpoint's dtype from `dtype` (new name) or `torch_dtype` (old name); None when absent."""
     name = config.get("dtype") or config.get("torch_dtype")
     if name is None:

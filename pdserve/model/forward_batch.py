@@ -21,6 +21,7 @@ class HostRows:
     Row r computes positions `[starts[r], ends[r])`; its first token has index `offsets[r]` in the flat batch.
     `prompts[r]` is its number of prompt tokens; kernels whose bits differ between prefill and decode read it.
     `pages[r]` is the row's page-table line, int32 `[max_pages]`; entries beyond the row's length are undefined.
+    `window` is the same for WINDOW groups, `slots` int32 `[num_rows]` the state slots; None without such groups.
     """
 
     starts: IntArray
@@ -28,6 +29,8 @@ class HostRows:
     offsets: IntArray
     prompts: IntArray
     pages: npt.NDArray[np.int32]
+    window: npt.NDArray[np.int32] | None = None
+    slots: npt.NDArray[np.int32] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

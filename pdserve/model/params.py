@@ -132,6 +132,12 @@ class ParamSlots:
             first += shape[0]
         return whole
 
+    def adopt(self, name: str, tensor: Tensor) -> None:
+        """Take over a parameter that is filled already, and that this rank holds whole."""
+        self._params[name] = Param(name, tuple(tensor.shape))
+        self._slots[name] = tensor
+        self._filled.add(name)
+
     def ignore(self, name: str) -> None:
         """Accept `name` in a checkpoint without using it."""
         self._ignored.add(name)

@@ -1,6 +1,8 @@
-"""`KVPool`, and index arithmetic that gathers rows' pages into one tensor. Used by the attention backends."""
+"""`GroupPool`, `KVPool`, and index arithmetic that gathers rows' pages into one tensor. Used by attention backends."""
 
 from __future__ import annotations
+
+import functools
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +77,8 @@ class PageGather:
 _CUDA_ALIGN_BYTES = 2 << 20
 
 
-class KVPool:
-    """The KV pool of a rank. `pages` is `[num_pages, layer, 2, kv_head, page_tokens, head_dim]`.
+class GroupPool:
+    """The pages of one layout group on a rank, with planes of any shapes and dtypes. For STATE the pages are slots.
 
     After the last page lies one more, the null page, which is always zero: padding of a gather reads it. The null page
     is outside `buffer`, so no peer can write it.
@@ -89,22 +91,44 @@ class KVPool:
         self.group = group
         self.num_pages = num_pages
         self.null_page = num_pages
-        dtype = torch_dtype(group.dtype)
-        raw = _allocate(group.bytes_of(num_pages + 1), device, shareable)
-        self._all = raw.view(dtype).view(num_pages + 1, *group.page_shape)
-        self.pages = self._all[:num_pages]
-        self._block_rows = self._all.view(-1, group.page_tokens * group.head_dim)
-        self._slot_rows = self._all.view(-1, group.head_dim)
+        self._raw = _allocate(group.bytes_of(num_pages + 1), device, shareable)
 
     @property
     def buffer(self) -> tuple[int, int]:
         """`(address, size in bytes)` of the pages, without the null page."""
-        return self.pages.data_ptr(), self.group.bytes_of(self.num_pages)
+        return self._raw.data_ptr(), self.group.bytes_of(self.num_pages)
 
     @property
     def pages_as_bytes(self) -> Tensor:
         """The pages as bytes: uint8 `[num_pages, page_bytes]`."""
-        return self.pages.view(self.num_pages, -1).view(torch.uint8)
+        return self._raw.view(self.num_pages + 1, -1)[: self.num_pages]
+
+    @functools.cached_property
+    def pages(self) -> Tensor:
+        """View `[num_pages, layer, plane, head, row, width]` of a group whose planes are alike."""
+        values = self._raw.view(torch_dtype(self.group.dtype))
+        return values.view(self.num_pages + 1, *self.group.page_shape)[: self.num_pages]
+
+    def plane(self, layer: int, plane: int) -> Tensor:
+        """View `[num_pages + 1, head, row, width]` of one plane of the group's layer number `layer`, null page
+        included.
+        """
+        group, shape = self.group, self.group.planes[plane]
+        values = self._raw.view(torch_dtype(shape.dtype))
+        size = values.element_size()
+        offset = (layer * group.layer_bytes + group.plane_offsets[plane]) // size
+        strides = (group.page_bytes // size, shape.rows * shape.width, shape.width, 1)
+        return values.as_strided((self.num_pages + 1, shape.num_heads, shape.rows, shape.width), strides, offset)
+
+
+class KVPool(GroupPool):
+    """The pool of a group of keys and values of one shape."""
+
+    def __init__(self, group: KVGroup, num_pages: int, device: torch.device, *, shareable: bool = True) -> None:
+        super().__init__(group, num_pages, device, shareable=shareable)
+        self._all = self._raw.view(torch_dtype(group.dtype)).view(num_pages + 1, *group.page_shape)
+        self._block_rows = self._all.view(-1, group.page_tokens * group.head_dim)
+        self._slot_rows = self._all.view(-1, group.head_dim)
 
     def layer(self, layer: int) -> Tensor:
         """View `[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, null page included."""

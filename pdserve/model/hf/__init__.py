@@ -1,0 +1,1 @@
+"""Models that run through transformers' own code, over pdserve's KV pools."""
