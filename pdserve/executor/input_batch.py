@@ -278,7 +278,8 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
     columns[2] = table.pages[columns[0], index]
     rows = HostRows(starts, ends, offsets, prompts[table_rows], table.pages[table_rows, :longest])
     if layout.window or layout.has_state:
-        rows = dataclasses.replace(rows, window=table.window[table_rows, :longest], slots=table.slots[table_rows])
+        window = table.window[table_rows, :longest] if layout.window else None
+        rows = dataclasses.replace(rows, window=window, slots=table.slots[table_rows])
     return HostBatch(columns, sampled, sample_index, table_rows, rows)
 
 

@@ -2,7 +2,7 @@
 
 A layer whose attention reads keys and values as the cache returned them gets its new ones back, and attention reads the
 context from the pages. Other layers (MLA, sparse attention) get the whole context, gathered. Recurrent states are
-gathered when a layer asks for them, and written to the slots at the end of the pass.
+gathered when a layer asks for them, and written to the slots when the layer is complete.
 """
 
 from __future__ import annotations
@@ -76,19 +76,15 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
                 self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, layer.is_direct, layer.window)
 
     def begin(self, rows: PassRows, on_layer: Callable[[int], None] | None) -> None:
-        """Begin a pass over `rows`. `on_layer(i)` is called once the keys and values of layer i are written."""
+        """Begin a pass over `rows`. `on_layer(i)` is called once keys, values and states of layer i are written."""
         self._rows, self._on_layer, self._num_reported = rows, on_layer, 0
         self._returned.clear()
         self._taken.clear()
 
     def end(self) -> None:
-        """Write the recurrent states of the pass to their slots."""
-        assert self._rows is not None
-        for key, state in self._taken.items():
-            plane, _ = self._states[key]
-            plane[self._rows.slots] = state.reshape(-1, *plane.shape[1:]).to(plane.dtype)
+        """Write the recurrent states that are left to their slots."""
+        self._write_states(None)
         self._returned.clear()
-        self._taken.clear()
         self._rows = None
 
     @property
@@ -210,10 +206,17 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         return state
 
     def _report(self, layer_idx: int) -> None:
-        """Report the layers before `layer_idx`: its keys and values are not written yet."""
+        """Report the layers before `layer_idx`, which are complete, after their states are written."""
         if self._on_layer is not None and layer_idx > self._num_reported:
+            self._write_states(layer_idx)
             self._num_reported = layer_idx
             self._on_layer(layer_idx - 1)
+
+    def _write_states(self, end: int | None) -> None:
+        """Write the states of the layers before `end` to their slots; None: of all."""
+        for key in [key for key in self._taken if end is None or key[0] < end]:
+            state, (plane, _) = self._taken.pop(key), self._states[key]
+            plane[self.rows.slots] = state.reshape(-1, *plane.shape[1:]).to(plane.dtype)
 
 
 def _flat(states: Tensor) -> Tensor:
