@@ -111,6 +111,8 @@ def build_scheduler(
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
         "layout": str(built.layout.fields()),
+        "kv_groups": ",".join(group.name for group in built.layout.groups),
+        "state_type": built.layout.state_type,
         "kv_token_bytes": built.layout.token_bytes,
         "prefill_saturation_tokens": saturation_tokens(config, built),
         "startup_available_bytes": free_bytes(built.device),

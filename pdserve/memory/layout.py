@@ -57,6 +57,7 @@ class PageSpace(enum.Enum):
     """One slot for each request: STATE."""
 
 
+_STATE_TYPES = {GroupKind.STATE: "mamba", GroupKind.WINDOW: "swa", GroupKind.INDEX: "nsa"}
 _SPACES = {GroupKind.WINDOW: PageSpace.WINDOW, GroupKind.STATE: PageSpace.SLOTS}
 
 
@@ -349,6 +350,14 @@ class KVLayout:
     def has_state(self) -> bool:
         """True when a request needs a state slot."""
         return any(group.space is PageSpace.SLOTS for group in self.groups)
+
+    @functools.cached_property
+    def state_type(self) -> str:
+        """SGLang's names of what a request has beside the KV of its tokens: `mamba`, `swa` and `nsa`, joined by commas;
+        `none` without such groups.
+        """
+        found = {_STATE_TYPES[group.kind]: None for group in self.groups if group.kind in _STATE_TYPES}
+        return ",".join(found) or "none"
 
     @functools.cached_property
     def token_bytes(self) -> int:

@@ -111,7 +111,8 @@ class Server:
         state = self.state()
         memory = state["memory"]
         evictable = memory["pages_evictable"]
-        lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in ("pages", "rows", "aux")}
+        names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
+        lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= evictable
         lost["pages_locked"] = memory["pages_cached"] - evictable
         cached = ("pages_cached", "pages_evictable")

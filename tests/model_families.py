@@ -1,0 +1,244 @@
+"""Tiny random checkpoints of model families, and what each one's KV layout is.
+
+Each entry is the smallest configuration that has all kinds of layers of its family. `python -m tests.model_families`
+prints the table of docs/models.md; `--write` updates the page.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tiny import VOCAB_SIZE, tiny_tokenizer
+
+_BASE = {
+    "vocab_size": VOCAB_SIZE, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_MAMBA2 = {
+    "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4,
+    "mamba_expand": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
+_GDN = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+_MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_DEEPSEEK_MOE = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+_DSA = {"index_topk": 32, "index_head_dim": 16, "index_n_heads": 32}
+_VISION = {
+    "depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 1,
+    "temporal_patch_size": 1, "out_hidden_size": 32,
+}  # fmt: skip
+_HYBRID = ["linear_attention", "full_attention"]
+_MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyFamily:
+    """A model family: its transformers class, and the changes of `_BASE` that make a tiny config of `model_type`.
+
+    `text`: the changes belong to `text_config` of a model with a vision tower, whose changes are `vision`.
+    """
+
+    model_type: str
+    architecture: str
+    changes: dict[str, Any]
+    vision: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """The name in tests and in the table."""
+        return self.model_type
+
+    def config(self) -> Any:
+        """Make the transformers config."""
+        from transformers import AutoConfig
+
+        values = {**_BASE, **self.changes}
+        if self.vision is not None:
+            return AutoConfig.for_model(self.model_type, text_config=values, vision_config=self.vision)
+        return AutoConfig.for_model(self.model_type, **values)
+
+    def write(self, directory: Path, seed: int = 0) -> None:
+        """Write a random float32 checkpoint."""
+        import transformers
+
+        torch.manual_seed(seed)
+        config = self.config()
+        model = getattr(transformers, self.architecture)._from_config(config, dtype=torch.float32)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "A_log" not in name and (parameter.dim() >= 2 or name.endswith(("bias", "sinks"))):
+                    parameter.normal_(0.0, 0.25, generator=generator)
+        model.generation_config.eos_token_id = None
+        model.save_pretrained(directory)
+        tiny_tokenizer().save_pretrained(directory)
+
+
+FAMILIES = {
+    family.name: family
+    for family in (
+        TinyFamily("llama", "LlamaForCausalLM", {}),
+        TinyFamily("qwen2", "Qwen2ForCausalLM", {}),
+        TinyFamily("qwen3", "Qwen3ForCausalLM", {}),
+        TinyFamily("mistral", "MistralForCausalLM", {"sliding_window": 24}),
+        TinyFamily("qwen3_moe", "Qwen3MoeForCausalLM", _MOE),
+        TinyFamily("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        TinyFamily("glm4_moe", "Glm4MoeForCausalLM", _DEEPSEEK_MOE),
+        TinyFamily("minimax_m2", "MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        TinyFamily("gemma2", "Gemma2ForCausalLM",
+            {"sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+        ),
+        TinyFamily(
+            "gemma3_text", "Gemma3ForCausalLM",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8,
+             "tie_word_embeddings": False},
+        ),
+        TinyFamily(
+            "gpt_oss", "GptOssForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24, "rope_parameters": None},
+        ),
+        TinyFamily(
+            "mimo_v2_flash", "MiMoV2FlashForCausalLM",
+            {
+                "sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"], "v_head_dim": 12,
+                "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+                "topk_group": 1,
+            },
+        ),
+        TinyFamily("deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
+        TinyFamily("deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
+        TinyFamily("deepseek_v32", "DeepseekV32ForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
+        TinyFamily("glm_moe_dsa", "GlmMoeDsaForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
+        TinyFamily(
+            "qwen3_next", "Qwen3NextForCausalLM",
+            {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16},
+        ),
+        TinyFamily("qwen3_5_text", "Qwen3_5ForCausalLM", {**_GDN, "layer_types": _HYBRID, "head_dim": 16}),
+        TinyFamily(
+            "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM",
+            {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16, "head_dim": 16},
+        ),
+        TinyFamily(
+            "kimi_linear", "KimiLinearForCausalLM",
+            {**_MLA, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 16,
+             "linear_head_dim": 8, "linear_num_heads": 4,
+             "layer_types": _HYBRID},
+        ),
+        TinyFamily("lfm2", "Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+        TinyFamily("falcon_h1", "FalconH1ForCausalLM", {**_MAMBA2, "mamba_d_ssm": 64}),
+        TinyFamily("bamba", "BambaForCausalLM", {**_MAMBA2, "attn_layer_indices": [1]}),
+        TinyFamily(
+            "nemotron_h", "NemotronHForCausalLM",
+            {
+                "layers_block_type": ["mamba", "attention", "moe"], "mamba_num_heads": 8, "mamba_head_dim": 8,
+                "ssm_state_size": 8, "n_groups": 2, "chunk_size": 16, "num_hidden_layers": 3,
+                "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+                "moe_shared_expert_intermediate_size": 16,
+            },
+        ),
+        TinyFamily(
+            "granitemoehybrid", "GraniteMoeHybridForCausalLM",
+            {**_MAMBA2, "layer_types": ["mamba", "attention"], "num_local_experts": 4, "num_experts_per_tok": 2,
+             "shared_intermediate_size": 16, "logits_scaling": 2.0},
+        ),
+        TinyFamily(
+            "zamba2", "Zamba2ForCausalLM",
+            {
+                "layers_block_type": ["mamba", "hybrid"], "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+                "mamba_ngroups": 2, "n_mamba_heads": 8, "mamba_headdim": 8, "chunk_size": 16, "num_mem_blocks": 1,
+                "adapter_rank": 4, "num_key_value_heads": 4, "attention_head_dim": 16,
+            },
+        ),
+        TinyFamily(
+            "jamba", "JambaForCausalLM",
+            {
+                "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
+                "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+                "mamba_dt_rank": 4, "use_mamba_kernels": False,
+            },
+        ),
+        TinyFamily(
+            "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", {"rope_parameters": _MROPE},
+            {**_VISION, "fullatt_block_indexes": [0], "window_size": 16},
+        ),
+        TinyFamily(
+            "qwen3_vl", "Qwen3VLForConditionalGeneration", {"rope_parameters": _MROPE},
+            {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        ),
+        TinyFamily(
+            "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {**_MOE, "rope_parameters": _MROPE},
+            {**_VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        ),
+        TinyFamily(
+            "qwen3_5", "Qwen3_5ForConditionalGeneration",
+            {**_GDN, "layer_types": _HYBRID, "head_dim": 16},
+            {**_VISION, "num_position_embeddings": 16},
+        ),
+    )
+}  # fmt: skip
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
+BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
+
+
+def table_row(family: TinyFamily, directory: Path) -> str:
+    """Return the line of a family in the table. `directory` gets its checkpoint."""
+    from pdserve.model.families import FAMILIES as NATIVE
+    from pdserve.model.hf.config import read_source
+    from pdserve.model.hf.model import load_transformers_model
+    from pdserve.model.parallel import SingleRank
+
+    family.write(directory)
+    source = read_source(directory)
+    found = source.probe("float32")
+    layout = source.layout(found, 16)
+    model = load_transformers_model(
+        source, found, "float32", torch.device("cpu"), SingleRank(), load_format="auto", seed=0
+    )
+    groups = ", ".join(group.kind.name for group in layout.groups)
+    native = "native, transformers" if family.architecture in NATIVE else "transformers"
+    chunks = "yes" if model.can_split_prompts else "no: one chunk for each prompt"
+    return (
+        f"| `{family.model_type}` | `{family.architecture}` | {native} | {groups} | {layout.state_type} | {chunks} |\n"
+    )
+
+
+def table() -> str:
+    """Return the table of docs/models.md."""
+    head = (
+        "| model_type | architecture | runs | KV groups | state_type | chunked prefill |\n|---|---|---|---|---|---|\n"
+    )
+    with tempfile.TemporaryDirectory() as directory:
+        return head + "".join(table_row(family, Path(directory) / name) for name, family in FAMILIES.items())
+
+
+def page_with(found: str) -> str:
+    """Return docs/models.md with this table."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, behind = rest.partition(END)
+    return before + BEGIN + found + END + behind
+
+
+if __name__ == "__main__":
+    made = table()
+    if sys.argv[1:] == ["--write"]:
+        PAGE.write_text(page_with(made), encoding="utf-8")
+    else:
+        sys.stdout.write(made)

@@ -1,0 +1,240 @@
+"""Models through transformers: layouts from the probe, refusals by name, and the tokens of servers in one process."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
+from pdserve.errors import ConfigError, ModelError
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.memory.layout import GroupKind
+from pdserve.model.hf.config import read_source
+from tests.model_families import FAMILIES, PAGE, page_with, table
+from tests.model_pair import running_models
+from tests.tiny import VOCAB_SIZE
+
+LENGTHS = (1, 63, 64, 65, 300)
+NEW_TOKENS, LONG = 12, 100
+FEW_TOKENS = 384
+"""Tokens of a pool that is too small for the load of `LONG` tokens each."""
+QUICK = ("gpt_oss", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the tiny checkpoint of a family, once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("families") / name
+            FAMILIES[name].write(made[name])
+        return made[name]
+
+    return make
+
+
+def write_config(directory: Path, architecture: str, model_type: str, **fields: Any) -> Path:
+    """Write a config without weights."""
+    config = {"architectures": [architecture], "model_type": model_type, "vocab_size": 64, **fields}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def build(path: Path, **groups: Any) -> LoadedEngine:
+    defaults: dict[str, Any] = {
+        "model": ModelConfig(model_path=str(path), dtype="float32"),
+        "memory": MemoryConfig(page_size=16, max_total_tokens=1024),
+        "kernels": KernelConfig(device="cpu", cpu_threads=1),
+    }
+    return build_executor(ServerConfig(**(defaults | groups)), max_rows=4)
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
+
+
+def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
+    """What transformers generates greedily, for each prompt alone."""
+    model_class = getattr(transformers, FAMILIES[name].architecture)
+    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
+    found = []
+    for prompt in prompts:
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
+        found.append(ids[0, len(prompt) :].tolist())
+    return found
+
+
+def test_layers_with_other_heads_and_windows_are_groups_of_their_own(checkpoint: Callable[[str], Path]) -> None:
+    source = read_source(checkpoint("mimo_v2_flash"))
+    full, window = source.layout(source.probe("bfloat16"), 16).groups
+    assert (full.kind, full.layers, window.kind, window.layers) == (GroupKind.FULL, (0,), GroupKind.WINDOW, (1,))
+    assert [(plane.num_heads, plane.width, plane.dtype) for plane in full.planes] == [
+        (2, 8, "bfloat16"), (2, 12, "bfloat16"),
+    ]  # fmt: skip
+    assert [(plane.num_heads, plane.width) for plane in window.planes] == [(4, 8), (4, 12)]
+    assert window.window == 24
+
+
+def test_recurrent_layers_have_state_and_latents_are_one_plane(checkpoint: Callable[[str], Path]) -> None:
+    source = read_source(checkpoint("kimi_linear"))
+    latent, state = source.layout(source.probe("float32"), 16).groups
+    assert (latent.kind, latent.layers, latent.planes[0].width) == (GroupKind.MLA, (1,), 16 + 8)
+    assert (state.kind, state.layers) == (GroupKind.STATE, (0,))
+    assert [(plane.name, plane.num_heads, plane.rows, plane.width) for plane in state.planes] == [
+        ("conv0", 1, 96, 4), ("state0", 4, 8, 8),
+    ]  # fmt: skip
+
+
+def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    sparse, windows = read_source(checkpoint("deepseek_v32")), read_source(checkpoint("mistral"))
+    layout = sparse.layout(sparse.probe("float32"), 16)
+    assert [group.kind for group in layout.groups] == [GroupKind.MLA, GroupKind.INDEX]
+    assert layout.state_type == "nsa"
+    assert [group.kind for group in windows.layout(windows.probe("float32"), 16).groups] == [GroupKind.FULL]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "model_type", "fields", "reason"),
+    [
+        ("T5ForConditionalGeneration", "t5", {}, "is_encoder_decoder"),
+        ("NoSuchForCausalLM", "nosuch", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map names remote code"),
+        ("BertModel", "bert", {}, "no language-model head"),
+        (
+            "MixtralForCausalLM", "mixtral",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'",
+        ),
+        ("MixtralForCausalLM", "mixtral", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (
+            "Mamba2ForCausalLM", "mamba2",
+            {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "num_hidden_layers": 1},
+            "recurrent layers only",
+        ),
+        (
+            "Llama4ForCausalLM", "llama4_text",
+            {
+                "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
+                "intermediate_size": 16, "intermediate_size_mlp": 16, "num_local_experts": 2, "head_dim": 8,
+                "attention_chunk_size": 32, "layer_types": ["chunked_attention", "full_attention"],
+            },
+            "neither causal nor a window",
+        ),
+    ],
+)  # fmt: skip
+def test_a_model_that_neither_way_can_run_is_refused_before_its_weights_are_read(
+    architecture: str, model_type: str, fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = write_config(tmp_path, architecture, model_type, **fields)
+    with pytest.raises(ModelError, match=reason):
+        build(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "groups"),
+    [
+        ("tp_size", {"parallel": ParallelConfig(tp_size=2)}),
+        ("pp_size", {"parallel": ParallelConfig(pp_size=2)}),
+        (
+            "enable_deterministic_inference",
+            {"kernels": KernelConfig(device="cpu", cpu_threads=1, enable_deterministic_inference=True)},
+        ),
+    ],
+)
+def test_flags_that_need_native_code_are_refused_by_name(
+    field: str, groups: dict[str, Any], checkpoint: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(checkpoint("gpt_oss"), **groups)
+    assert caught.value.field == field
+
+
+def test_native_only_refuses_what_it_does_not_know(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("gpt_oss")
+    with pytest.raises(ModelError, match="GptOssForCausalLM"):
+        build(path, model=ModelConfig(model_path=str(path), model_impl="native"))
+
+
+def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for file in checkpoint("gpt_oss").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.self_attn.sinks"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"1 missing keys, such as model\.layers\.1\.self_attn\.sinks"):
+        build(tmp_path)
+
+
+def test_both_builds_of_a_family_have_the_same_layout_config_and_weights(checkpoint: Callable[[str], Path]) -> None:
+    path = checkpoint("llama")
+
+    def facts(impl: Any, load_format: Any) -> tuple[object, ...]:
+        model = ModelConfig(model_path=str(path), dtype="float32", model_impl=impl, load_format=load_format)
+        built = build(path, model=model)
+        return built.layout.fields(), built.spec.digest(), built.executor.weights_fingerprint
+
+    assert facts("native", "auto") == facts("transformers", "auto")
+    assert facts("native", "dummy") == facts("transformers", "dummy")
+    assert facts("native", "auto") != facts("native", "dummy")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
+)
+def test_pair_gives_transformers_tokens_with_retractions_and_an_abort(
+    name: str, checkpoint: Callable[[str], Path]
+) -> None:
+    path, prompts, load = checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
+    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    long = reference_tokens(name, path, load, LONG)
+    offload = sorted(FAMILIES).index(name) % 2 == 0
+    with running_models(path, pair=True, max_total_tokens=FEW_TOKENS, offload=offload) as pair:
+        assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
+        assert pair.generate(prompts[1:4], NEW_TOKENS) == expected[1:4], "at once"
+        answers = pair.generate([*load, load[0]], LONG, aborted={4: 5})
+        assert answers[:4] == long, "with too little memory"
+        assert answers[4] == long[0][: len(answers[4])], "what came before the abort"
+        assert pair.answering.state().counters["requests_retracted"] > 0
+        pair.assert_idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_monolith_gives_transformers_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
+    path, prompts = checkpoint(name), prompts_of(LENGTHS)
+    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    with running_models(path, pair=False) as server:
+        assert [server.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
+        assert server.generate(prompts[1:], NEW_TOKENS) == expected[1:], "four at once"
+        server.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("prefill_impl", "decode_impl"),
+    [("native", "transformers"), pytest.param("transformers", "native", marks=pytest.mark.slow)],
+)
+def test_a_native_and_a_transformers_server_are_a_pair(
+    prefill_impl: str, decode_impl: str, checkpoint: Callable[[str], Path]
+) -> None:
+    path, prompts = checkpoint("llama"), prompts_of(LENGTHS)
+    expected = reference_tokens("llama", path, prompts, NEW_TOKENS)
+    with running_models(path, pair=True, prefill_impl=prefill_impl, model_impl=decode_impl) as pair:
+        assert pair.generate(prompts, NEW_TOKENS) == expected
+        pair.assert_idle()
+
+
+@pytest.mark.slow
+def test_the_table_of_families_is_up_to_date() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page_with(table()), "python -m tests.model_families --write"
