@@ -3,6 +3,7 @@
 PdserveError
 ├── ConfigError            a flag or a combination of flags is wrong; the server does not start
 ├── ModelError             a checkpoint cannot be found, read or run
+│   └── UnsupportedModelError  no native code for the architecture or a feature; transformers may run it
 ├── RequestError           one request is refused; carries an HTTP status and the field at fault
 ├── GrammarError           a grammar is wrong, too complex, or unusable with the model
 ├── TransferError          a KV transfer failed; carries a code as in `Failure`, and whether a retry helps
@@ -33,6 +34,10 @@ class ConfigError(PdserveError):
 
 class ModelError(PdserveError):
     """A checkpoint is missing, damaged, or of an unsupported architecture."""
+
+
+class UnsupportedModelError(ModelError):
+    """No native code runs the architecture, or a feature that the checkpoint has. Transformers may run it."""
 
 
 class RequestError(PdserveError):

@@ -24,7 +24,7 @@ from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
-from pdserve.errors import ConfigError, ModelError
+from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 
 log = logging.getLogger(__name__)
 
@@ -229,12 +229,19 @@ def check_checkpoint(config: ServerConfig, path: Path) -> None:
     """
     from pdserve.model.config import check_spec, read_model_spec, resolve_context_length
     from pdserve.model.file_headers import check_gguf
+    from pdserve.model.transformers_sources import check_architecture
 
     if path.suffix == ".gguf":
         check_gguf(path)
         return
     parallel = config.parallel
-    spec = read_model_spec(path)
+    try:
+        spec = read_model_spec(path)
+    except UnsupportedModelError as error:
+        if config.model.model_impl == "native":
+            raise
+        check_architecture(path, error)
+        return  # the engine checks the rest, which takes the import of transformers
     check_spec(spec, parallel.shape, parallel.ep_size, parallel.num_sharing)
     resolve_context_length(config.model.context_length, spec)
 

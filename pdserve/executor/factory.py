@@ -21,7 +21,7 @@ from pdserve.base.native import arithmetic_of
 from pdserve.base.parallel import DpRankCoord, RankCoord, layers_of
 from pdserve.base.startup_times import PACK, POOLS, WARM_UP, WEIGHTS, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
-from pdserve.errors import ConfigError, GrammarError, ModelError
+from pdserve.errors import ConfigError, GrammarError, ModelError, UnsupportedModelError
 from pdserve.executor.backend_choice import (
     Choice,
     choose_attention,
@@ -249,8 +249,8 @@ def _read_model(config: ServerConfig, path: Path) -> tuple[ModelSpec, Transforme
     if impl != "transformers":
         try:
             return read_spec(path), None
-        except ModelError as error:
-            if impl == "native" or path.suffix == ".gguf" or not (path / "config.json").is_file():
+        except UnsupportedModelError as error:
+            if impl == "native" or path.suffix == ".gguf":
                 raise
             refusal = error
     from pdserve.executor.transformers_loading import find_source  # its import takes seconds

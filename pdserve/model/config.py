@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.base.parallel import ParallelShape, check_split
-from pdserve.errors import ConfigError, ModelError
+from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import MAX_WIDTH, read_count, read_mapping, read_number, read_texts, read_token_ids
@@ -195,7 +195,7 @@ def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[
         seen = names[0] if names else config.get("model_type")
         own_code = "auto_map" in config
         reason = "needs code of the checkpoint (auto_map), which pdserve never runs" if own_code else "is not supported"
-        raise ModelError(f"{where}: architecture {seen!r} {reason}; supported: {', '.join(FAMILIES)}")
+        raise UnsupportedModelError(f"{where}: architecture {seen!r} {reason}; supported: {', '.join(FAMILIES)}")
     return FAMILIES[names[0]], names
 
 
@@ -203,9 +203,9 @@ def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
     """Raise ModelError for features that would silently change the generated tokens in any family."""
     other = sorted({kind for kind in read_texts(config, "layer_types", where) if kind != "full_attention"})
     if other:
-        raise ModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
+        raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
     if config.get("hidden_act", "silu") != "silu":
-        raise ModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+        raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     if config.get("quantization_config"):
         method = read_mapping(config, "quantization_config", where).get("quant_method")
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pdserve.errors import ModelError
+from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.fields import read_count, read_mapping, read_number
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -48,7 +48,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rope
     kind = _rope_type(params, where)
     partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if partial is not None and partial != 1.0:
-        raise ModelError(f"{where}: partial_rotary_factor {partial} is not supported")
+        raise UnsupportedModelError(f"{where}: partial_rotary_factor {partial} is not supported")
     theta = read_number(params if params.get("rope_theta") else config, "rope_theta", where, default=10000.0)
     if kind == "default":
         return RopeSpec(theta=theta)
@@ -79,7 +79,7 @@ def _rope_type(params: Mapping[str, Any], where: str) -> RopeType:
     for kind in _ROPE_TYPES:
         if kind == name:
             return kind
-    raise ModelError(f"{where}: rope_type {name!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
+    raise UnsupportedModelError(f"{where}: rope_type {name!r} is not supported; supported: {', '.join(_ROPE_TYPES)}")
 
 
 def yarn_attention_factor(factor: float, params: Mapping[str, Any], where: str) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdserve.errors import ModelError
+from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLPSpec, MoeSpec, SublayerSpec, WeightNames
 from pdserve.model.rope import RopeSpec
@@ -83,7 +83,7 @@ def pre_norm_layer(attention: AttentionSpec, feed_forward: MLPSpec | MoeSpec) ->
 
 
 def refuse_windows(config: HFConfig, where: str, *, everywhere: bool = False) -> None:
-    """Raise ModelError for a config whose layers attend to a window of positions only.
+    """Raise UnsupportedModelError for a config whose layers attend to a window of positions only.
 
     `use_sliding_window` concerns the layers from `max_window_layers` on, or with `everywhere` all layers.
     """
@@ -92,4 +92,4 @@ def refuse_windows(config: HFConfig, where: str, *, everywhere: bool = False) ->
     )
     is_on = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
     if is_on and (everywhere or some):
-        raise ModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
+        raise UnsupportedModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
