@@ -212,7 +212,7 @@ def test_the_other_programs_of_the_documentation_run(pair: LLM) -> None:
 
 def test_a_server_that_refuses_its_flags_says_which(model: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        LLM(model, max_model_len=4096, max_total_tokens=64)
+        LLM(model, max_model_len=1 << 20)
     assert caught.value.field == "context_length"
 
 

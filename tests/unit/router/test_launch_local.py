@@ -183,6 +183,7 @@ def test_the_niceness_ranks_our_own_processes(
     monkeypatch.setattr(launch_local, "in_own_session", in_own_session)
     monkeypatch.setattr(launch_local, "LocalService", lambda config: config)
     monkeypatch.setattr(launch_local, "serve", serve)
+    monkeypatch.setattr(launch_local, "check", lambda config, servers: None)
     assert launch_local.main(["--model-path", "m"]) == 3
     assert (started, sessions) == ([niceness], [3] if own_session else [])
     assert launch_local.main(["--model-path", "m", "--decode", "2"]) == 3
