@@ -120,6 +120,20 @@ class GroupPool:
         strides = (group.page_bytes // size, shape.rows * shape.width, shape.width, 1)
         return values.as_strided((self.num_pages + 1, shape.num_heads, shape.rows, shape.width), strides, offset)
 
+    def plane_blocks(self, layer: int, plane: int) -> tuple[Tensor, int] | None:
+        """View `[blocks, row * width]` from a plane's first block on, and the blocks from one page to the next.
+
+        Head h of page p is block `p * blocks_per_page + h`. None where a page is no multiple of the plane's blocks.
+        """
+        group, shape = self.group, self.group.planes[plane]
+        values = self._raw.view(torch_dtype(shape.dtype))
+        size, width = values.element_size(), shape.rows * shape.width
+        if group.page_bytes % (width * size):
+            return None
+        first = (layer * group.layer_bytes + group.plane_offsets[plane]) // size
+        num_blocks = (len(values) - first) // width
+        return values[first : first + num_blocks * width].view(num_blocks, width), group.page_bytes // (width * size)
+
 
 class KVPool(GroupPool):
     """The pool of a group of keys and values of one shape."""

@@ -6,6 +6,8 @@ slots never reach a result, not even as NaN.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,6 +15,18 @@ from torch import Tensor
 from pdserve.memory.layout import PageSpace
 from pdserve.model.hf.interface import AttentionCall
 from pdserve.model.hf.rows import DecodeBucket, ExtendSpan, PassRows, causal_mask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PagedPlane:
+    """Keys or values of one layer in pages: `values` `[page, kv_head, row, width]`.
+
+    `blocks`: see `GroupPool.plane_blocks`, for faster gathers.
+    """
+
+    values: Tensor
+    blocks: tuple[Tensor, int] | None
+
 
 QUERY_BLOCK = 512
 """Query tokens that are attended together: each block skips the keys after its last query."""
@@ -24,16 +38,16 @@ def attend_pages(
     new_v: Tensor,
     call: AttentionCall,
     rows: PassRows,
-    k: Tensor,
-    v: Tensor,
+    k: PagedPlane,
+    v: PagedPlane,
     space: PageSpace,
     null_page: int,
 ) -> Tensor:
-    """Attend with queries `[tokens, heads, width]` over the pages `[page, kv_head, row, width]` of their rows.
+    """Attend with queries `[tokens, heads, width]` over the pages of their rows.
 
     `new_k` and `new_v` `[tokens, kv_heads, width]` are in the pages already. Returns `[tokens, heads, v width]`.
     """
-    out = query.new_empty(query.shape[0], query.shape[1], v.shape[-1])
+    out = query.new_empty(query.shape[0], query.shape[1], v.values.shape[-1])
     for bucket in rows.decodes(space, call.window, null_page):
         out[bucket.tokens] = _decode(query[bucket.tokens], bucket, k, v, call)
     for span in rows.extends(space, call.window):
@@ -42,7 +56,7 @@ def attend_pages(
             keys, values, first = new_k[tokens].transpose(0, 1), new_v[tokens].transpose(0, 1), 0
         else:
             first = span.first
-            keys, values = (_row(plane, span) for plane in (k, v))
+            keys, values = (_row(plane.values, span) for plane in (k, v))
         out[tokens] = _extend(query[tokens], keys, values, call, span.start, span.end, first)
     return out
 
@@ -63,7 +77,7 @@ def attend_rows(query: Tensor, call: AttentionCall, rows: PassRows) -> Tensor:
     return out
 
 
-def _decode(query: Tensor, bucket: DecodeBucket, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+def _decode(query: Tensor, bucket: DecodeBucket, k: PagedPlane, v: PagedPlane, call: AttentionCall) -> Tensor:
     """Attend with one query a row, `[rows, heads, width]`."""
     num_rows, num_heads, _ = query.shape
     keys, values = (_gathered(plane, bucket) for plane in (k, v))
@@ -74,12 +88,20 @@ def _decode(query: Tensor, bucket: DecodeBucket, k: Tensor, v: Tensor, call: Att
     return out.reshape(num_rows, num_heads, -1)
 
 
-def _gathered(plane: Tensor, bucket: DecodeBucket) -> Tensor:
-    """Gather the context of a bucket: `[rows, kv_heads, slots, width]`; slots that are not visible are zero."""
-    found = plane[bucket.pages].transpose(1, 2).flatten(2, 3)
-    if bucket.visible is not None:
-        found = found.masked_fill_(~bucket.visible[:, None, :, None], 0.0)
-    return found
+def _gathered(plane: PagedPlane, bucket: DecodeBucket) -> Tensor:
+    """Gather the context of a bucket: `[rows, kv_heads, slots, width]`; slots without a token are zero."""
+    num_rows, num_pages = bucket.pages.shape
+    _, num_heads, size, width = plane.values.shape
+    if plane.blocks is not None:
+        blocks, page_blocks = plane.blocks
+        found = blocks.index_select(0, bucket.blocks(num_heads, page_blocks))
+    else:
+        heads = torch.arange(num_heads, device=bucket.pages.device)
+        found = plane.values[bucket.pages[:, None], heads[None, :, None]]
+    num_slots = num_pages * size
+    if len(bucket.unwritten):
+        found.view(-1, width).index_fill_(0, bucket.unwritten_of(num_heads, num_slots), 0.0)
+    return found.view(num_rows, num_heads, num_slots, width)
 
 
 def _row(plane: Tensor, span: ExtendSpan) -> Tensor:

@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache
 
 from pdserve.memory.layout import GroupKind, PageSpace
 from pdserve.model.attention.page_gather import GroupPool
-from pdserve.model.hf.attention import attend_pages, attend_rows
+from pdserve.model.hf.attention import PagedPlane, attend_pages, attend_rows
 from pdserve.model.hf.interface import AttentionCall, MaskFunction
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.rows import PassRows, causal_mask
@@ -25,12 +25,12 @@ from pdserve.model.hf.rows import PassRows, causal_mask
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerPlanes:
-    """Views of one layer's planes, each `[pages, head, row, width]`. `window`: see `LayerCalls`."""
+    """One layer's keys and values, or the two parts of its latent. `window`: see `LayerCalls`."""
 
     space: PageSpace
     null_page: int
-    k: Tensor
-    v: Tensor
+    k: PagedPlane
+    v: PagedPlane
     is_direct: bool
     window: int | None
 
@@ -69,10 +69,10 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             case GroupKind.MLA:
                 assert layer.kv is not None
                 latent, width = pool.plane(local, 0), layer.kv[0][1]
-                k, v = latent[..., :width], latent[..., width:]
+                k, v = PagedPlane(latent[..., :width], None), PagedPlane(latent[..., width:], None)
                 self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, False, layer.window)
             case _:
-                k, v = pool.plane(local, 0), pool.plane(local, 1)
+                k, v = (PagedPlane(pool.plane(local, i), pool.plane_blocks(local, i)) for i in range(2))
                 self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, layer.is_direct, layer.window)
 
     def begin(self, rows: PassRows, on_layer: Callable[[int], None] | None) -> None:
@@ -101,13 +101,13 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self._last_layer = layer_idx
         layer, rows = self._attended[layer_idx], self.rows
         pages, slots = rows.written[layer.space]
-        layer.k[pages, :, slots] = _flat(key_states).to(layer.k.dtype)
-        layer.v[pages, :, slots] = _flat(value_states).to(layer.v.dtype)
+        for plane, states in ((layer.k.values, key_states), (layer.v.values, value_states)):
+            plane[pages, :, slots] = _flat(states).to(plane.dtype)
         if layer.is_direct:
             self._returned[id(key_states)] = key_states, layer_idx
             return key_states, value_states
         pages, slots = rows.context
-        return tuple(plane[pages, :, slots].transpose(0, 1)[None] for plane in (layer.k, layer.v))
+        return tuple(plane.values[pages, :, slots].transpose(0, 1)[None] for plane in (layer.k, layer.v))
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Write new index keys `[batch, tokens, width]`; returns those of the context, `[1, tokens, width]`."""

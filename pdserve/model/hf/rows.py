@@ -24,13 +24,33 @@ MOST_PADDING = 4
 class DecodeBucket:
     """Rows with one new token each, whose pages are gathered together.
 
-    `rows` int64 `[B]`: numbers of the rows. `tokens` `[B]`: their flat indices. `pages` `[B, P]`: pages of their
-    context, padded with null pages. `visible` bool `[B, P * page_tokens]`: slots that the new token sees; None: all.
+    `tokens` int64 `[B]`: their flat indices. `pages` `[B, P]`: pages of their context, padded with null pages.
+    `visible` bool `[B, P * page_tokens]`: slots that the new token sees; None: all. `unwritten` int64: flat indices in
+    `[B, P * page_tokens]` of slots behind the last token of a row, null pages excepted.
     """
 
     tokens: Tensor
     pages: Tensor
     visible: Tensor | None
+    unwritten: Tensor
+    _made: dict[tuple[int, ...], Tensor] = dataclasses.field(default_factory=dict)
+
+    def blocks(self, num_heads: int, page_blocks: int) -> Tensor:
+        """Return the blocks of all pages and heads, `[B, heads, P]`, flat; see `GroupPool.plane_blocks`."""
+        key = (num_heads, page_blocks)
+        if key not in self._made:
+            heads = torch.arange(num_heads, device=self.pages.device)
+            self._made[key] = (self.pages[:, None] * page_blocks + heads[None, :, None]).flatten()
+        return self._made[key]
+
+    def unwritten_of(self, num_heads: int, num_slots: int) -> Tensor:
+        """Return `unwritten` as flat indices in `[B, heads, slots]`."""
+        key = (num_heads,)
+        if key not in self._made:
+            heads = torch.arange(num_heads, device=self.pages.device)[:, None]
+            row, slot = self.unwritten // num_slots, self.unwritten % num_slots
+            self._made[key] = ((row * num_heads + heads) * num_slots + slot).flatten()
+        return self._made[key]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,10 +188,12 @@ class PassRows:
         visible = positions < ends[:, None]
         if window is not None:
             visible &= positions >= ends[:, None] - window
+        unwritten = (positions >= ends[:, None]) & (pages != null_page).repeat(size, 1)
         return DecodeBucket(
             self._tensor(self.offsets[rows]),
             self._tensor(pages),
             None if visible.all() else to_device(visible, self._device),
+            self._tensor(np.flatnonzero(unwritten)),
         )
 
     def _first_page(self, position: int, window: int | None) -> int:
