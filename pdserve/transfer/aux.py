@@ -19,6 +19,7 @@ _ALIGN = 64
 _FIELDS: tuple[tuple[str, str, int], ...] = (
     ("room", "<u8", 1),
     ("attempt", "<u8", 1),
+    ("num_tokens", "<i8", 1),
     ("first_token", "<i8", 1),
     ("cached_tokens", "<i8", 1),
     ("logprob", "<f8", 1),
@@ -30,7 +31,10 @@ _FIELDS: tuple[tuple[str, str, int], ...] = (
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuxRecord:
-    """Content of one slot. `logprob` is None when the request wants no log probabilities."""
+    """Content of one slot. `logprob` is None when the request wants no log probabilities.
+
+    `num_tokens`: tokens whose KV, and whose recurrent state, was sent; 0 if the sender does not know.
+    """
 
     room: int
     attempt: int
@@ -38,6 +42,7 @@ class AuxRecord:
     cached_tokens: int = 0
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    num_tokens: int = 0
 
 
 def _slot_dtype() -> np.dtype[np.void]:
@@ -69,7 +74,7 @@ class MetadataBuffers:
     def write(self, slot: int, record: AuxRecord) -> None:
         """Fill a slot."""
         entry = self._slots[slot]
-        entry["room"], entry["attempt"] = record.room, record.attempt
+        entry["room"], entry["attempt"], entry["num_tokens"] = record.room, record.attempt, record.num_tokens
         entry["first_token"], entry["cached_tokens"] = record.first_token, record.cached_tokens
         entry["logprob"] = math.nan if record.logprob is None else record.logprob
         top = record.top[:MAX_TOP_LOGPROBS]
@@ -87,6 +92,7 @@ class MetadataBuffers:
             attempt=int(entry["attempt"]),
             first_token=int(entry["first_token"]),
             cached_tokens=int(entry["cached_tokens"]),
+            num_tokens=int(entry["num_tokens"]),
             logprob=None if math.isnan(logprob) else logprob,
             top=tuple((int(entry["top_ids"][i]), float(entry["top_logprobs"][i])) for i in range(num_top)),
         )

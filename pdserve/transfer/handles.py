@@ -96,15 +96,17 @@ class KVSender:
     ) -> None:
         """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record as the last piece.
 
-        One call lands sooner than a `send` followed by a `finish`. `finish` fills in `record.attempt`. Layer copies may
-        still wait for their layers; the transfer succeeds when these copies have landed as well.
+        One call lands sooner than a `send` followed by a `finish`. `finish` fills in `record.attempt` and
+        `record.num_tokens`. Layer copies may still wait for their layers; the transfer succeeds when these copies have
+        landed as well.
         """
         if self._room.fake:
             self._room.move(KVPoll.SUCCESS)
             return
         if self.poll() is KVPoll.FAILED or self._room.target is None:
             return
-        self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=self._room.target.key.attempt))
+        attempt, num_tokens = self._room.target.key.attempt, self._room.num_tokens or 0
+        self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=attempt, num_tokens=num_tokens))
         first = max(self._num_sent, self._layout.whole_pages(self.num_cached_tokens))
         pages = range(first, first if lease is None else max(first, num_pages))
         self._side.send_last(self._room, lease if pages else None, pages, slot, times)
@@ -172,9 +174,13 @@ class KVReceiver:
         self._side.publish(self._room, lease, aux, cached_tokens, num_tokens)
 
     def take(self, aux: Lease) -> AuxRecord | None:
-        """Return the aux record after SUCCESS; None when it belongs to another room, which must fail the request."""
-        record = self._aux.read(aux.pages[0])
-        return record if (record.room, record.attempt) == (self._room.room, self._room.key.attempt) else None
+        """Return the aux record after SUCCESS.
+
+        None when it belongs to another room, or to KV and state of another length: the request must fail.
+        """
+        record, room = self._aux.read(aux.pages[0]), self._room
+        is_own = (record.room, record.attempt) == (room.room, room.key.attempt)
+        return record if is_own and record.num_tokens in (0, room.num_tokens) else None
 
     def abort(self, failure: Failure) -> None:
         """Fail the transfer and notify the sender."""

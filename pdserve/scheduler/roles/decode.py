@@ -40,7 +40,9 @@ from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
-WRONG_ROOM = Failure(code="metadata_mismatch", message="the aux record that arrived belongs to another room")
+WRONG_ROOM = Failure(
+    code="metadata_mismatch", message="the aux record that arrived belongs to another room, or to another prompt length"
+)
 
 
 def can_recompute(failure: Failure) -> bool:

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from pdserve.transfer.aux import MAX_TOP_LOGPROBS, AuxRecord, MetadataBuffers
 from pdserve.transfer.room import TERMINAL, KVPoll, advance, merge_ranks
+from pdserve.transfer.wire import TransferStats
+from tests.unit.transfer.kit import ADDRESS, meet
 
 PAIRS = list(itertools.product(KVPoll, repeat=2))
 
@@ -102,3 +104,20 @@ def test_garbage_in_a_slot_is_read_without_harm() -> None:
     aux = MetadataBuffers(1)
     aux.put_in(0, b"\xff" * aux.slot_bytes)
     assert len(aux.read(0).top) <= MAX_TOP_LOGPROBS
+
+
+def test_a_record_of_another_length_is_not_taken() -> None:
+    """The recurrent state that arrived with it would belong to another position."""
+    net, prefill, decode = meet()
+    sender = prefill.kv.open_sender(7, ADDRESS[0], "d", 9)
+    receiver = decode.kv.open_receiver(7, ADDRESS, "d")
+    net.pump()
+    (mine, my_slot), (theirs, their_slot) = prefill.leases(3), decode.leases(3)
+    receiver.publish(theirs, their_slot, num_tokens=9)
+    net.pump()
+    sender.finish(my_slot, AuxRecord(7, 0, 42), TransferStats(), lease=mine, num_pages=3)
+    sent = prefill.kv.args.aux.read(my_slot.pages[0])
+    assert sent.num_tokens == 9
+    for num_tokens, is_taken in ((9, True), (8, False), (0, True)):
+        decode.kv.args.aux.write(their_slot.pages[0], dataclasses.replace(sent, num_tokens=num_tokens))
+        assert (receiver.take(their_slot) is not None) == is_taken, num_tokens
