@@ -17,6 +17,8 @@ from pdserve.model.layer_spec import AttentionSpec, MLPSpec, Operation
 
 LIBRARIES_BYTES = 512 << 20
 """Workspaces of cuBLAS and attention, kernels loaded at first use, and fragmentation."""
+_COLUMNS = 16
+"""Elements per token and hidden element inside one layer, where the layers are not known."""
 KERNELS_PER_LAYER = 16
 KERNEL_BYTES = 8 << 10
 """Bytes of one kernel in a CUDA graph: its node and arguments."""
@@ -49,7 +51,7 @@ def step_bytes(spec: ModelSpec, item_bytes: int, num_tokens: int, num_samples: i
     They are one layer's activations of all tokens, and the logits of all samples: raw, in float32, and as
     probabilities.
     """
-    columns = max(_columns(op, spec.hidden_size) for op in spec.operations)
+    columns = max((_columns(op, spec.hidden_size) for op in spec.operations), default=_COLUMNS * spec.hidden_size)
     widest = 4 * spec.hidden_size + -(-columns // tp_size)
     return num_tokens * widest * item_bytes + num_samples * spec.vocab_size * (item_bytes + 8)
 

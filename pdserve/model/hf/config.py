@@ -14,7 +14,7 @@ import transformers
 from pdserve.errors import ModelError
 from pdserve.memory.layout import KVLayout
 from pdserve.model.config import ModelSpec, read_dtype, read_json, read_model_spec
-from pdserve.model.fields import read_texts, read_token_ids
+from pdserve.model.fields import read_count, read_mapping, read_texts, read_token_ids
 from pdserve.model.hf.probe import CacheProbe, layout_of, probe
 from pdserve.model.params import torch_dtype
 
@@ -79,9 +79,7 @@ def read_source(path: Path) -> TransformersSource:
         raise ModelError(f"{where}: transformers cannot read config.json: {reason}") from error
     text = config.get_text_config(decoder=True)
     _refuse(config, text, model_class, where)
-    num_layers = getattr(text, "num_hidden_layers", None)
-    if not isinstance(num_layers, int) or num_layers < 1:
-        raise ModelError(f"{where}: num_hidden_layers is {num_layers!r}, expected a positive integer")
+    num_layers = _count(text, "num_hidden_layers", where)
     return TransformersSource(path, config, model_class, _spec(path, fields, config, text), num_layers)
 
 
@@ -114,16 +112,24 @@ def _spec(path: Path, fields: Mapping[str, Any], config: Any, text: Any) -> Mode
     return ModelSpec(
         model_type=config.model_type,
         architectures=read_texts(fields, "architectures", where),
-        vocab_size=text.vocab_size,
-        hidden_size=text.hidden_size,
+        vocab_size=_count(text, "vocab_size", where),
+        hidden_size=_count(text, "hidden_size", where),
         layers=(),
         rms_norm_eps=0.0,
         tied_embeddings=bool(getattr(config, "tie_word_embeddings", False)),
-        max_positions=getattr(text, "max_position_embeddings", None) or DEFAULT_MAX_POSITIONS,
+        max_positions=_count(text, "max_position_embeddings", where, DEFAULT_MAX_POSITIONS),
         eos_token_ids=read_token_ids(eos, where),
-        dtype=read_dtype(fields, where) or read_dtype(fields.get("text_config") or {}, where),
+        dtype=read_dtype(fields, where) or read_dtype(read_mapping(fields, "text_config", where), where),
         config_digest=_digest(config.to_dict()),
     )
+
+
+def _count(config: Any, name: str, where: str, default: int | None = None) -> int:
+    """Read a positive integer of a transformers config. Raises ModelError."""
+    value = getattr(config, name, None)
+    if value is None:
+        value = default
+    return read_count({name: value}, name, where)
 
 
 def _digest(fields: Mapping[str, Any]) -> str:

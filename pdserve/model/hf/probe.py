@@ -8,6 +8,7 @@ masks. The KV layout follows from these calls, never from names in the config.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -191,9 +192,17 @@ def probe(build: Callable[[], Any], num_layers: int, where: str) -> CacheProbe:
                     and "xpert" in type(module).__name__
                 ):
                     module.forward = _pass_on  # which experts run depends on values, which are absent here
+            if "position_ids" not in inspect.signature(decoder.forward).parameters:
+                raise ModelError(
+                    "the model's forward takes no position_ids, so rows of several requests cannot share it"
+                )
             ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
+            before = _module_tensors(decoder)
             with handled_by(cache):
                 decoder(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
+            kept = sorted(_module_tensors(decoder) - before)
+            if kept:
+                raise ModelError(f"the model keeps state in its module {kept[0]}, outside of the cache")
     except ModelError as error:
         raise ModelError(f"{where}: {error}") from error
     except Exception as error:  # transformers' code may raise anything
@@ -282,6 +291,14 @@ def _product(sizes: list[int]) -> int:
     for size in sizes:
         total *= size
     return total
+
+
+def _module_tensors(decoder: nn.Module) -> set[str]:
+    """Return the names of tensors that are plain attributes of modules: neither parameters nor buffers."""
+    modules = decoder.named_modules()
+    return {
+        f"{name}.{key}" for name, module in modules for key, value in vars(module).items() if torch.is_tensor(value)
+    }
 
 
 def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:

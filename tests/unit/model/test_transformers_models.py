@@ -122,6 +122,19 @@ def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
             "recurrent layers only",
         ),
         (
+            "RecurrentGemmaForCausalLM", "recurrent_gemma",
+            {
+                "hidden_size": 16, "num_attention_heads": 2, "lru_width": 16, "num_hidden_layers": 3,
+                "intermediate_size": 16, "head_dim": 8,
+            },
+            "keeps state in its module",
+        ),
+        (
+            "BartForCausalLM", "bart",
+            {"is_encoder_decoder": False, "d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2},
+            "takes no position_ids",
+        ),
+        (
             "Llama4ForCausalLM", "llama4_text",
             {
                 "hidden_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2,
