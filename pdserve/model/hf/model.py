@@ -20,6 +20,7 @@ from pdserve.model.hf.config import TransformersSource
 from pdserve.model.hf.interface import NAME, handled_by
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.rows import PassRows, passes_of
+from pdserve.model.hf.self_check import check_against, own_hidden
 from pdserve.model.interface import MoELayer
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
@@ -52,16 +53,27 @@ class TransformersModel:
         for name, parameter in model.named_parameters():
             self.params.adopt(name, parameter.data)
         self.can_split_prompts = not found.is_stateful or _can_split(model)
-        model.config.get_text_config(decoder=True)._attn_implementation = NAME
+        self._text = model.config.get_text_config(decoder=True)
+        self._text._attn_implementation = NAME
+        self._where = str(source.path)
         self._cache: PagedCache | None = None
         self._page_tokens = 0
         self._output: Any = None
         """The decoder's last output, whose other fields the head's code may read."""
 
     def bind(self, pools: Sequence[GroupPool]) -> None:
-        """Keep keys, values and states in `pools`, one for each group of the probe's layout."""
+        """Keep keys, values and states in `pools`, one for each group of the probe's layout.
+
+        Raises:
+            ModelError: the hidden states differ from those of transformers' own cache; see `self_check`.
+        """
         self._cache = PagedCache(self._found, pools)
         self._page_tokens = pools[0].group.page_tokens
+        with torch.inference_mode():
+            self._text._attn_implementation = "eager"
+            own = own_hidden(self._model, self.device)
+            self._text._attn_implementation = NAME
+            check_against(own, self._hidden, pools, self.spec.vocab_size, self._where)
 
     @property
     def argmax(self) -> None:
@@ -80,6 +92,18 @@ class TransformersModel:
     ) -> Tensor:
         """See `Model.forward`. `on_hidden` receives the hidden states behind the final norm."""
         assert self._cache is not None, "bind the model to its pools first"
+        out = self._hidden(batch, on_layer)
+        if on_hidden is not None:
+            on_hidden(out)
+        return self._head(out.index_select(0, batch.sample_index))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See `Model.logits`. `hidden` are states behind the final norm."""
+        return self._head(hidden).float()
+
+    def _hidden(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Compute the hidden states of all tokens, `[N, hidden_size]`, behind the final norm."""
+        assert self._cache is not None
         passes = passes_of(batch, self._page_tokens, is_stateful=self._found.is_stateful)
         out = torch.empty(batch.num_tokens, self.spec.hidden_size, dtype=self.dtype, device=self.device)
         for number, rows in enumerate(passes):
@@ -91,13 +115,7 @@ class TransformersModel:
                 out[rows.indices] = found
         if on_layer is not None:
             on_layer(self.num_layers - 1)
-        if on_hidden is not None:
-            on_hidden(out)
-        return self._head(out.index_select(0, batch.sample_index))
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See `Model.logits`. `hidden` are states behind the final norm."""
-        return self._head(hidden).float()
+        return out
 
     def _run(
         self, batch: ForwardBatch, rows: PassRows, cache: PagedCache, on_layer: Callable[[int], None] | None

@@ -15,8 +15,11 @@ import transformers
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, ModelError
 from pdserve.executor.factory import LoadedEngine, build_executor
-from pdserve.memory.layout import GroupKind
+from pdserve.memory.layout import GroupKind, attention_group
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.hf.config import read_source
+from pdserve.model.hf.self_check import check_against
 from tests.model_families import FAMILIES, PAGE, page_with, table
 from tests.model_pair import running_models
 from tests.tiny import VOCAB_SIZE
@@ -251,3 +254,19 @@ def test_a_native_and_a_transformers_server_are_a_pair(
 @pytest.mark.slow
 def test_the_table_of_families_is_up_to_date() -> None:
     assert PAGE.read_text(encoding="utf-8") == page_with(table()), "python -m tests.model_families --write"
+
+
+def test_the_self_check_refuses_hidden_states_of_another_model() -> None:
+    group = attention_group(page_tokens=16, num_kv_heads=1, head_dim=8, dtype="float32", num_layers=1)
+    pools = [GroupPool(group, 4, torch.device("cpu"))]
+    own = [torch.ones(length, 4) for length in (5, 7)]
+    lengths = []
+
+    def same(batch: ForwardBatch) -> torch.Tensor:
+        lengths.append(batch.num_tokens)
+        return torch.ones(batch.num_tokens, 4)
+
+    check_against(own, same, pools, 100, "here")
+    assert lengths == [4 + 6, 2], "two prompts, then a token of each"
+    with pytest.raises(ModelError, match="here: over pages the model's hidden states differ"):
+        check_against(own, lambda batch: -same(batch), pools, 100, "here")
