@@ -400,24 +400,33 @@ def serve(service: LocalService) -> int:
             service.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 after Ctrl-C or SIGTERM, 1 when a process died, 2 for wrong flags."""
+def check_and_serve(config: LocalConfig, servers: Sequence[ServerConfig]) -> int:
+    """Check the parts, download the model if that is needed, and serve; return the exit status."""
     try:
-        config = config_from(argv)
-        servers = parse_servers(config)
-        setup_logging(servers[0].observe.log_level, "local", servers[0].observe.log_format)
         check(config, servers)
     except PdserveError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:  # during a download
         return 0
+    return serve(LocalService(config))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit status: 0 after Ctrl-C or SIGTERM, 1 when a process died, 2 for wrong flags."""
+    try:
+        config = config_from(argv)
+        servers = parse_servers(config)
+        setup_logging(servers[0].observe.log_level, "local", servers[0].observe.log_format)
+    except PdserveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     scope = nice_scope()
     if scope is NiceScope.SHARED:
         config = dataclasses.replace(config, niceness=SHARED_NICENESS)
     if scope is NiceScope.SESSION and config.prefill_niceness:
-        return in_own_session(lambda: serve(LocalService(config)))
-    return serve(LocalService(config))
+        return in_own_session(lambda: check_and_serve(config, servers))  # a download starts threads: fork before
+    return check_and_serve(config, servers)
 
 
 if __name__ == "__main__":
