@@ -192,15 +192,14 @@ def probe(build: Callable[[], Any], num_layers: int, where: str) -> CacheProbe:
                     and "xpert" in type(module).__name__
                 ):
                     module.forward = _pass_on  # which experts run depends on values, which are absent here
-            if "position_ids" not in inspect.signature(decoder.forward).parameters:
-                raise ModelError(
-                    "the model's forward takes no position_ids, so rows of several requests cannot share it"
-                )
+            takes_positions = "position_ids" in inspect.signature(decoder.forward).parameters
             ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
             before = _module_tensors(decoder)
             with handled_by(cache):
                 decoder(input_ids=ids, position_ids=ids, past_key_values=cache, use_cache=True)
             kept = sorted(_module_tensors(decoder) - before)
+            if any(layer.kv is not None for layer in cache.calls.values()) and not takes_positions:
+                raise ModelError("the model's forward takes no position_ids, so requests cannot share a pass")
             if kept:
                 raise ModelError(f"the model keeps state in its module {kept[0]}, outside of the cache")
     except ModelError as error:
