@@ -46,14 +46,16 @@ class TransformersModel:
         self.moe_layers: Mapping[int, MoELayer] = {}
         self.num_layers = source.num_layers
         self._model, self._found = model, found
-        self._base = getattr(model, model.base_model_prefix)
         self._decoder = model.get_decoder()
+        base = getattr(model, model.base_model_prefix)
+        self._below_head = [base] if base is self._decoder else [base, self._decoder]
+        """Modules that the head's code may call for hidden states."""
         self.device = next(model.parameters()).device
         self.params = ParamSlots(dtype, self.device)
         for name, parameter in model.named_parameters():
             self.params.adopt(name, parameter.data)
         self.can_split_prompts = not found.is_stateful or _can_split(model)
-        self._text = model.config.get_text_config(decoder=True)
+        self._text = self._decoder.config
         self._text._attn_implementation = NAME
         self._where = str(source.path)
         self._cache: PagedCache | None = None
@@ -136,11 +138,13 @@ class TransformersModel:
         """Compute the logits of `[n, hidden_size]` by the code of the causal class, which may scale or bound them."""
         output = copy.copy(self._output)
         output.last_hidden_state = hidden[None]
-        self._base.forward = lambda *_, **__: output
+        for module in self._below_head:
+            module.forward = lambda *_, **__: output
         try:
             found = self._model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), return_dict=True)
         finally:
-            del self._base.forward
+            for module in self._below_head:
+                del module.forward
         logits: Tensor = found.logits[0]
         return logits
 

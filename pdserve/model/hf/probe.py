@@ -184,8 +184,8 @@ def probe(build: Callable[[], Any], num_layers: int, where: str) -> CacheProbe:
     try:
         with torch.device("meta"), torch.no_grad():
             model = build().eval()
-            model.config.get_text_config()._attn_implementation = NAME
             decoder = model.get_decoder()
+            decoder.config._attn_implementation = NAME
             for module in decoder.modules():
                 if (
                     any(parameter.dim() == 3 for parameter in module.parameters(recurse=False))
