@@ -241,9 +241,21 @@ def check_checkpoint(config: ServerConfig, path: Path) -> None:
         if config.model.model_impl == "native":
             raise
         check_architecture(path, error)
+        _refuse_split(config, error)
         return  # the engine checks the rest, which takes the import of transformers
+    if config.model.model_impl == "transformers":
+        _refuse_split(config, None)
     check_spec(spec, parallel.shape, parallel.ep_size, parallel.num_sharing)
     resolve_context_length(config.model.context_length, spec)
+
+
+def _refuse_split(config: ServerConfig, native: UnsupportedModelError | None) -> None:
+    """Refuse several ranks for a model through transformers. `native`: why no native code runs it; None: not wanted."""
+    parallel = config.parallel
+    if parallel.tp_size * parallel.pp_size > 1:
+        field = "tp_size" if parallel.tp_size > 1 else "pp_size"
+        text = f"--{field.replace('_', '-')} does not fit a model through transformers, which runs on one rank"
+        raise ConfigError(text if native is None else f"{text}; native code: {native}", field=field)
 
 
 @contextlib.contextmanager

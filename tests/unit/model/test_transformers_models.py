@@ -15,6 +15,7 @@ import transformers
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, ModelError
 from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.launch_checks import check_model
 from pdserve.memory.layout import GroupKind, attention_group
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import ForwardBatch
@@ -173,6 +174,13 @@ def test_flags_that_need_native_code_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         build(checkpoint("gpt_oss"), **groups)
     assert caught.value.field == field
+
+
+def test_the_launcher_refuses_to_split_a_model_without_native_code(checkpoint: Callable[[str], Path]) -> None:
+    model = ModelConfig(model_path=str(checkpoint("gpt_oss")))
+    with pytest.raises(ConfigError, match=r"--pp-size does not fit a model through transformers") as caught:
+        check_model(ServerConfig(model=model, parallel=ParallelConfig(pp_size=2)))
+    assert caught.value.field == "pp_size"
 
 
 def test_native_only_refuses_what_it_does_not_know(checkpoint: Callable[[str], Path]) -> None:
