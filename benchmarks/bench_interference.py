@@ -108,7 +108,7 @@ async def play(args: argparse.Namespace, url: str, seed: int, *, prompts: bool, 
     asked = [make_ids(flags, rng, args.stream_prompt_len) for _ in range(args.streams)]
     streams = [Answer() for _ in asked]
     answers: list[Answer] = []
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
         tasks = [
             asyncio.create_task(read(session, url, prompt, args.output_len, stream))
             for prompt, stream in zip(asked, streams, strict=True)
