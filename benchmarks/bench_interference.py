@@ -198,8 +198,16 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str]) -> Found:
     return found
 
 
+NEW_PROMPTS = 1_000_000
+"""Added to the seed of prompts that no other part sends."""
+
+
 def beside_foreign(args: argparse.Namespace, system: str, url: str, seed: int) -> foreign.BesideForeign:
-    """Prompts one by one to a pair beside `--foreign` busy processes, then streams with prompts."""
+    """Prompts one by one to a pair beside `--foreign` busy processes, then streams with prompts.
+
+    The pair has seen none of the prompts: its prefix cache would answer for it.
+    """
+    seed += NEW_PROMPTS
     with foreign.busy_processes(args.foreign):
         idle = [asyncio.run(ask_alone(args, url, seed * 1000 + number)) for number in range(args.idle_prompts)]
         part = asyncio.run(play(args, url, seed, prompts=True))
