@@ -180,7 +180,8 @@ class KVReceiver:
         """
         record, room = self._aux.read(aux.pages[0]), self._room
         is_own = (record.room, record.attempt) == (room.room, room.key.attempt)
-        return record if is_own and record.num_tokens in (0, room.num_tokens) else None
+        fits = record.num_tokens in (0, room.num_tokens) or room.num_tokens is None
+        return record if is_own and fits else None
 
     def abort(self, failure: Failure) -> None:
         """Fail the transfer and notify the sender."""

@@ -107,7 +107,8 @@ class ReceiveSide:
         num_cached = self._layout.whole_pages(cached_tokens)
         assert self._layout.tokens_in(num_cached) == cached_tokens, cached_tokens
         assert num_cached <= len(lease.pages), cached_tokens
-        room.num_tokens = self._layout.tokens_in(len(lease.pages)) if num_tokens is None else num_tokens
+        room.num_tokens = num_tokens
+        num_held = self._layout.tokens_in(len(lease.pages)) if num_tokens is None else num_tokens
         if room.fake:
             room.move(KVPoll.SUCCESS)
             return
@@ -118,8 +119,7 @@ class ReceiveSide:
         self._awaiting_kv.pop(room.room, None)
         self._awaiting_kv[room.room] = room
         pages = tuple(
-            tuple(pages_of_group(self._layout, group, lease, room.num_tokens, num_cached))
-            for group in self._layout.groups
+            tuple(pages_of_group(self._layout, group, lease, num_held, num_cached)) for group in self._layout.groups
         )
         num_pages = sum(map(len, pages)) + len(aux.pages)
         self.published.add(

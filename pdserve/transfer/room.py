@@ -272,7 +272,7 @@ class ReceiveRoom(Room):
     republish: RemoteWritable | None = None
     """Pages to publish again once a session with `replica` is READY; None: nothing to publish again."""
     num_tokens: int | None = None
-    """Tokens of the prompt; None before the pages are published."""
+    """Tokens of the prompt; None before the pages are published, or if the receiver does not state the number."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False

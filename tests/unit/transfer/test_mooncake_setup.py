@@ -303,7 +303,7 @@ def test_an_engine_whose_ports_were_taken_meanwhile_is_started_once_more() -> No
         return MooncakeEngine("127.0.0.1", "tcp", "", lambda: Unlucky(ends))
 
     start().destroy()
-    assert len(ends) == 3
+    wait_until(lambda: len(ends) == 3, "the end of all three engines")
     failures = itertools.repeat("bind: Address already in use")
     with pytest.raises(TransferError, match="ports were taken"):
         start()
