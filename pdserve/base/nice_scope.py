@@ -96,12 +96,11 @@ def in_own_session(run: Callable[[], int]) -> int:
     """Call `run` in a child process that leads a session of its own, and return its exit status.
 
     This process stays in its session and forwards SIGINT and SIGTERM: a terminal sends Ctrl-C to its own session only.
-    The kernel kills the child when this process dies. A process that leads a session already calls `run` itself. Call
-    it in the main thread, before there are other threads.
+    The kernel kills the child when this process dies. A process that leads a session already, or has other threads,
+    calls `run` itself. Call it in the main thread.
     """
-    if os.getsid(0) == os.getpid():
+    if os.getsid(0) == os.getpid() or threading.active_count() > 1:  # a fork copies the calling thread only
         return run()
-    assert threading.active_count() == 1, "a fork copies the calling thread only"
     sys.stdout.flush()
     sys.stderr.flush()
     parent = os.getpid()
