@@ -337,7 +337,7 @@ class _Download:
 
 @contextlib.contextmanager
 def _without_bars() -> Iterator[None]:
-    """Switch huggingface_hub's bars off, of which each file has one."""
+    """Switch off huggingface_hub's progress bars, one for each file."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_off = are_progress_bars_disabled()

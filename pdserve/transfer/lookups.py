@@ -33,8 +33,10 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 3.0
 """Seconds for which a server that is just starting is retried."""
 UNKNOWN_S = 1.8
-"""The whole deadline for an unknown address. It may be an operator's server with another control token, of which a
-client should learn within 2 s."""
+"""The whole deadline for an unknown address.
+
+It may be an operator's server with another control token, and clients get that error within 2 s.
+"""
 MAX_ANSWER_S = 5.0
 """Seconds after `PATIENCE_S` that a known server may take to complete an answer."""
 RETRY_S = (0.1, 0.25, 0.5, 1.0)

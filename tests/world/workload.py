@@ -56,7 +56,7 @@ def with_groups(shape: Shape, rng: random.Random, longest: int = MAX_PROMPT + MA
 
 
 def play(seed: int, faults: Faults) -> tuple[World, list[RequestHalf | None]]:
-    """Run a seed and hold it against the oracle: the monolith's tokens for whoever finished, and nothing left."""
+    """Run a seed and hold it against the oracle: finished requests have the monolith's tokens, and nothing is left."""
     shape, prompts = workload(seed)
     expected = monolith_tokens(shape, prompts)
     world = World(seed, shape, faults)

@@ -57,7 +57,7 @@ class DecodeBucket:
 class ExtendSpan:
     """A row with several new tokens at flat index `offset`, positions `[start, end)`.
 
-    `pages` `[P]`: the pages of its context, the first of which begins at position `first`.
+    `pages` `[P]`: the pages of its context. The first page begins at position `first`.
     """
 
     offset: int

@@ -38,6 +38,17 @@ def plane(name: str, num_heads: int, rows: int, width: int, dtype: str, shard: S
     )
 
 
+def state_group(layers: Sequence[int], num_layers: int, planes: tuple[Plane, ...]) -> KVGroup:
+    return KVGroup(
+        name="state",
+        kind=GroupKind.STATE,
+        layers=tuple(layers),
+        num_model_layers=num_layers,
+        page_tokens=0,
+        planes=planes,
+    )
+
+
 def delta_net(layers: Sequence[int], num_layers: int, num_keys: int, per_key: int) -> KVGroup:
     """The state of GatedDeltaNet layers: a convolution's columns of q, k and v by head, and the recurrent state."""
     num_values = num_keys * per_key
@@ -47,14 +58,7 @@ def delta_net(layers: Sequence[int], num_layers: int, num_keys: int, per_key: in
         plane("conv_v", num_values, 3, 3, "bfloat16", Shard.VALUE_HEAD),
         plane("state", num_values, 2, 3, "float32", Shard.VALUE_HEAD),
     )
-    return KVGroup(
-        name="state",
-        kind=GroupKind.STATE,
-        layers=tuple(layers),
-        num_model_layers=num_layers,
-        page_tokens=0,
-        planes=planes,
-    )
+    return state_group(layers, num_layers, planes)
 
 
 def mamba2(layers: Sequence[int], num_layers: int, num_heads: int, num_groups: int) -> KVGroup:
@@ -65,14 +69,7 @@ def mamba2(layers: Sequence[int], num_layers: int, num_heads: int, num_groups: i
         plane("conv_c", num_groups, 3, 3, "bfloat16", Shard.GROUP),
         plane("state", num_heads, 2, 5, "float32", Shard.VALUE_HEAD),
     )
-    return KVGroup(
-        name="state",
-        kind=GroupKind.STATE,
-        layers=tuple(layers),
-        num_model_layers=num_layers,
-        page_tokens=0,
-        planes=planes,
-    )
+    return state_group(layers, num_layers, planes)
 
 
 @st.composite
