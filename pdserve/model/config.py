@@ -294,12 +294,6 @@ def _not_implemented(spec: ModelSpec) -> str | None:
             return "attn_logit_softcapping"
         if isinstance(op, AttentionSpec) and op.sinks:
             return "attention with sinks"
-        if isinstance(op, AttentionSpec) and op.output_gate:
-            return "attention with output gates"
-    several = len({(op.num_kv_heads, op.head_dim, op.window) for op in spec.attentions}) > 1
-    windows = [op.window for op in spec.attentions if op.window is not None]
-    if windows or several:
-        return f"sliding_window {windows[0]}" if windows else "attention with other heads in some layers"
     return None
 
 

@@ -62,7 +62,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
-    built = build_executor(config, max_rows=8, parallel=parallel, agree_num_pages=lambda _: NUM_PAGES)
+    built = build_executor(config, max_rows=8, parallel=parallel, agree=lambda _: NUM_PAGES)
     driver = Driver(built)
     prompts = [random_prompt(length, vocab_size) for length in (1, 15, 40, 90)]
     greedy = driver.generate(prompts, NUM_TOKENS)

@@ -16,7 +16,7 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor, make_ready
-from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
+from pdserve.executor.graphs import EagerCapture, GraphCapture, Padding, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.input_batch import read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.local_executor import LocalExecutor
@@ -48,7 +48,7 @@ def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
     )
     host = read_plan(plan, table, np.zeros(4, dtype=np.int64), hash_layout(4))
     assert is_decode(host)
-    filled = padded(host, 4, null_page=9, spare_row=4)
+    filled = padded(host, 4, Padding(spare_row=4, null_page=9))
     assert filled.columns.tolist() == [[*rows, 4, 4], [5, 3, 0, 0], [1, 2, -1, -1], [1, 3, 0, 0]]
     assert filled.rows.ends.tolist() == [6, 4, 1, 1] and filled.rows.starts.tolist() == [5, 3, 0, 0]
     assert filled.rows.pages[2:].tolist() == [[9, 9], [9, 9]]
