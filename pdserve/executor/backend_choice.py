@@ -31,6 +31,7 @@ from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec, beyond_kernels
 from pdserve.model.decoder import Decoder
 from pdserve.model.gpu import runtime
+from pdserve.model.layer_spec import GatedDeltaSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -51,6 +52,11 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
             raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
+        if any(isinstance(op, GatedDeltaSpec) for op in spec.operations):
+            raise ConfigError(
+                "--enable-deterministic-inference: the bits of gated delta layers depend on the chunks of a prompt",
+                field="enable_deterministic_inference",
+            )
         return "batch_invariant"
     if asked == "torch":
         return "torch"
