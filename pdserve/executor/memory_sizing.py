@@ -70,12 +70,14 @@ def _columns(op: Operation, hidden_size: int) -> int:
 def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_pages: int, tp_size: int = 1) -> int:
     """Bytes of decode steps captured at batch sizes `sizes`, ascending.
 
-    All sizes share the tensors of the largest. Each has its own list of `max_pages` pages a row, and its kernels.
+    All sizes share the tensors of the largest. Each has its kernels, and for each kind of attention its own list of
+    `max_pages` pages a row.
     """
     if not sizes:
         return 0
     kernels = len(sizes) * spec.num_layers * KERNELS_PER_LAYER * KERNEL_BYTES
-    return step_bytes(spec, item_bytes, sizes[-1], sizes[-1], tp_size) + 4 * sum(sizes) * max_pages + kernels
+    tables = 4 * sum(sizes) * max_pages * max(1, len(spec.attentions))
+    return step_bytes(spec, item_bytes, sizes[-1], sizes[-1], tp_size) + tables + kernels
 
 
 CPU_CAP_BYTES = 4 << 30
