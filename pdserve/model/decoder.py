@@ -77,6 +77,7 @@ class Decoder:
         elsewhere = (index for index in range(spec.num_layers) if index not in mine)
         self.params.ignore_under(spec.names.layers.format(layer=index) for index in elsewhere)
         self.params.ignore_under(spec.names.ignored)
+        self.params.rename_under(spec.names.renamed)
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
