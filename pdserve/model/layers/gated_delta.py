@@ -66,10 +66,25 @@ class DeltaRows:
         self._lengths: IntArray = lengths
         self._recurrent: IntArray = np.clip(host.prompts, host.starts, host.ends)
         """The first position of each row that takes the recurrent step."""
-        self.slots = to_device(host.slots.astype(np.int64), device)
+        self._slots = to_device(host.slots.astype(np.int64), device)
+        is_kept = host.slots >= 0
+        self._kept = None if is_kept.all() else to_device(np.flatnonzero(is_kept), device)
         begins = host.starts == 0
         self.begins = to_device(np.flatnonzero(begins), device) if begins.any() else None
         """The rows that begin at position 0, int64, whose slots are ignored; None: none."""
+
+    def load(self, plane: Tensor) -> Tensor:
+        """Return each row's slot of `plane`, with zeros for rows that begin at position 0: a copy."""
+        states = plane[self._slots]
+        return states if self.begins is None else states.index_fill_(0, self.begins, 0.0)
+
+    def store(self, plane: Tensor, states: Tensor) -> None:
+        """Overwrite each row's slot of `plane`, which converts the dtype. Rows with a negative slot have none."""
+        states = states.to(plane.dtype)
+        if self._kept is None:
+            plane[self._slots] = states
+        else:
+            plane[self._slots[self._kept]] = states[self._kept]
 
     @functools.cached_property
     def blocks(self) -> list[Round]:
@@ -129,15 +144,13 @@ def causal_conv(x: Tensor, weight: Tensor, planes: Sequence[Tensor], rows: Delta
     num_kept = weight.shape[1] - 1
     earlier, tokens, last = rows.conv_index(num_kept)
     widths = [plane.shape[1] * plane.shape[2] for plane in planes]
-    kept = torch.cat([plane[rows.slots].flatten(1, 2) for plane in planes], 1).transpose(1, 2)
-    if rows.begins is not None:
-        kept = kept.index_fill(0, rows.begins, 0.0)
+    kept = torch.cat([rows.load(plane).flatten(1, 2) for plane in planes], 1).transpose(1, 2)
     inputs = x.new_empty(rows.num_rows * num_kept + rows.num_tokens, x.shape[1])
     inputs.index_copy_(0, earlier, kept.reshape(-1, x.shape[1]).to(x.dtype))
     inputs.index_copy_(0, tokens, x)
     left = inputs[last].view(rows.num_rows, num_kept, -1).transpose(1, 2)
     for plane, part in zip(planes, left.split(widths, 1), strict=True):
-        plane[rows.slots] = part.reshape(-1, *plane.shape[1:]).to(plane.dtype)
+        rows.store(plane, part.reshape(-1, *plane.shape[1:]))
     taps = weight.float().t()
     out = inputs[tokens - num_kept].float() * taps[0]
     for tap in range(1, num_kept + 1):
@@ -161,9 +174,7 @@ def gated_delta_rule(
     q, k = (_normalised(heads).repeat_interleave(shared, 1) for heads in (q, k))
     q = q * k.shape[-1] ** -0.5
     padded = [F.pad(x, (0,) * (2 * x.dim() - 1) + (1,)) for x in (q, k, v, log_decay, rate)]
-    states = plane[rows.slots]
-    if rows.begins is not None:
-        states.index_fill_(0, rows.begins, 0.0)
+    states = rows.load(plane)
     out = v.new_zeros(rows.num_tokens + 1, *v.shape[1:])
     for rounds, advance in ((rows.blocks, advance_block), (rows.steps, advance_step)):
         for turn in rounds:
@@ -172,7 +183,7 @@ def gated_delta_rule(
                 out[turn.tokens], states = advance(states, *parts)
             else:
                 out[turn.tokens], states[turn.rows] = advance(states[turn.rows], *parts)
-    plane[rows.slots] = states
+    rows.store(plane, states)
     return out[: rows.num_tokens]
 
 
