@@ -24,23 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.forward_batch import HostRows, IntArray, to_device
+from pdserve.model.attention.interface import StateRows
+from pdserve.model.forward_batch import IntArray, to_device
 
 BLOCK = 64
 """Most tokens of a block."""
 _L2_EPS = 1e-6
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaState:
-    """One layer's planes of a STATE group, by slot; a step reads and overwrites the slots of its rows.
-
-    `conv` are q, k and v: `[slots, heads, head_dim, conv_kernel - 1]`, the last inputs of the convolution, oldest
-    first. `state` is float32 `[slots, value_heads, key_dim, value_dim]`.
-    """
-
-    conv: tuple[Tensor, Tensor, Tensor]
-    state: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,49 +45,46 @@ class Round:
 
 
 class DeltaRows:
-    """The rows of one step, and index tensors that its layers share."""
+    """Index tensors of a step's rows that its layers share."""
 
-    def __init__(self, host: HostRows, device: torch.device) -> None:
-        assert host.slots is not None, "rows of a model with state have slots"
-        self._host, self._device = host, device
-        lengths = host.ends - host.starts
-        self.num_rows, self.num_tokens = len(lengths), int(lengths.sum())
-        self._lengths: IntArray = lengths
-        self._recurrent: IntArray = np.clip(host.prompts, host.starts, host.ends)
-        """The first position of each row that takes the recurrent step."""
-        self._slots = to_device(host.slots.astype(np.int64), device)
-        is_kept = host.slots >= 0
-        self._kept = None if is_kept.all() else to_device(np.flatnonzero(is_kept), device)
-        begins = host.starts == 0
-        self.begins = to_device(np.flatnonzero(begins), device) if begins.any() else None
-        """The rows that begin at position 0, int64, whose slots are ignored; None: none."""
+    def __init__(self, rows: StateRows) -> None:
+        self._slots, self._device = rows.slots, rows.slots.device
+        self.num_rows = rows.num_rows
+        host, may_begin = rows.host, True
+        if host is None:
+            assert rows.is_decode, "rows of a captured step have one token each"
+            self._starts = self._recurrent = np.zeros(self.num_rows, dtype=np.int64)
+            self._lengths = np.ones(self.num_rows, dtype=np.int64)
+        else:
+            assert host.slots is not None, "rows of a model with state have slots"
+            may_begin = bool((host.starts == 0).any() or (host.slots < 0).any())
+            self._starts, self._lengths = host.starts, host.ends - host.starts
+            self._recurrent = np.clip(host.prompts, host.starts, host.ends)
+        self._begins = ((rows.starts == 0) | (rows.slots < 0)).view(-1, 1, 1, 1) if may_begin else None
+        self._offsets: IntArray = self._lengths.cumsum() - self._lengths
+        self.num_tokens = int(self._lengths.sum())
 
     def load(self, plane: Tensor) -> Tensor:
-        """Return each row's slot of `plane`, with zeros for rows that begin at position 0: a copy."""
+        """Return a copy of each row's slot of `plane`, `[R, heads, rows, width]`; zeros for rows that begin there."""
         states = plane[self._slots]
-        return states if self.begins is None else states.index_fill_(0, self.begins, 0.0)
+        return states if self._begins is None else states.masked_fill_(self._begins, 0.0)
 
     def store(self, plane: Tensor, states: Tensor) -> None:
-        """Overwrite each row's slot of `plane`, which converts the dtype. Rows with a negative slot have none."""
-        states = states.to(plane.dtype)
-        if self._kept is None:
-            plane[self._slots] = states
-        else:
-            plane[self._slots[self._kept]] = states[self._kept]
+        """Overwrite each row's slot of `plane`. Rows of padding write the last slot, which belongs to no request."""
+        plane[self._slots] = states.to(plane.dtype)
 
     @functools.cached_property
     def blocks(self) -> list[Round]:
         """The blocks of prompt tokens, in order: round i has block i of each row with that many blocks."""
-        host, ends = self._host, self._recurrent
-        first = host.starts // BLOCK
-        counts = np.where(ends > host.starts, -(-ends // BLOCK) - first, 0)
+        starts, ends = self._starts, self._recurrent
+        first = starts // BLOCK
+        counts = np.where(ends > starts, -(-ends // BLOCK) - first, 0)
         rounds = []
         for i in range(int(counts.max(initial=0))):
             rows = np.flatnonzero(counts > i)
             begin = (first[rows] + i) * BLOCK
-            start = np.maximum(begin, host.starts[rows])
-            positions = start[:, None] + np.arange(BLOCK)
-            tokens = positions + (host.offsets - host.starts)[rows, None]
+            positions = np.maximum(begin, starts[rows])[:, None] + np.arange(BLOCK)
+            tokens = positions + (self._offsets - starts)[rows, None]
             tokens[positions >= np.minimum(begin + BLOCK, ends[rows])[:, None]] = self.num_tokens
             rounds.append(self._round(rows, tokens))
         return rounds
@@ -106,11 +92,11 @@ class DeltaRows:
     @functools.cached_property
     def steps(self) -> list[Round]:
         """The recurrent steps, in order: round i has generated token i of each row with that many."""
-        counts = self._host.ends - self._recurrent
+        counts = self._starts + self._lengths - self._recurrent
         rounds = []
         for i in range(int(counts.max(initial=0))):
             rows = np.flatnonzero(counts > i)
-            rounds.append(self._round(rows, (self._host.offsets + self._recurrent - self._host.starts)[rows] + i))
+            rounds.append(self._round(rows, (self._offsets + self._recurrent - self._starts)[rows] + i))
         return rounds
 
     @functools.cached_property
@@ -124,7 +110,7 @@ class DeltaRows:
         """
         if num_kept not in self._convs:
             rows, lengths, kept = np.arange(self.num_rows), self._lengths, np.arange(num_kept)
-            begin = self._host.offsets + rows * num_kept
+            begin = self._offsets + rows * num_kept
             tokens = np.arange(self.num_tokens) + (rows.repeat(lengths) + 1) * num_kept
             earlier, last = ((at[:, None] + kept).flatten() for at in (begin, begin + lengths))
             self._convs[num_kept] = tuple(to_device(index, self._device) for index in (earlier, tokens, last))  # type: ignore[assignment]
@@ -138,8 +124,8 @@ class DeltaRows:
 def causal_conv(x: Tensor, weight: Tensor, planes: Sequence[Tensor], rows: DeltaRows) -> Tensor:
     """Convolve each channel of `[N, channels]` with the last inputs of its row, then apply SiLU: float32.
 
-    `weight` is `[channels, conv_kernel]`, the newest input last. `planes` are `DeltaState.conv`, whose heads and widths
-    together are the channels, in order.
+    `weight` is `[channels, conv_kernel]`, the newest input last. `planes` `[slots, heads, head_dim, conv_kernel - 1]`
+    are the last inputs of each request, oldest first. Their heads and widths together are the channels, in order.
     """
     num_kept = weight.shape[1] - 1
     earlier, tokens, last = rows.conv_index(num_kept)
@@ -164,8 +150,8 @@ def gated_delta_rule(
     """Apply the gated delta rule to the N tokens of `rows`, and store the new states.
 
     `q` and `k` are `[N, key_heads, key_dim]`, `v` `[N, value_heads, value_dim]`, `log_decay` (at most 0) and `rate`
-    `[N, value_heads]`, all float32. Queries and keys get norm 1; queries are scaled by `key_dim ** -0.5`. `plane` is
-    `DeltaState.state`.
+    `[N, value_heads]`, all float32. Queries and keys get norm 1; queries are scaled by `key_dim ** -0.5`. `plane` are
+    the states, float32 `[slots, value_heads, key_dim, value_dim]`.
 
     Returns:
         float32 `[N, value_heads, value_dim]`.

@@ -6,30 +6,81 @@ one tensor, in one of two orders; `ParamSlots.divide` gives each projection its 
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, part_of
+from pdserve.model.attention.interface import LayerStates
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
 from pdserve.model.layers.dense import Outputs, column_linear, row_linear
-from pdserve.model.layers.gated_delta import (
-    DeltaRows,
-    DeltaState,
-    causal_conv,
-    gated_delta_rule,
-    gated_norm,
-    log_decay_of,
-)
+from pdserve.model.layers.gated_delta import DeltaRows, causal_conv, gated_delta_rule, gated_norm, log_decay_of
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots, Piece
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class DeltaInputs:
+    """Outputs of a layer's projections for N tokens, and the weights of its recurrence.
+
+    `qkv` `[N, channels]`: q, k and v of this rank's heads. `b` and `a` `[N, num_value_heads]` give rate and decay.
+    `conv_weight` is `[channels, conv_kernel]`, `a_log` and `dt_bias` are float32 `[num_value_heads]`.
+    """
+
+    qkv: Tensor
+    b: Tensor
+    a: Tensor
+    conv_weight: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+
+
+class DeltaKernels(Protocol):
+    """The arithmetic of the layer between its projections."""
+
+    def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
+        """Apply convolution and delta rule, and advance the states: `[N, num_value_heads, value_dim]`.
+
+        The planes of `states` are `conv_q`, `conv_k`, `conv_v` and `state`; see `state_planes`.
+        """
+        ...
+
+    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return `weight * rms_norm(heads) * silu(z)` in the dtype of `z`; all have the shape that `mix` returns."""
+        ...
+
+
+class TorchDelta:
+    """Implements `DeltaKernels` with torch, in float32."""
+
+    def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
+        """See `DeltaKernels.mix`."""
+        rows, planes = states.rows.once("delta", lambda: DeltaRows(states.rows)), states.planes
+        convs = [planes[name] for name in ("conv_q", "conv_k", "conv_v")]
+        mixed = causal_conv(inputs.qkv, inputs.conv_weight, convs, rows)
+        key_width = inputs.num_key_heads * inputs.key_dim
+        q, k, v = mixed.split((key_width, key_width, mixed.shape[1] - 2 * key_width), -1)
+        q, k = (part.unflatten(-1, (-1, inputs.key_dim)) for part in (q, k))
+        v = v.unflatten(-1, (-1, inputs.value_dim))
+        log_decay = log_decay_of(inputs.a, inputs.a_log, inputs.dt_bias)
+        return gated_delta_rule(q, k, v, log_decay, torch.sigmoid(inputs.b.float()), planes["state"], rows)
+
+    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `DeltaKernels.norm`."""
+        return gated_norm(heads, z, weight, eps).to(z.dtype)
+
+
 class GatedDeltaNet:
     """A GatedDeltaNet layer: this rank's value heads and the key heads that they share, with the projections.
 
-    `local` is the layer's index on this rank. A rank has one key head where there are fewer than ranks. Convolution,
-    delta rule and norm compute in float32; the output has the dtype of `x`.
+    `local` is the layer's index on this rank. A rank has one key head where there are fewer than ranks.
     """
 
     def __init__(
@@ -44,6 +95,7 @@ class GatedDeltaNet:
         parallel: Parallel,
     ) -> None:
         self._parallel, self.local, self.eps = parallel, local, eps
+        self.kernels: DeltaKernels = TorchDelta()
         keys, values = delta_head_shares(spec, parallel.coord)
         self.num_key_heads, self.num_value_heads = len(keys), len(values)
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
@@ -75,21 +127,18 @@ class GatedDeltaNet:
         self.norm_weight = params.new(f"{names.delta_norm}.weight", spec.value_dim)
         self.out = row_linear(kernels, params, names.delta_out, hidden_size, outputs[2], bias=False, adds_bias=False)
 
-    def __call__(self, x: Tensor, state: DeltaState, rows: DeltaRows) -> Tensor:
+    def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks, and advance the states of the rows."""
-        key_width, value_width = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
-        widths = (2 * key_width + value_width, value_width, self.num_value_heads, self.num_value_heads)
+        value_width = self.num_value_heads * self.value_dim
+        widths = (len(self.conv_weight), value_width, self.num_value_heads, self.num_value_heads)
         qkv, z, b, a = self.project(x).split(widths, -1)
-        mixed = causal_conv(qkv, self.conv_weight, state.conv, rows).split((key_width, key_width, value_width), -1)
-        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(mixed, self._dims, strict=True))
-        log_decay, rate = log_decay_of(a, self.a_log, self.dt_bias), torch.sigmoid(b.float())
-        heads = gated_delta_rule(q, k, v, log_decay, rate, state.state, rows)
-        normed = gated_norm(heads, z.unflatten(-1, (-1, self.value_dim)), self.norm_weight, self.eps)
-        return self._parallel.all_reduce(self.out(normed.flatten(1).to(x.dtype)))
-
-    @property
-    def _dims(self) -> tuple[int, int, int]:
-        return self.key_dim, self.key_dim, self.value_dim
+        inputs = DeltaInputs(
+            qkv, b, a, self.conv_weight, self.a_log, self.dt_bias,
+            self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim,
+        )  # fmt: skip
+        heads = self.kernels.mix(inputs, states)
+        normed = self.kernels.norm(heads, z.unflatten(-1, (-1, self.value_dim)), self.norm_weight, self.eps)
+        return self._parallel.all_reduce(self.out(normed.flatten(1)))
 
 
 def delta_head_shares(spec: GatedDeltaSpec, coord: RankCoord) -> tuple[range, range]:

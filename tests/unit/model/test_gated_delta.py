@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from pdserve.model.attention.state_slots import state_rows
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
@@ -111,7 +112,8 @@ def rows_of(rows: Sequence[Row], slots: Sequence[int]) -> DeltaRows:
     starts, ends, prompts = (np.array([getattr(row, name) for row in rows]) for name in ("start", "end", "num_prompt"))
     offsets = np.cumsum(ends - starts) - (ends - starts)
     taken = np.array([slots[row.request] for row in rows], dtype=np.int32)
-    return DeltaRows(HostRows(starts, ends, offsets, prompts, np.zeros((len(rows), 1), np.int32), slots=taken), CPU)
+    host = HostRows(starts, ends, offsets, prompts, np.zeros((len(rows), 1), np.int32), slots=taken)
+    return DeltaRows(state_rows(host, CPU))
 
 
 def whole_prompts(*requests: int) -> list[Row]:

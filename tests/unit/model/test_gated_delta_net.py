@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pdserve.model.attention.state_slots import state_rows
 from torch import Tensor
 from transformers import DynamicCache, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -16,10 +17,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import ModelError
+from pdserve.model.attention.interface import LayerStates, StateRows
 from pdserve.model.config import state_planes
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
-from pdserve.model.layers.gated_delta import DeltaRows, DeltaState
 from pdserve.model.layers.gated_delta_net import GatedDeltaNet
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.parallel import SingleRank
@@ -58,15 +59,15 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """One rank's layer and its state of two slots."""
+    """One rank's layer and its planes of three slots."""
 
     layer: GatedDeltaNet
     params: ParamSlots
-    state: DeltaState
+    planes: dict[str, Tensor]
 
-    def step(self, x: Tensor, rows: DeltaRows) -> Tensor:
+    def step(self, x: Tensor, rows: StateRows) -> Tensor:
         with torch.inference_mode():
-            return self.layer(x, self.state, rows)
+            return self.layer(x, LayerStates(rows, self.planes))
 
 
 def make_rank(spec: GatedDeltaSpec, tensors: dict[str, Tensor], coord: RankCoord) -> Rank:
@@ -77,8 +78,8 @@ def make_rank(spec: GatedDeltaSpec, tensors: dict[str, Tensor], coord: RankCoord
         params.fill(f"linear_attn.{name}", Stored(tensor))
     params.check_filled("here")
     planes = [plane.of_rank(coord) for plane in state_planes(spec, "float32")]
-    q, k, v, state = (torch.full((3, plane.num_heads, plane.rows, plane.width), math.nan) for plane in planes)
-    return Rank(layer, params, DeltaState((q, k, v), state))
+    shapes = {plane.name: (3, plane.num_heads, plane.rows, plane.width) for plane in planes}
+    return Rank(layer, params, {name: torch.full(shape, math.nan) for name, shape in shapes.items()})
 
 
 def make_reference(interleaved: bool) -> Any:
@@ -94,11 +95,11 @@ def make_reference(interleaved: bool) -> Any:
     return module.eval()
 
 
-def rows_of(starts: list[int], ends: list[int], prompts: list[int]) -> DeltaRows:
+def rows_of(starts: list[int], ends: list[int], prompts: list[int]) -> StateRows:
     first, last = np.array(starts), np.array(ends)
     offsets = np.cumsum(last - first) - (last - first)
     slots = np.array([2, 0], dtype=np.int32)[: len(starts)]
-    return DeltaRows(HostRows(first, last, offsets, np.array(prompts), np.zeros((2, 1), np.int32), slots=slots), CPU)
+    return state_rows(HostRows(first, last, offsets, np.array(prompts), np.zeros((2, 1), np.int32), slots=slots), CPU)
 
 
 @pytest.mark.parametrize("interleaved", [True, False], ids=["qwen3_next", "qwen3_5"])
@@ -121,17 +122,12 @@ def test_ranks_add_up_to_the_module_of_transformers(interleaved: bool, tp_size: 
         found = sum(rank.step(batch, rows) for rank in ranks)
         torch.testing.assert_close(found, torch.cat([parts[turn] for parts in expected]), atol=2e-5, rtol=1e-4)
         whole.step(batch, rows)
-    held = [planes_of(rank) for rank in ranks]
-    for index, plane in enumerate(state_planes(spec, "float32")):
-        for rank, planes in enumerate(held):
-            heads = plane.heads_of(shape.coord(rank))
-            torch.testing.assert_close(planes[index], planes_of(whole)[index][:, heads], equal_nan=True)
+    for plane in state_planes(spec, "float32"):
+        for index, rank in enumerate(ranks):
+            heads = plane.heads_of(shape.coord(index))
+            torch.testing.assert_close(rank.planes[plane.name], whole.planes[plane.name][:, heads], equal_nan=True)
     merged = fingerprint_of([rank.params.samples() for rank in ranks])
     assert merged == fingerprint_of([whole.params.samples()])
-
-
-def planes_of(rank: Rank) -> tuple[Tensor, ...]:
-    return (*rank.state.conv, rank.state.state)
 
 
 def module_config(interleaved: bool) -> Any:
