@@ -286,14 +286,10 @@ def beyond_kernels(spec: ModelSpec) -> str | None:
 def _not_implemented(spec: ModelSpec) -> str | None:
     """Name the first feature of the layers that no native code has; None: there is none."""
     for op in spec.operations:
-        if isinstance(op, GatedDeltaSpec):
-            return "linear_attention (the gated delta rule)"
         if isinstance(op, AttentionSpec) and op.softcap is not None:
             return "attn_logit_softcapping"
         if isinstance(op, AttentionSpec) and op.sinks:
             return "attention with sinks"
-        if isinstance(op, AttentionSpec) and op.output_gate:
-            return "attention with output gates"
     several = len({(op.num_kv_heads, op.head_dim, op.window) for op in spec.attentions}) > 1
     windows = [op.window for op in spec.attentions if op.window is not None]
     if windows or several:

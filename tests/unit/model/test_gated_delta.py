@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from pdserve.model.attention.state_slots import state_rows
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
+from pdserve.model.attention.state_slots import state_rows
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.layers.gated_delta import (
     BLOCK,

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pdserve.model.attention.state_slots import state_rows
 from torch import Tensor
 from transformers import DynamicCache, Qwen3_5TextConfig, Qwen3NextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
@@ -18,6 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDel
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import ModelError
 from pdserve.model.attention.interface import LayerStates, StateRows
+from pdserve.model.attention.state_slots import state_rows
 from pdserve.model.config import state_planes
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
