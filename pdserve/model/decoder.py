@@ -17,6 +17,7 @@ from pdserve.model.attention.interface import Heads, StepAttention
 from pdserve.model.attention.layer_backends import states_of
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
@@ -31,7 +32,6 @@ from pdserve.model.layers.dense import (
     vocab_rows,
 )
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.layers.gated_delta_net import GatedDeltaNet
 from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
 from pdserve.model.parallel import Parallel, SingleRank

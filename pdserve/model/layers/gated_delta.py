@@ -24,8 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.attention.interface import StateRows
-from pdserve.model.forward_batch import IntArray, to_device
+from pdserve.model.forward_batch import HostRows, IntArray, to_device
 
 BLOCK = 64
 """Most tokens of a block."""
@@ -45,14 +44,16 @@ class Round:
 
 
 class DeltaRows:
-    """Index tensors of a step's rows that its layers share."""
+    """Index tensors of a step's rows that its layers share.
 
-    def __init__(self, rows: StateRows) -> None:
-        self._slots, self._device = rows.slots, rows.slots.device
-        self.num_rows = rows.num_rows
-        host, may_begin = rows.host, True
+    `slots` and `starts` are int64 `[R]` on the device; a row with a negative slot is padding. `host` are the same rows;
+    None: each row has one token, which was generated.
+    """
+
+    def __init__(self, slots: Tensor, starts: Tensor, host: HostRows | None) -> None:
+        self._slots, self._device = slots, slots.device
+        self.num_rows, may_begin = len(slots), True
         if host is None:
-            assert rows.is_decode, "rows of a captured step have one token each"
             self._starts = self._recurrent = np.zeros(self.num_rows, dtype=np.int64)
             self._lengths = np.ones(self.num_rows, dtype=np.int64)
         else:
@@ -60,7 +61,7 @@ class DeltaRows:
             may_begin = bool((host.starts == 0).any() or (host.slots < 0).any())
             self._starts, self._lengths = host.starts, host.ends - host.starts
             self._recurrent = np.clip(host.prompts, host.starts, host.ends)
-        self._begins = ((rows.starts == 0) | (rows.slots < 0)).view(-1, 1, 1, 1) if may_begin else None
+        self._begins = ((starts == 0) | (slots < 0)).view(-1, 1, 1, 1) if may_begin else None
         self._offsets: IntArray = self._lengths.cumsum() - self._lengths
         self.num_tokens = int(self._lengths.sum())
 

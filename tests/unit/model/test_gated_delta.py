@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
-from pdserve.model.attention.state_slots import state_rows
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.layers.gated_delta import (
     BLOCK,
@@ -23,7 +22,6 @@ from pdserve.model.layers.gated_delta import (
     log_decay_of,
 )
 
-CPU = torch.device("cpu")
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 2, 4, 8, 12, 4
 LENGTHS = (1, 63, 64, 65, 300)
 NUM_SLOTS = 9
@@ -113,7 +111,7 @@ def rows_of(rows: Sequence[Row], slots: Sequence[int]) -> DeltaRows:
     offsets = np.cumsum(ends - starts) - (ends - starts)
     taken = np.array([slots[row.request] for row in rows], dtype=np.int32)
     host = HostRows(starts, ends, offsets, prompts, np.zeros((len(rows), 1), np.int32), slots=taken)
-    return DeltaRows(state_rows(host, CPU))
+    return DeltaRows(torch.from_numpy(taken.astype(np.int64)), torch.from_numpy(starts), host)
 
 
 def whole_prompts(*requests: int) -> list[Row]:

@@ -20,8 +20,8 @@ from pdserve.model.attention.interface import LayerStates, StateRows
 from pdserve.model.attention.state_slots import state_rows
 from pdserve.model.config import state_planes
 from pdserve.model.forward_batch import HostRows
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
-from pdserve.model.layers.gated_delta_net import GatedDeltaNet
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import ParamSlots, fingerprint_of

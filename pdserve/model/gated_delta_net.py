@@ -62,7 +62,8 @@ class TorchDelta:
 
     def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
         """See `DeltaKernels.mix`."""
-        rows, planes = states.rows.once("delta", lambda: DeltaRows(states.rows)), states.planes
+        planes = states.planes
+        rows = states.rows.once("delta", lambda: DeltaRows(states.rows.slots, states.rows.starts, states.rows.host))
         convs = [planes[name] for name in ("conv_q", "conv_k", "conv_v")]
         mixed = causal_conv(inputs.qkv, inputs.conv_weight, convs, rows)
         key_width = inputs.num_key_heads * inputs.key_dim
