@@ -126,6 +126,8 @@ def _extend(
     for begin in range(seen_by_all, high, BLOCK_KEYS):
         positions = begin + tl.arange(0, BLOCK_KEYS)
         is_read = positions < high
+        if HAS_WINDOW:  # pages behind the window belong to other rows, or to none
+            is_read = is_read & (positions > low - window)
         rows = page_rows(of_head, line, positions, is_read, page_stride, PAGE, DIM)
         cells_read = is_read[:, None] & is_dim[None, :]
         keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
