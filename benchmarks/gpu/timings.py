@@ -254,7 +254,7 @@ class Timer:
 def shape_of(built: LoadedEngine) -> Shape:
     """Counts for the floors; all weights but the embedding, the head and experts are applied to every token."""
     spec, width = built.spec, DTYPE_BYTES[built.dtype]
-    heads = spec.attention
+    heads = spec.attentions[0]
     head = spec.vocab_size * spec.hidden_size
     layers = built.executor.weight_bytes // width - head * (1 if spec.tied_embeddings else 2)
     if spec.moe is None:

@@ -28,7 +28,7 @@ from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_ca
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
-from pdserve.model.config import ModelSpec
+from pdserve.model.config import ModelSpec, beyond_kernels
 from pdserve.model.decoder import Decoder
 from pdserve.model.gpu import runtime
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
@@ -54,12 +54,16 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
         return "batch_invariant"
     if asked == "torch":
         return "torch"
+    beyond = beyond_kernels(spec)
     if asked == "auto":
         if device.type != "cuda" or runtime.cannot_run(device) is not None:
             return "torch"
+        if beyond is not None:
+            _LOG.info("attention is by torch: %s, which the GPU kernels do not have", beyond)
+            return "torch"
         return "triton" if _no_flashinfer(spec, dtype, device) is not None else "flashinfer"
     reason = _no_flashinfer(spec, dtype, device) if asked == "flashinfer" else None
-    reason = reason or runtime.cannot_run(device)
+    reason = reason or beyond or runtime.cannot_run(device)
     if reason is not None:
         raise _refusal(asked, reason)
     return asked
@@ -109,7 +113,7 @@ def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
-    return flashinfer_cannot_run(spec.attention.head_dim, dtype)
+    return next(filter(None, (flashinfer_cannot_run(heads.head_dim, dtype) for heads in spec.attentions)), None)
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:

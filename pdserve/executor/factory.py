@@ -297,15 +297,12 @@ def _attention(
     was_asked_for: bool,
 ) -> AttentionBackend:
     """Make the attention backend over the pages of `pools`; models that attend on their own are bound to them."""
-    if not isinstance(model, NativeDecoder | Decoder):
+    if not isinstance(model, Decoder):
         model.bind(pools)
         return AttentionInProgram()
-    (pool,) = pools
+    (pool,), (heads,) = pools, model.spec.attentions
     assert isinstance(pool, KVPool)
-    if isinstance(model, NativeDecoder):
-        model.bind(pool)
-        return AttentionInProgram()
-    num_heads = model.spec.attention.num_heads // coord.shape.tp_size
+    num_heads = heads.num_heads // coord.shape.tp_size
     return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for)
 
 

@@ -32,12 +32,16 @@ class TritonKernels(FastKernels):
         """See `Kernels.swiglu`."""
         return elementwise.swiglu(gate, up)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""
+        if offset:
+            return super().norm(x, weight, eps, offset)
         return elementwise.rms_norm(x, weight, eps)
 
-    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.add_norm`."""
+        if offset:
+            return super().add_norm(x, more, weight, eps, offset)
         return elementwise.add_rms_norm(x, more, weight, eps)
 
     def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

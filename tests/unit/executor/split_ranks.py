@@ -189,7 +189,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
     layout = kv_layout(spec, 16, "float32")
     pool = KVPool(layout.groups[0].of_rank(parallel.coord), 12, cpu)
-    attention, table = Recorded(TorchAttention(pool, spec.attention.num_heads, cpu)), PageTable(1, 12)
+    attention, table = Recorded(TorchAttention(pool, spec.attentions[0].num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
     parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.coord.shape.pp_size, MIN_TOKENS["cpu"])

@@ -86,7 +86,7 @@ class Serving:
         self._model = Decoder(spec, torch.float16, device, TritonKernels())
         self._layout = kv_layout(spec, PAGE_TOKENS, "float16")
         self._pool = KVPool(self._layout.groups[0], 1, device)
-        self._attention = TritonAttention(self._pool, spec.attention.num_heads, device)
+        self._attention = TritonAttention(self._pool, spec.attentions[0].num_heads, device)
         self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
 
     def warm_up(self, max_rows: int) -> None:

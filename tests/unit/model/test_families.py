@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from pdserve.model.families import FAMILIES
 from pdserve.model.families.family import Family, HFConfig
 from pdserve.model.families.llama import LLAMA
-from pdserve.model.families.qwen import QWEN3_MOE
+from pdserve.model.families.qwen3_moe import QWEN3_MOE
 from pdserve.model.layer_spec import DecoderLayerSpec, LayerNames, WeightNames
 from pdserve.model.loader import read_spec
 from pdserve.model.rope import RopeSpec
