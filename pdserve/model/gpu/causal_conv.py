@@ -11,37 +11,34 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, power_of_2
-from pdserve.model.gpu.state_rows import CHUNK, StatePlanes, StateRows
+from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, StateChunks, StatePlanes
 
 _DECODE_CHANNELS = 256
 _CHUNK_CHANNELS = 64
 
 
-def conv_decode(
-    x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, slots: Tensor, starts: Tensor, tokens: Tensor
-) -> None:
+def conv_decode(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, rows: DecodeStateRows) -> None:
     """Convolve the one new token of each row.
 
     `x`, `out` `[N, C]`: the channels of q, k and v, `C = 2 * Hk * dk + Hv * dv`, the last dimension contiguous.
-    `weight` `[C, taps]`, contiguous, the weight of the token's own input last. `slots`, `starts` int32 `[R]` as in
-    `StateRows`. `tokens` int32 `[R]`: the row's index in `x` and `out`.
+    `weight` `[C, taps]`, contiguous, the weight of the token's own input last.
     """
-    if len(slots):
+    if len(rows.slots):
         block = min(_DECODE_CHANNELS, power_of_2(max(_widths(planes))))
-        _conv_decode[(len(slots), _num_blocks(planes, block))](
-            x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v, slots, starts, tokens,
+        _conv_decode[(len(rows.slots), _num_blocks(planes, block))](
+            x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v, rows.slots, rows.starts, rows.tokens,
             x.stride(0), out.stride(0), _slot_stride(planes),
             **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), num_warps=4, **chaining(x.device),
         )  # fmt: skip
 
 
-def conv_chunks(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, rows: StateRows) -> None:
+def conv_chunks(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, rows: StateChunks) -> None:
     """Convolve the new tokens of the rows with chunks; arguments as for `conv_decode`."""
     if len(rows.chunks):
         block = min(_CHUNK_CHANNELS, power_of_2(max(_widths(planes))))
         _conv_chunks[(len(rows.chunks), _num_blocks(planes, block))](
             x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v,
-            rows.slots, rows.starts, rows.ends, rows.offsets, rows.chunks,
+            rows.slots, rows.starts, rows.offsets, rows.chunks,
             x.stride(0), out.stride(0), _slot_stride(planes),
             **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), TOKENS=CHUNK,
             num_warps=4, **chaining(x.device),
@@ -86,7 +83,7 @@ def _channels(block, conv_q, conv_k, conv_v, KEY_WIDTH: tl.constexpr, VALUE_WIDT
     return plane, channel, part * KEY_WIDTH + channel, is_channel
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "tokens"])  # the number of rows may decide it
 def _conv_decode(
     x, out, weight, conv_q, conv_k, conv_v, slots, starts, tokens, x_stride, out_stride, slot_stride,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
@@ -97,8 +94,7 @@ def _conv_decode(
     plane, channel, at, is_channel = _channels(
         tl.program_id(1), conv_q, conv_k, conv_v, KEY_WIDTH, VALUE_WIDTH, BLOCK
     )  # fmt: skip
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row)
-    token = tl.load(tokens + row).to(tl.int64)
+    slot, start, token = tl.load(slots + row), tl.load(starts + row), tl.load(tokens + row)
     columns = tl.arange(0, COLUMNS)
     cells = is_channel[:, None] & (columns < TAPS - 1)[None, :]
     of_state = plane + slot * slot_stride + channel * (TAPS - 1)
@@ -118,9 +114,9 @@ def _conv_decode(
     tl.store(of_state + TAPS - 2, new, mask=is_channel & (slot >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "offsets"])
 def _conv_chunks(
-    x, out, weight, conv_q, conv_k, conv_v, slots, starts, ends, offsets, chunks, x_stride, out_stride, slot_stride,
+    x, out, weight, conv_q, conv_k, conv_v, slots, starts, offsets, chunks, x_stride, out_stride, slot_stride,
     KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, TOKENS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -137,10 +133,11 @@ def _conv_chunks(
         tl.program_id(1), conv_q, conv_k, conv_v, KEY_WIDTH, VALUE_WIDTH, BLOCK
     )  # fmt: skip
     row = tl.load(chunks + 2 * chunk)
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row)
+    slot, start = tl.load(slots + row), tl.load(starts + row)
+    offset = tl.load(offsets + row)
+    num_new = tl.load(offsets + row + 1) - offset
     index = tl.load(chunks + 2 * chunk + 1) - start // TOKENS
-    num_new = tl.load(ends + row) - start
-    of_row = x + tl.load(offsets + row).to(tl.int64) * x_stride
+    of_row = x + offset * x_stride
     of_state = plane + slot * slot_stride + channel * (TAPS - 1)
     has_state = (index == 0) & (slot >= 0) & (start > 0)
     new = index * TOKENS + tl.arange(0, TOKENS)
@@ -149,14 +146,13 @@ def _conv_chunks(
         token = new + (tap - (TAPS - 1))
         is_new = ((token >= 0) & (token < num_new))[:, None] & is_channel[None, :]
         is_old = (token < 0)[:, None] & is_channel[None, :] & has_state
-        value = tl.load(of_row + token[:, None].to(tl.int64) * x_stride + at[None, :], mask=is_new, other=0.0)
+        value = tl.load(of_row + token[:, None] * x_stride + at[None, :], mask=is_new, other=0.0)
         older = tl.load(of_state[None, :] + (token + (TAPS - 1))[:, None], mask=is_old, other=0.0)
         factor = tl.load(weight + at * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
         total += (value.to(tl.float32) + older.to(tl.float32)) * factor[None, :]
-    to = out + tl.load(offsets + row).to(tl.int64) * out_stride
     is_out = (new < num_new)[:, None] & is_channel[None, :]
     tl.store(
-        to + new[:, None].to(tl.int64) * out_stride + at[None, :],
+        out + (offset + new)[:, None] * out_stride + at[None, :],
         (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=is_out,
     )  # fmt: skip
     if index == 0:
@@ -164,7 +160,7 @@ def _conv_chunks(
         token = num_new + columns - (TAPS - 1)
         cells = is_channel[:, None] & (columns < TAPS - 1)[None, :]
         last = tl.load(
-            of_row + token[None, :].to(tl.int64) * x_stride + at[:, None], mask=cells & (token >= 0)[None, :], other=0.0
+            of_row + token[None, :] * x_stride + at[:, None], mask=cells & (token >= 0)[None, :], other=0.0
         )  # fmt: skip
         older = tl.load(
             of_state[:, None] + (token + (TAPS - 1))[None, :], mask=cells & (token < 0)[None, :] & has_state, other=0.0

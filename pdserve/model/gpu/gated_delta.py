@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
+from pdserve.model.gpu.state_rows import DecodeStateRows, StatePlanes
 
 _MAX_BLOCK_V = 32
 _MIN_BLOCK_V = 8
@@ -26,28 +27,23 @@ def delta_decode(
     a_log: Tensor,
     dt_bias: Tensor,
     out: Tensor,
-    state: Tensor,
-    slots: Tensor,
-    starts: Tensor,
-    tokens: Tensor,
-    *,
-    num_key_heads: int,
+    planes: StatePlanes,
+    rows: DecodeStateRows,
 ) -> None:
     """Compute the one new token of each row, and update the row's state in place.
 
     `mixed` `[N, 2 * Hk * dk + Hv * dv]`: q, k and v of each token behind the convolution. `a`, `b` `[N, Hv]`: the
     projections to decay and strength. `a_log`, `dt_bias` `[Hv]`. `out` `[N, Hv, dv]`. Rows of `mixed`, `a`, `b` and
-    `out` may lie apart. `state` float32 `[S, Hv, dk, dv]`, contiguous within a slot. `slots`, `starts`, `tokens` as for
-    `conv_decode`. Value head i uses key head `i // (Hv // Hk)`.
+    `out` may lie apart. Value head i uses key head `i // (Hv // Hk)`.
     """
-    num_heads, key_dim, value_dim = state.shape[1:]
-    if len(slots):
-        block = _block_v(len(slots) * num_heads, value_dim, mixed.device)
-        _delta_decode[(len(slots), num_heads, triton.cdiv(value_dim, block))](
-            mixed, a, b, a_log, dt_bias, out, state, slots, starts, tokens,
-            mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), state.stride(0), key_dim**-0.5,
-            KEY_HEADS=num_key_heads, GROUP=num_heads // num_key_heads, DK=key_dim, DV=value_dim,
-            BLOCK_K=power_of_2(key_dim), BLOCK_V=block, num_warps=4, **chaining(mixed.device),
+    num_rows, num_heads, dk, dv = len(rows.slots), planes.num_value_heads, planes.key_dim, planes.value_dim
+    if num_rows:
+        block = _block_v(num_rows * num_heads, dv, mixed.device)
+        _delta_decode[(num_rows, num_heads, triton.cdiv(dv, block))](
+            mixed, a, b, a_log, dt_bias, out, planes.state, rows.slots, rows.starts, rows.tokens,
+            mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), dk**-0.5,
+            KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
+            BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=4, **chaining(mixed.device),
         )  # fmt: skip
 
 
@@ -91,7 +87,7 @@ def unit_scale(squares):
     return 1.0 / tl.sqrt(squares + 1e-6)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts", "tokens"])
 def _delta_decode(
     mixed, a, b, a_log, dt_bias, out, state, slots, starts, tokens,
     mixed_stride, a_stride, b_stride, out_stride, slot_stride, scale,
@@ -100,8 +96,7 @@ def _delta_decode(
 ):  # fmt: skip
     """One row, one value head and one block of the state's columns."""
     row, head = tl.program_id(0), tl.program_id(1)
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row)
-    token = tl.load(tokens + row).to(tl.int64)
+    slot, start, token = tl.load(slots + row), tl.load(starts + row), tl.load(tokens + row)
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_k, is_v = along_k < DK, along_v < DV

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pdserve.model.gpu.gated_delta import decay_and_strength, unit_scale
 from pdserve.model.gpu.runtime import chaining, power_of_2
-from pdserve.model.gpu.state_rows import CHUNK, StatePlanes, StateRows
+from pdserve.model.gpu.state_rows import CHUNK, StateChunks, StatePlanes
 
 _LEAST_DIM = 16
 """Minimum width of a tensor-core product."""
@@ -28,7 +28,7 @@ _SUB = 16
 
 def delta_prefill(
     mixed: Tensor, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, out: Tensor, planes: StatePlanes,
-    rows: StateRows,
+    rows: StateChunks,
 ) -> None:  # fmt: skip
     """Compute the new tokens of the rows with chunks, and update the rows' states; arguments as for `delta_decode`.
 
@@ -48,13 +48,13 @@ def delta_prefill(
     shape = {"KEY_HEADS": key_heads, "GROUP": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_K": block_k}
     options = {"CHUNK": CHUNK, "PRECISION": "tf32x3" if mixed.dtype == torch.float32 else "tf32"}
     chained = chaining(mixed.device)
-    of_rows = (rows.starts, rows.ends, rows.offsets, rows.chunks)
+    of_rows = (rows.starts, rows.offsets, rows.chunks)
     _prepare[(num_chunks, heads)](
         mixed, a, b, a_log, dt_bias, keys, w, u, decay, *of_rows, mixed.stride(0), a.stride(0), b.stride(0),
         **shape, **options, BLOCK_V=min(64, all_v), SUB=_SUB, num_warps=4, num_stages=2, **chained,
     )  # fmt: skip
     block = min(32, all_v)
-    _pass_state[(len(rows.chunk_starts) - 1, heads, triton.cdiv(dv, block))](
+    _pass_state[(rows.num_rows, heads, triton.cdiv(dv, block))](
         keys, w, u, decay, states, planes.state, rows.slots, rows.starts, rows.chunks, rows.chunk_starts,
         planes.state.stride(0), **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,
     )  # fmt: skip
@@ -102,18 +102,18 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, SUB: tl.constexpr):
 
 
 @triton.jit
-def _tokens(chunk, starts, ends, offsets, chunks, CHUNK: tl.constexpr):
-    """Return the flat indices of a chunk's positions, and which of them are new tokens of its row."""
+def _tokens(chunk, starts, offsets, chunks, CHUNK: tl.constexpr):
+    """Return the flat indices of a chunk's positions, int64, and which of them are new tokens of its row."""
     row = tl.load(chunks + 2 * chunk)
-    start, end = tl.load(starts + row), tl.load(ends + row)
+    first, last = tl.load(offsets + row), tl.load(offsets + row + 1)
     position = tl.load(chunks + 2 * chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-    token = tl.load(offsets + row) + position - start
-    return token.to(tl.int64), (position >= start) & (position < end)
+    token = first + position - tl.load(starts + row)
+    return token, (token >= first) & (token < last)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "offsets"])  # the number of rows may decide it
 def _prepare(
-    mixed, a, b, a_log, dt_bias, keys, w, u, decay, starts, ends, offsets, chunks, mixed_stride, a_stride, b_stride,
+    mixed, a, b, a_log, dt_bias, keys, w, u, decay, starts, offsets, chunks, mixed_stride, a_stride, b_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +123,7 @@ def _prepare(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    token, is_token = _tokens(chunk, starts, ends, offsets, chunks, CHUNK)
+    token, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     is_k = along_k < DK
@@ -164,7 +164,7 @@ def _prepare(
         tl.store(u + (pair * CHUNK + at[:, None]) * DV + along_v[None, :], found.to(dtype), mask=is_v[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
 def _pass_state(
     keys, w, u, decay, states, state, slots, starts, chunks, chunk_starts, slot_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -175,9 +175,10 @@ def _pass_state(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(1)
-    first, last = tl.load(chunk_starts + tl.program_id(0)), tl.load(chunk_starts + tl.program_id(0) + 1)
+    of_row = chunk_starts + tl.program_id(0)
+    first, last = tl.load(of_row).to(tl.int64), tl.load(of_row + 1).to(tl.int64)
     row = tl.load(chunks + 2 * first)
-    slot, start = tl.load(slots + row).to(tl.int64), tl.load(starts + row)
+    slot, start = tl.load(slots + row), tl.load(starts + row)
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -187,8 +188,8 @@ def _pass_state(
     of_slot = state + slot * slot_stride + head * DK * DV + within
     values = tl.load(of_slot, mask=cells & (slot >= 0) & (start > 0), other=0.0)
     for chunk in range(first, last):
-        pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
-        of_key = keys + (chunk.to(tl.int64) * KEY_HEADS + head // GROUP) * CHUNK * DK
+        pair = chunk * KEY_HEADS * GROUP + head
+        of_key = keys + (chunk * KEY_HEADS + head // GROUP) * CHUNK * DK
         narrow = values.to(keys.dtype.element_ty)
         tl.store(states + pair * DK * DV + within, narrow, mask=cells)
         weights = tl.load(w + (pair * CHUNK + at[:, None]) * DK + along_k[None, :], mask=is_k, other=0.0)
@@ -204,9 +205,9 @@ def _pass_state(
     tl.store(of_slot, values, mask=cells & (slot >= 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["starts", "offsets"])
 def _outputs(
-    mixed, keys, delta, decay, states, out, starts, ends, offsets, chunks, mixed_stride, out_stride, scale,
+    mixed, keys, delta, decay, states, out, starts, offsets, chunks, mixed_stride, out_stride, scale,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -216,7 +217,7 @@ def _outputs(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    token, is_token = _tokens(chunk, starts, ends, offsets, chunks, CHUNK)
+    token, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
     pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)

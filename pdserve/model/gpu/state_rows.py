@@ -51,19 +51,35 @@ class StatePlanes:
 
 
 @dataclasses.dataclass(frozen=True)
-class StateRows:
-    """Rows on the device, int32. The first `num_decode` rows have one new token each; `chunks` cover the other rows.
+class DecodeStateRows:
+    """Rows with one new token each, int64 `[R]` on the device.
 
-    Row r computes positions `[starts[r], ends[r])`; its first token has index `offsets[r]` in the flat batch; its state
-    is in slot `slots[r]`. A negative slot is neither read nor written. A row with a start of 0 begins from zero,
-    whatever its slot holds. `slots`, `starts`, `ends`, `offsets` `[R]`. `chunks` `[T, 2]`: row and chunk of each chunk
-    with new tokens, row after row. `chunk_starts` `[R - num_decode + 1]`: the first entry of each row, and T.
+    Row r computes position `starts[r]`, whose index in the flat batch is `tokens[r]`; its state is in slot `slots[r]`.
+    A negative slot is neither read nor written. A row with a start of 0 begins from zero, whatever its slot holds.
     """
 
     slots: Tensor
     starts: Tensor
-    ends: Tensor
+    tokens: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class StateChunks:
+    """The chunks of the rows of a step with several new tokens.
+
+    `slots`, `starts` int64 `[R]` as in `DecodeStateRows`, of all rows; row r has the tokens
+    `[offsets[r], offsets[r + 1])` of the flat batch: int64 `[R + 1]`. `chunks` int32 `[T, 2]`: row and chunk of each
+    chunk with new tokens, row after row. `chunk_starts` int32 `[C + 1]`: where the chunks of each of the C rows begin,
+    and T.
+    """
+
+    slots: Tensor
+    starts: Tensor
     offsets: Tensor
     chunks: Tensor
     chunk_starts: Tensor
-    num_decode: int
+
+    @property
+    def num_rows(self) -> int:
+        """C, the rows that have chunks."""
+        return len(self.chunk_starts) - 1
