@@ -46,6 +46,10 @@ class AttentionMask:
     softcap: float = 0.0
 
 
+EVERYTHING = AttentionMask()
+"""No window and no cap."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FreshKV:
     """Unfinished heads and write targets of the new tokens; arguments as for `place_heads`.
@@ -62,6 +66,7 @@ class FreshKV:
     k_norm: Tensor | None
     eps: float
     norm_offset: float = 0.0
+    has_gates: bool = False
 
 
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
@@ -86,7 +91,7 @@ def attend_decode(
     *,
     scale: float,
     parts: int,
-    mask: AttentionMask = AttentionMask(),
+    mask: AttentionMask = EVERYTHING,
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.
@@ -118,6 +123,7 @@ def attend_decode(
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
         BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, MOST_PARTS=_MAX_PARTS, IS_WHOLE=parts == 1,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
+        QUERY_STEP=2 if fresh is not None and fresh.has_gates else 1,
         ROTARY=dim if fresh is None else fresh.cos.shape[-1],
         HAS_NORM=fresh is not None and fresh.q_norm is not None,
         NORM_OFFSET=0.0 if fresh is None else fresh.norm_offset,
@@ -162,7 +168,8 @@ def _decode(
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, MOST_PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr,
-    ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr, CHAINED: tl.constexpr,
+    QUERY_STEP: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, and one part of the keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -199,8 +206,8 @@ def _decode(
             stored = tl.minimum(last, end - 1)
             angle = token * angle_stride
             queries = finished(
-                of_token + head[:, None] * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM, ROTARY, HAS_NORM,
-                NORM_OFFSET,
+                of_token + head[:, None] * QUERY_STEP * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM,
+                ROTARY, HAS_NORM, NORM_OFFSET,
             )  # fmt: skip
         else:
             queries = tl.load(of_token + head[:, None] * DIM + dims[None, :], mask=cells, other=0.0)
@@ -209,7 +216,7 @@ def _decode(
         weight = tl.zeros((BLOCK_HEADS,), tl.float32)
         if IS_FRESH and stored < last:  # the new token comes first, because its key needs no load from a page
             one = tl.arange(0, 1)[:, None]
-            key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
+            key_at = of_token + (tl.num_programs(1) * GROUP * QUERY_STEP + kv_head) * DIM + one
             is_one = (one == 0) & is_dim[None, :]
             page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
             value = tl.load(key_at + tl.num_programs(1) * DIM + dims[None, :], mask=is_one, other=0.0)

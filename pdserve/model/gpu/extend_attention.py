@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.gpu.attention_math import online_softmax_update, page_rows, scores_of
-from pdserve.model.gpu.decode_attention import LOG2_E, AttentionMask
+from pdserve.model.gpu.decode_attention import EVERYTHING, LOG2_E, AttentionMask
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
@@ -41,7 +41,7 @@ def attend_extend(
     tiles: Tensor,
     *,
     scale: float,
-    mask: AttentionMask = AttentionMask(),  # noqa: B008
+    mask: AttentionMask = EVERYTHING,
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.

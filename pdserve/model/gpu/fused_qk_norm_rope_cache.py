@@ -29,23 +29,27 @@ def place_heads(
     k_norm: Tensor | None,
     eps: float,
     norm_offset: float = 0.0,
+    *,
+    has_gates: bool = False,
 ) -> Tensor:
     """Return the rotated queries, `[N, num_heads, D]`, and write K and V to the pool `kv`.
 
-    `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`; `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`, the last two dimensions contiguous; with `has_gates` a gate, which
+    is skipped, lies behind each query. `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
     of page `write_pages[n]`; a negative page skips the write: int64 `[N]` each. `cos`, `sin` `[N, 1, rotary_dim]` come
     from `Rotary.tables`; the other dimensions are not rotated. `q_norm`, `k_norm` `[D]` are weights of RMS norms with
     `eps`, both or neither None; `norm_offset` is added to them.
     """
-    num_tokens, all_heads, dim = qkv.shape
+    num_tokens, _, dim = qkv.shape
     num_kv_heads, page_tokens = kv.shape[2:4]
+    all_heads = num_heads + 2 * num_kv_heads
     q: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None
     _place[(num_tokens, triton.cdiv(all_heads, _BLOCK_HEADS))](
         qkv, q, kv, write_pages, write_slots, cos, sin,
         q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos, eps,
         qkv.stride(0), cos.stride(0), kv.stride(0), kv.stride(1),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE=page_tokens, DIM=dim,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, QUERY_STEP=1 + has_gates, PAGE=page_tokens, DIM=dim,
         ROTARY=cos.shape[-1], BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
         NORM_OFFSET=norm_offset,
         num_warps=2, **chaining(qkv.device),
@@ -89,7 +93,8 @@ def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.
 def _place(
     qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
     qkv_stride, angle_stride, page_stride, value_offset,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, QUERY_STEP: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr,
     ROTARY: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -114,7 +119,8 @@ def _place(
     cells = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    at = qkv + token * qkv_stride + head[:, None] * DIM
+    source = head + (QUERY_STEP - 1) * tl.minimum(head, NUM_HEADS)
+    at = qkv + token * qkv_stride + source[:, None] * DIM
     low = tl.load(at + first[None, :], mask=cells, other=0.0)
     high = tl.load(at + second[None, :], mask=cells, other=0.0)
     dtype = low.dtype
