@@ -70,18 +70,25 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
 
 
 def make_attention(
-    choice: Choice, pool: KVPool, num_heads: int, device: torch.device, *, was_asked_for: bool = True
+    choice: Choice,
+    pool: KVPool,
+    num_heads: int,
+    device: torch.device,
+    *,
+    was_asked_for: bool = True,
+    window: int | None = None,
 ) -> AttentionBackend:
-    """Make the backend over `pool`, for `num_heads` query heads.
+    """Make the backend over `pool`, for `num_heads` query heads. `window`: see `AttentionSpec`.
 
     Raises:
         ConfigError: flashinfer cannot build its kernels here and `was_asked_for`; without it Triton is used
             instead.
     """
     if choice == "batch_invariant":
-        return BatchInvariantAttention(pool, num_heads, device)
+        return BatchInvariantAttention(pool, num_heads, device, window)
     if choice == "torch":
-        return TorchAttention(pool, num_heads, device)
+        return TorchAttention(pool, num_heads, device, window)
+    assert window is None, "choose_attention gives models with windows to torch"
     if choice == "flashinfer":
         try:
             backend = FlashInferAttention(pool, num_heads, device)

@@ -23,14 +23,12 @@ from torch import Tensor
 
 from pdserve.executor.input_batch import HostBatch
 from pdserve.model.attention.interface import CapturableBackend, CapturedAttention
-from pdserve.model.forward_batch import ForwardBatch, HostRows, fill
+from pdserve.model.forward_batch import NOWHERE, ForwardBatch, HostRows, fill
 from pdserve.model.gpu import runtime
 from pdserve.model.interface import Model
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_ROWS = 256
-NOWHERE = -1
-"""The page of a token whose KV is not written."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.graphs import NOWHERE
 from pdserve.executor.input_batch import HostBatch, build_batch
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.forward_batch import HostRows
+from pdserve.model.forward_batch import NOWHERE, HostRows
 from pdserve.model.interface import Model
 
 _LOG = logging.getLogger(__name__)

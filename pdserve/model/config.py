@@ -242,7 +242,7 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
     for op in spec.operations:
         if isinstance(op, MLPSpec) or (isinstance(op, MoeSpec) and ep_size == 1):
             columns.append(op.intermediate_size)
-        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
+        if isinstance(op, MoeSpec) and op.shared_intermediate_size and ep_size == 1:
             columns.append(op.shared_intermediate_size)
         if isinstance(op, GatedDeltaSpec) and (
             op.num_value_heads % tp or (op.num_key_heads % tp and tp % op.num_key_heads)
@@ -286,16 +286,10 @@ def beyond_kernels(spec: ModelSpec) -> str | None:
 def _not_implemented(spec: ModelSpec) -> str | None:
     """Name the first feature of the layers that no native code has; None: there is none."""
     for op in spec.operations:
-        if isinstance(op, GatedDeltaSpec):
-            return "linear_attention (the gated delta rule)"
-        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
-            return "a shared expert (shared_expert_intermediate_size)"
         if isinstance(op, AttentionSpec) and op.softcap is not None:
             return "attn_logit_softcapping"
         if isinstance(op, AttentionSpec) and op.sinks:
             return "attention with sinks"
-        if isinstance(op, AttentionSpec) and op.output_gate:
-            return "attention with output gates"
     several = len({(op.num_kv_heads, op.head_dim, op.window) for op in spec.attentions}) > 1
     windows = [op.window for op in spec.attentions if op.window is not None]
     if windows or several:

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.model.attention.interface import Heads, StepAttention
+from pdserve.model.attention.layer_backends import states_of
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import MoELayer
-from pdserve.model.layer_spec import AttentionSpec, LayerNames, MLPSpec, MoeSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
     FeedForward,
@@ -77,6 +79,7 @@ class Decoder:
         elsewhere = (index for index in range(spec.num_layers) if index not in mine)
         self.params.ignore_under(spec.names.layers.format(layer=index) for index in elsewhere)
         self.params.ignore_under(spec.names.ignored)
+        self.params.rename_under(spec.names.renamed)
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
@@ -106,7 +109,7 @@ class Decoder:
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
         for layer in self.layers:
             for op in layer.operations:
-                if not isinstance(op, Attention):
+                if not isinstance(op, Attention | GatedDeltaNet):
                     op(nothing)
 
     def forward(
@@ -224,7 +227,7 @@ class Sublayer:
     """Adds `op(norm(x))` to the hidden states `x`; see `SublayerSpec`."""
 
     norm: RMSNorm
-    op: Attention | FeedForward
+    op: Attention | GatedDeltaNet | FeedForward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +237,7 @@ class DecoderLayer:
     sublayers: tuple[Sublayer, ...]
 
     @property
-    def operations(self) -> tuple[Attention | FeedForward, ...]:
+    def operations(self) -> tuple[Attention | GatedDeltaNet | FeedForward, ...]:
         """The operations of the sublayers, in order."""
         return tuple(sublayer.op for sublayer in self.sublayers)
 
@@ -249,7 +252,12 @@ class DecoderLayer:
         for sublayer in self.sublayers:
             norm, op = sublayer.norm, sublayer.op
             normed = norm(x) if rest is None else norm.of_sum(x, rest)
-            rest = op(normed, angles, attention) if isinstance(op, Attention) else op(normed)
+            if isinstance(op, Attention):
+                rest = op(normed, angles, attention)
+            elif isinstance(op, GatedDeltaNet):
+                rest = op(normed, states_of(attention, op.local))
+            else:
+                rest = op(normed)
         return rest
 
 
@@ -282,7 +290,9 @@ class _LayerBuilder:
             built.append(Sublayer(RMSNorm(weight, spec.rms_norm_eps, self.kernels, spec.norm_offset), op))
         return DecoderLayer(tuple(built))
 
-    def _operation(self, op: Operation, index: int, local: int, names: LayerNames) -> Attention | FeedForward:
+    def _operation(
+        self, op: Operation, index: int, local: int, names: LayerNames
+    ) -> Attention | GatedDeltaNet | FeedForward:
         """Build one operation. `names` are complete."""
         params, kernels, hidden_size, group = (
             self.params,
@@ -296,9 +306,11 @@ class _LayerBuilder:
                 op, local, rotary, hidden_size, spec.rms_norm_eps, spec.norm_offset, names, params, kernels,
                 self.parallel,
             )  # fmt: skip
+        if isinstance(op, GatedDeltaSpec):
+            eps = self.spec.rms_norm_eps
+            return GatedDeltaNet(op, local, hidden_size, eps, names, params, kernels, self.parallel)
         if isinstance(op, MLPSpec):
             return DenseMLP(kernels, params, names, hidden_size, op, group)
-        assert isinstance(op, MoeSpec), f"{type(op).__name__} is refused when the config is read"
         if self.expert_map is None:
             return TPMoE(kernels, params, names, hidden_size, op, group)
         return ExpertParallelMoe(kernels, params, names, hidden_size, op, group, self.expert_map.rows[index])

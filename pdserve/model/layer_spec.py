@@ -130,7 +130,8 @@ class DecoderLayerSpec:
 class LayerNames:
     """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's and Qwen's.
 
-    `delta_a_log` and `delta_dt_bias` are complete names. `{expert}` stands for the index of an expert. Norms of
+    `{expert}` stands for the index of an expert. Complete names are `delta_a_log` and `delta_dt_bias`, and
+    `experts_gate_up` and `experts_down`, which some checkpoints have in place of one tensor for each expert. Norms of
     sublayers are named in `SublayerSpec`.
     """
 
@@ -147,6 +148,8 @@ class LayerNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    experts_gate_up: str = "mlp.experts.gate_up_proj"
+    experts_down: str = "mlp.experts.down_proj"
     shared_gate: str = "mlp.shared_expert.gate_proj"
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_down: str = "mlp.shared_expert.down_proj"
@@ -173,7 +176,8 @@ class WeightNames:
     """Checkpoint names of a family's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
     `layers` is the prefix of a layer's names; `{layer}` stands for its index. `layer` are the names after it.
-    `ignored`: prefixes of tensors that the model does not use, such as a vision tower's.
+    `ignored`: prefixes of tensors that the model does not use, such as a vision tower's. `renamed`: pairs of prefixes;
+    a checkpoint may have either, and the names here have the second.
     """
 
     embedding: str = "model.embed_tokens"
@@ -182,3 +186,4 @@ class WeightNames:
     layers: str = "model.layers.{layer}."
     layer: LayerNames = LayerNames()
     ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
