@@ -56,12 +56,12 @@ def _block_v(num_pairs: int, value_dim: int, device: torch.device) -> int:
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the heads of `x` `[N, Hv, dv]`, scale by `weight` `[dv]`, and multiply by `silu(gate)`.
+    """Normalise the heads of `x`, scale by `weight` `[dv]`, and multiply by `silu(gate)`: `[N, Hv, dv]` each.
 
-    `gate` `[N, Hv * dv]`; its rows may lie apart. Returns `[N, Hv * dv]` in the dtype of `x`.
+    The last two dimensions of both are contiguous; tokens may lie apart. Returns the shape and dtype of `x`.
     """
     num_tokens, num_heads, dim = x.shape
-    out: Tensor = torch.empty(num_tokens, num_heads * dim, dtype=x.dtype, device=x.device)
+    out: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=x.dtype, device=x.device)
     if num_tokens:
         _gated_norm[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_NORM))](
             x, gate, out, weight, eps, x.stride(0), gate.stride(0), num_heads,

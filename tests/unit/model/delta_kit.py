@@ -12,7 +12,7 @@ from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import state_planes
 from pdserve.model.forward_batch import HostRows
-from pdserve.model.gpu.state_rows import StatePlanes
+from pdserve.model.gated_delta_net import DeltaInputs
 from pdserve.model.layer_spec import GatedDeltaSpec
 from tests.unit.model.triton_kit import DEVICE
 
@@ -34,32 +34,28 @@ def state_pool(spec: GatedDeltaSpec, num_slots: int, dtype: torch.dtype) -> Grou
     return pool
 
 
-def planes_of(pool: GroupPool, layer: int) -> StatePlanes:
-    return StatePlanes(*(pool.plane(layer, plane) for plane in range(4)))
+def planes_of(pool: GroupPool, layer: int) -> list[Tensor]:
+    """Planes q, k and v of the convolution, and the state."""
+    return [pool.plane(layer, plane) for plane in range(4)]
 
 
-@dataclasses.dataclass(frozen=True)
-class Inputs:
-    """What a layer's projections give: `x` `[N, channels]` before the convolution, `a`, `b` `[N, Hv]`; weights."""
-
-    x: Tensor
-    a: Tensor
-    b: Tensor
-    weight: Tensor
-    a_log: Tensor
-    dt_bias: Tensor
-
-
-def inputs_of(spec: GatedDeltaSpec, num_tokens: int, dtype: torch.dtype, seed: int) -> Inputs:
+def inputs_of(spec: GatedDeltaSpec, num_tokens: int, dtype: torch.dtype, seed: int) -> DeltaInputs:
     """Random inputs whose rows lie apart; decays from almost none to almost all."""
     generator = torch.Generator().manual_seed(seed)
-    width = 2 * spec.key_width + spec.value_width
-    wide = torch.randn(num_tokens, width + 2 * spec.num_value_heads + 3, generator=generator).to(DEVICE, dtype)
-    a, b = wide[:, width : width + spec.num_value_heads], wide[:, width + spec.num_value_heads :]
-    weight = torch.randn(width, spec.conv_kernel, generator=generator).to(DEVICE, dtype)
-    a_log = torch.linspace(-3.0, 2.0, spec.num_value_heads, device=DEVICE)
-    dt_bias = torch.linspace(-2.0, 1.0, spec.num_value_heads).to(DEVICE, dtype)
-    return Inputs(wide[:, :width], a, b[:, : spec.num_value_heads], weight, a_log, dt_bias)
+    channels, heads = 2 * spec.key_width + spec.value_width, spec.num_value_heads
+    wide = torch.randn(num_tokens, channels + 2 * heads + 3, generator=generator).to(DEVICE, dtype)
+    qkv, b, a, _ = wide.split((channels, heads, heads, 3), 1)
+    weight = torch.randn(channels, spec.conv_kernel, generator=generator).to(DEVICE, dtype)
+    return DeltaInputs(
+        qkv, b, a, weight,
+        a_log=torch.linspace(-3.0, 2.0, heads, device=DEVICE), dt_bias=torch.linspace(-2.0, 1.0, heads, device=DEVICE),
+        num_key_heads=spec.num_key_heads, num_value_heads=heads, key_dim=spec.key_dim, value_dim=spec.value_dim,
+    )  # fmt: skip
+
+
+def part_of(inputs: DeltaInputs, tokens: slice) -> DeltaInputs:
+    """Some of the tokens."""
+    return dataclasses.replace(inputs, qkv=inputs.qkv[tokens], a=inputs.a[tokens], b=inputs.b[tokens])
 
 
 def host_rows(spans: list[tuple[int, int]], slots: list[int]) -> HostRows:
@@ -70,14 +66,6 @@ def host_rows(spans: list[tuple[int, int]], slots: list[int]) -> HostRows:
         starts=starts, ends=ends, offsets=np.cumsum(lengths) - lengths, prompts=ends,
         pages=np.zeros((len(spans), 1), dtype=np.int32), slots=np.array(slots, dtype=np.int32),
     )  # fmt: skip
-
-
-def row_tensors(host: HostRows) -> tuple[Tensor, Tensor, Tensor]:
-    """Slots, starts and offsets of `StateChunks`."""
-    assert host.slots is not None
-    offsets = np.append(host.offsets, host.offsets[-1] + host.ends[-1] - host.starts[-1])
-    slots, starts, flat = (torch.from_numpy(x.astype(np.int64)).to(DEVICE) for x in (host.slots, host.starts, offsets))
-    return slots, starts, flat
 
 
 def fill_slots(pool: GroupPool, layer: int, host: HostRows, seed: int) -> None:
@@ -91,53 +79,46 @@ def fill_slots(pool: GroupPool, layer: int, host: HostRows, seed: int) -> None:
                 target.copy_(torch.randn(target.shape, generator=generator).to(target.dtype))
 
 
-def convolved(spec: GatedDeltaSpec, inputs: Inputs, host: HostRows, planes: StatePlanes) -> tuple[Tensor, list[Tensor]]:
-    """The convolution by its definition: `[N, channels]`, and the last inputs of each row, `[channels, taps - 1]`."""
-    assert host.slots is not None
-    out, kept = [], []
-    for row, slot in enumerate(host.slots.tolist()):
-        start, end, offset = int(host.starts[row]), int(host.ends[row]), int(host.offsets[row])
-        new = inputs.x[offset : offset + end - start].double().cpu().T
-        old = torch.zeros(new.shape[0], spec.conv_kernel - 1, dtype=torch.float64)
-        if start > 0 and slot >= 0:
-            old = torch.cat(
-                [plane[slot].double().cpu().flatten(0, 1) for plane in (planes.conv_q, planes.conv_k, planes.conv_v)]
-            )
-        both = torch.cat((old, new), 1)
-        windows = both.unfold(1, spec.conv_kernel, 1)
-        out.append(torch.nn.functional.silu((windows * inputs.weight.double().cpu()[:, None]).sum(-1)).T)
-        kept.append(both[:, both.shape[1] - spec.conv_kernel + 1 :])
-    return torch.cat(out), kept
+def defined(
+    inputs: DeltaInputs, host: HostRows, planes: list[Tensor]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """The layer by its definition: outputs `[N, Hv, dv]`, and by row its last inputs `[channels, taps - 1]` and state.
 
-
-def ruled(
-    spec: GatedDeltaSpec, mixed: Tensor, inputs: Inputs, host: HostRows, planes: StatePlanes
-) -> tuple[Tensor, list[Tensor]]:
-    """The delta rule by its definition, over `mixed` `[N, channels]`: `[N, Hv, dv]`, and the state of each row."""
+    `planes` are as before the step.
+    """
     assert host.slots is not None
-    widths = (spec.key_width, spec.key_width, spec.value_width)
-    mixed = mixed.double().cpu()
-    q, k, v = (x.view(len(x), heads, -1) for x, heads in zip(
-        mixed.split(widths, 1), (spec.num_key_heads, spec.num_key_heads, spec.num_value_heads), strict=True
-    ))  # fmt: skip
-    shared = spec.num_value_heads // spec.num_key_heads
-    q, k = (
-        (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(shared, 1) for x in (q, k)
-    )  # fmt: skip
-    softplus = torch.nn.functional.softplus(inputs.a.double().cpu() + inputs.dt_bias.double().cpu())
-    decay = (-inputs.a_log.double().cpu().exp() * softplus).exp()
-    beta = inputs.b.double().cpu().sigmoid()
-    out = torch.empty(len(mixed), spec.num_value_heads, spec.value_dim, dtype=torch.float64)
-    states = []
+    taps, outs, kept, states = inputs.conv_weight.double().cpu(), [], [], []
     for row, slot in enumerate(host.slots.tolist()):
         start, offset = int(host.starts[row]), int(host.offsets[row])
-        state = torch.zeros(spec.num_value_heads, spec.key_dim, spec.value_dim, dtype=torch.float64)
+        tokens = slice(offset, offset + int(host.ends[row]) - start)
+        old = torch.zeros(len(taps), taps.shape[1] - 1, dtype=torch.float64)
+        state = torch.zeros(planes[3].shape[1:], dtype=torch.float64)
         if start > 0 and slot >= 0:
-            state = planes.state[slot].double().cpu()
-        for token in range(offset, offset + int(host.ends[row]) - start):
-            state = state * decay[token, :, None, None]
-            update = (v[token] - torch.einsum("hkv,hk->hv", state, k[token])) * beta[token, :, None]
-            state = state + k[token][:, :, None] * update[:, None, :]
-            out[token] = torch.einsum("hkv,hk->hv", state, q[token]) * spec.key_dim**-0.5
+            old = torch.cat([plane[slot].double().cpu().flatten(0, 1) for plane in planes[:3]])
+            state = planes[3][slot].double().cpu()
+        both = torch.cat((old, inputs.qkv[tokens].double().cpu().T), 1)
+        mixed = torch.nn.functional.silu((both.unfold(1, taps.shape[1], 1) * taps[:, None]).sum(-1)).T
+        out, state = _ruled(part_of(inputs, tokens), mixed, state)
+        outs.append(out)
+        kept.append(both[:, both.shape[1] - taps.shape[1] + 1 :])
         states.append(state)
-    return out, states
+    return torch.cat(outs), kept, states
+
+
+def _ruled(inputs: DeltaInputs, mixed: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The delta rule of one row, token by token."""
+    key_width, shared = inputs.num_key_heads * inputs.key_dim, inputs.num_value_heads // inputs.num_key_heads
+    q, k, v = mixed.split((key_width, key_width, mixed.shape[1] - 2 * key_width), 1)
+    q, k = (x.unflatten(1, (inputs.num_key_heads, -1)).repeat_interleave(shared, 1) for x in (q, k))
+    q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+    v = v.unflatten(1, (inputs.num_value_heads, -1))
+    steps = torch.nn.functional.softplus(inputs.a.double().cpu() + inputs.dt_bias.double().cpu())
+    decay = (-inputs.a_log.double().cpu().exp() * steps).exp()
+    rate = inputs.b.double().cpu().sigmoid()
+    outs = []
+    for token in range(len(mixed)):
+        state = state * decay[token, :, None, None]
+        update = (v[token] - torch.einsum("hkv,hk->hv", state, k[token])) * rate[token, :, None]
+        state = state + k[token][:, :, None] * update[:, None, :]
+        outs.append(torch.einsum("hkv,hk->hv", state, q[token]) * inputs.key_dim**-0.5)
+    return torch.stack(outs), state

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.memory.layout import KVGroup
-from pdserve.model.attention.triton_state import split_rows
-from pdserve.model.forward_batch import HostRows
-from pdserve.model.gpu.causal_conv import conv_chunks, conv_decode
-from pdserve.model.gpu.gated_delta import delta_decode, gated_rms_norm
-from pdserve.model.gpu.gated_delta_prefill import delta_prefill
-from pdserve.model.gpu.state_rows import StatePlanes
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.state_slots import CapturedRows, StateSlots, state_rows
+from pdserve.model.forward_batch import HostRows, fill
+from pdserve.model.gated_delta_net import DeltaInputs
+from pdserve.model.gpu.gated_delta import gated_rms_norm
 from pdserve.model.layer_spec import GatedDeltaSpec
+from pdserve.model.triton_delta import TritonDelta
 from tests.unit.model import delta_kit
-from tests.unit.model.delta_kit import Inputs, delta_spec
+from tests.unit.model.delta_kit import delta_spec
 from tests.unit.model.triton_kit import DEVICE
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 1e-2}
@@ -45,20 +45,10 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype, what: str) -> None:
     )  # fmt: skip
 
 
-def run(inputs: Inputs, host: HostRows, planes: StatePlanes) -> tuple[Tensor, Tensor]:
-    """All rows of a step: the convolution's and the rule's outputs."""
-    slots, starts, offsets = delta_kit.row_tensors(host)
-    decode, chunks = split_rows(slots, starts, offsets, host)
-    mixed = torch.full_like(inputs.x, float("nan")).contiguous()
-    out = torch.full((len(mixed), planes.num_value_heads, planes.value_dim), float("nan"), device=DEVICE).to(mixed)
-    rule = mixed, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, out, planes
-    if decode is not None:
-        conv_decode(inputs.x, mixed, inputs.weight, planes, decode)
-        delta_decode(*rule, decode)
-    if chunks is not None:
-        conv_chunks(inputs.x, mixed, inputs.weight, planes, chunks)
-        delta_prefill(*rule, chunks)
-    return mixed, out
+def run(inputs: DeltaInputs, host: HostRows, pool: GroupPool, layer: int) -> Tensor:
+    """Outputs of one step of a layer."""
+    states = StateSlots(pool, torch.device(DEVICE)).begin(state_rows(host, torch.device(DEVICE))).states(layer)
+    return TritonDelta().mix(inputs, states)
 
 
 def check(spec: GatedDeltaSpec, spans: list[tuple[int, int]], slots: list[int], dtype: torch.dtype, seed: int) -> None:
@@ -68,17 +58,13 @@ def check(spec: GatedDeltaSpec, spans: list[tuple[int, int]], slots: list[int], 
     delta_kit.fill_slots(pool, 1, host, seed)
     planes, before = delta_kit.planes_of(pool, 1), pool.pages_as_bytes.clone()
     inputs = delta_kit.inputs_of(spec, sum(count for _, count in spans), dtype, seed)
-    expected_mixed, kept = delta_kit.convolved(spec, inputs, host, planes)
-    first = StatePlanes(*(plane.clone() for plane in (planes.conv_q, planes.conv_k, planes.conv_v, planes.state)))
-    mixed, out = run(inputs, host, planes)
-    close(mixed, expected_mixed, dtype, "convolution")
-    expected, states = delta_kit.ruled(spec, mixed, inputs, host, first)
-    close(out, expected, dtype, "outputs")
+    expected, kept, states = delta_kit.defined(inputs, host, planes)
+    close(run(inputs, host, pool, 1), expected, dtype, "outputs")
     for row, slot in enumerate(slots):
         if slot >= 0:
-            conv = [plane[slot].flatten(0, 1) for plane in (planes.conv_q, planes.conv_k, planes.conv_v)]
-            close(torch.cat(conv), kept[row], dtype, "last inputs")
-            close(planes.state[slot], states[row], dtype, "state")
+            conv = torch.cat([plane[slot].flatten(0, 1) for plane in planes[:3]])
+            assert torch.equal(conv.double().cpu(), kept[row]), "last inputs"
+            close(planes[3][slot], states[row], dtype, "state")
     unused = [slot for slot in range(pool.num_pages) if slot not in slots]
     assert torch.equal(pool.pages_as_bytes[unused], before[unused]), "a slot of no row was written"
     assert torch.equal(other_layer(pool.group, pool.pages_as_bytes), other_layer(pool.group, before))
@@ -121,14 +107,11 @@ def test_a_prompt_in_parts_ends_in_the_same_state() -> None:
     found = []
     for cuts in ([0, 150], [0, 64, 128, 150], [0, 1, 50, 51, 150]):
         pool = delta_kit.state_pool(spec, 1, dtype)
-        planes, outs = delta_kit.planes_of(pool, 0), []
-        for start, end in itertools.pairwise(cuts):
-            part = Inputs(
-                inputs.x[start:end], inputs.a[start:end], inputs.b[start:end], inputs.weight, inputs.a_log,
-                inputs.dt_bias,
-            )  # fmt: skip
-            outs.append(run(part, delta_kit.host_rows([(start, end)], [0]), planes)[1])
-        found.append((torch.cat(outs), planes.state[0].clone()))
+        outs = [
+            run(delta_kit.part_of(inputs, slice(start, end)), delta_kit.host_rows([(start, end)], [0]), pool, 0)
+            for start, end in itertools.pairwise(cuts)
+        ]
+        found.append((torch.cat(outs), pool.plane(0, 3)[0]))
     for out, state in found[1:]:
         close(out, found[0][0], dtype, "outputs")
         close(state, found[0][1], dtype, "state")
@@ -139,14 +122,31 @@ def test_equal_keys_lose_no_digits() -> None:
     spec, dtype = SPECS[0], torch.float32
     host, pool = delta_kit.host_rows([(0, 64)], [0]), delta_kit.state_pool(spec, 1, dtype)
     inputs = delta_kit.inputs_of(spec, 64, dtype, 5)
-    inputs.x.copy_(inputs.x[:1].expand(64, -1).clone())
+    inputs.qkv.copy_(inputs.qkv[:1].expand(64, -1).clone())
     inputs.a.fill_(-15.0)
     inputs.b.fill_(15.0)
     planes = delta_kit.planes_of(pool, 0)
-    mixed, out = run(inputs, host, planes)
-    expected, states = delta_kit.ruled(spec, mixed, inputs, host, planes)
-    close(out, expected, dtype, "outputs")
-    close(planes.state[0], states[0], dtype, "state")
+    expected, _, states = delta_kit.defined(inputs, host, planes)
+    close(run(inputs, host, pool, 0), expected, dtype, "outputs")
+    close(planes[3][0], states[0], dtype, "state")
+
+
+def test_captured_rows_are_read_at_each_replay() -> None:
+    """One launch after another over the same tensors: other slots, a new row, and padding."""
+    spec, dtype = SPECS[0], torch.float32
+    device, pool = torch.device(DEVICE), delta_kit.state_pool(spec, 3, dtype)
+    captured = CapturedRows(2, device)
+    states = StateSlots(pool, device).begin(captured.rows).states(0)
+    kernels = TritonDelta()
+    for seed, (spans, slots) in enumerate([([(4, 5), (0, 1)], [2, 0]), ([(1, 2), (0, 1)], [0, -1])]):
+        host = delta_kit.host_rows(spans, slots)
+        delta_kit.fill_slots(pool, 0, host, seed)
+        inputs = delta_kit.inputs_of(spec, 2, dtype, seed)
+        expected, _, after = delta_kit.defined(inputs, host, delta_kit.planes_of(pool, 0))
+        fill(captured.filling(host))
+        close(kernels.mix(inputs, states), expected, dtype, "outputs")
+        close(pool.plane(0, 3)[slots[0]], after[0], dtype, "state")
+    assert pool.plane(0, 3)[1].isnan().all(), "a slot of no row was written"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -154,11 +154,11 @@ def test_equal_keys_lose_no_digits() -> None:
 def test_gated_norms_are_torch_s(num_tokens: int, heads: int, dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(dim)
     x = torch.randn(num_tokens, heads, dim, generator=generator).to(DEVICE, dtype)
-    gate = torch.randn(num_tokens, heads * dim + 8, generator=generator).to(DEVICE, dtype)[:, 8:]
+    gate = torch.randn(num_tokens, heads + 2, dim, generator=generator).to(DEVICE, dtype)[:, 2:]
     weight = torch.linspace(0.5, 1.5, dim).to(DEVICE, dtype)
     wide = x.float()
     normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)).to(dtype) * weight
-    expected = (normed * torch.nn.functional.silu(gate.float()).view(x.shape)).to(dtype).flatten(1)
+    expected = (normed * torch.nn.functional.silu(gate.float())).to(dtype)
     tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
     got = gated_rms_norm(x, gate, weight, 1e-6)
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
