@@ -94,8 +94,8 @@ def make_attention(
         return BatchInvariantAttention(pool, num_heads, device, window)
     if choice == "torch":
         return TorchAttention(pool, num_heads, device, window)
-    assert window is None, "choose_attention gives models with windows to torch"
     if choice == "flashinfer":
+        assert window is None, "choose_attention gives models with windows to other backends"
         try:
             backend = FlashInferAttention(pool, num_heads, device)
             backend.try_out()
@@ -105,8 +105,9 @@ def make_attention(
                 raise _refusal("flashinfer", f"{type(error).__name__}: {error}") from error
             _LOG.warning("flashinfer cannot run here, attention is by Triton: %s: %s", type(error).__name__, error)
     from pdserve.model.attention.triton_pages import TritonAttention
+    from pdserve.model.gpu.decode_attention import AttentionMask
 
-    return TritonAttention(pool, num_heads, device)
+    return TritonAttention(pool, num_heads, device, AttentionMask(window=window or 0))
 
 
 def make_kernels(choice: Choice) -> Kernels:
