@@ -26,6 +26,7 @@ from pdserve.executor.backend_choice import (
     choose_attention,
     choose_level,
     make_attention,
+    make_delta_kernels,
     make_kernels,
     make_native,
 )
@@ -35,6 +36,7 @@ from pdserve.model.attention.layer_backends import make_backends
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec
 from pdserve.model.layers.kernels import Kernels
@@ -124,6 +126,9 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
     choice = choose_attention(kernels, spec, torch_dtype(wanted.dtype), device)
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels(choice))
+        for op in (op for layer in decoder.layers for op in layer.operations):
+            if isinstance(op, GatedDeltaNet):
+                op.kernels = make_delta_kernels(choice)
         _fill(decoder, wanted)
     _LOG.info("attention backend: %s", choice)
     bind = partial(_bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")

@@ -265,7 +265,7 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
 
 
 def beyond_kernels(spec: ModelSpec) -> str | None:
-    """Name the first feature of a model that only torch's attention and layers have; None: there is none."""
+    """Name the first feature of a model that the CPU kernels and flashinfer do not have; None: there is none."""
     if len(spec.attentions) > 1:
         return f"its layers have {len(spec.attentions)} kinds of attention"
     for op in spec.operations:
