@@ -94,7 +94,8 @@ def rows_of() -> HostRows:
     tables = np.array([[3, 4, 5], [20, 20, 20], [7, 0, 0]], dtype=np.int32)
     return HostRows(
         starts=np.array([9, 0, 0]), ends=np.array([10, 1, 1]), offsets=np.arange(3),
-        prompts=np.zeros(3, dtype=np.int64), pages=tables, window=np.array([[99, 8, 9], [10, 10, 10], [2, 0, 0]], dtype=np.int32),
+        prompts=np.zeros(3, dtype=np.int64), pages=tables,
+        window=np.array([[99, 8, 9], [10, 10, 10], [2, 0, 0]], dtype=np.int32),
         slots=np.array([4, NOWHERE, 1], dtype=np.int32),
     )  # fmt: skip
 
