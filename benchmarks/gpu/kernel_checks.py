@@ -56,9 +56,11 @@ SHAPES = (
 )
 QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0)
 WINDOW = AttentionShape("Qwen3-0.6B with a window", 16, 8, 128, 16, window=512)
-TINY_SHAPES = (
-    AttentionShape("tiny", 4, 2, 16, 4, "float32"),
-    AttentionShape("tiny, hybrid", 4, 2, 16, 4, "float32", window=6, rotary=0.5, norm_offset=1.0),
+HYBRID_SHAPES = (QWEN3_NEXT, WINDOW)
+TINY_SHAPES = (AttentionShape("tiny", 4, 2, 16, 4, "float32"),)
+TINY_HYBRID_SHAPES = (
+    AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0),
+    AttentionShape("tiny, a window", 4, 2, 16, 4, "float32", window=6),
 )
 STEPS: dict[str, tuple[Span, ...]] = {
     "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16), (8000, 8001)),
@@ -77,23 +79,29 @@ def checks(
         return lambda: check_attention(backend, shape, spans, device)
 
     shapes, steps = (TINY_SHAPES, TINY_STEPS) if tiny else (SHAPES, STEPS)
-    new = () if tiny else (QWEN3_NEXT, WINDOW)
-    found = delta_checks(device, tiny=tiny)
-    found += [
-        (f"triton attention, {shape.name}, {step}", attention("triton", shape, spans))
-        for shape in new
-        for step, spans in steps.items()
-    ]
-    found += [
+    found = [
         (f"{backend} attention, {shape.name}, {step}", attention(backend, shape, spans))
         for backend in backends
         for shape in shapes
         for step, spans in steps.items()
-        if backend == "triton" or shape.window is None
     ]
     sizes = (3,) if tiny else (1, 16, 300, 4096)
     return found + [
         (f"experts, {size} tokens", lambda size=size: check_experts(size, device, tiny=tiny)) for size in sizes
+    ]
+
+
+def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
+    """The checks of what hybrid models have: GatedDeltaNet, heads of which a part is rotated, windows."""
+
+    def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+        return lambda: check_attention("triton", shape, spans, device)
+
+    shapes, steps = (TINY_HYBRID_SHAPES, TINY_STEPS) if tiny else (HYBRID_SHAPES, STEPS)
+    return delta_checks(device, tiny=tiny) + [
+        (f"triton attention, {shape.name}, {step}", attention(shape, spans))
+        for shape in shapes
+        for step, spans in steps.items()
     ]
 
 
