@@ -191,7 +191,7 @@ class Attention:
         parallel: Parallel,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
-        self.spec, self.rotary = spec, rotary
+        self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
         outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads)
@@ -218,7 +218,7 @@ class Attention:
         found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, *angles[self.rotary])
         mixed = attention.attend(self._local, found)
         if gate is not None:
-            mixed = mixed * gate.sigmoid()
+            mixed = self._kernels.gate(mixed, gate)
         return self._parallel.all_reduce(self.out(mixed))
 
 
