@@ -45,6 +45,7 @@ class AttentionShape:
     window: int | None = None
     rotary: float = 1.0
     norm_offset: float = 0.0
+    has_gates: bool = False
 
 
 SHAPES = (
@@ -54,12 +55,12 @@ SHAPES = (
     AttentionShape("Qwen3-30B-A3B", 32, 4, 128, 64),
     AttentionShape("SmolLM2-135M", 9, 3, 64, 16),
 )
-QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0)
+QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0, has_gates=True)
 WINDOW = AttentionShape("Qwen3-0.6B with a window", 16, 8, 128, 16, window=512)
 HYBRID_SHAPES = (QWEN3_NEXT, WINDOW)
 TINY_SHAPES = (AttentionShape("tiny", 4, 2, 16, 4, "float32"),)
 TINY_HYBRID_SHAPES = (
-    AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0),
+    AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0, has_gates=True),
     AttentionShape("tiny, a window", 4, 2, 16, 4, "float32", window=6),
 )
 STEPS: dict[str, tuple[Span, ...]] = {
@@ -189,7 +190,7 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
     rope = RopeSpec(theta=1e6, partial_rotary_factor=shape.rotary)
     cos, sin = Rotary(rope, shape.head_dim, dtype, device).tables(batch.positions)
-    num = shape.num_heads + 2 * shape.num_kv_heads
+    num = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
     generator = torch.Generator(device).manual_seed(5)
     qkv = torch.randn(len(batch.positions), num, shape.head_dim, generator=generator, device=device).to(dtype)
     norms = [
@@ -198,7 +199,7 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
         )
         for low in (0.5, 1.0)
     ]
-    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin)
+    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin, shape.has_gates)
 
 
 def _close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
