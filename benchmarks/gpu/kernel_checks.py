@@ -45,6 +45,7 @@ class AttentionShape:
     window: int | None = None
     rotary: float = 1.0
     norm_offset: float = 0.0
+    has_gates: bool = False
 
 
 SHAPES = (
@@ -54,11 +55,13 @@ SHAPES = (
     AttentionShape("Qwen3-30B-A3B", 32, 4, 128, 64),
     AttentionShape("SmolLM2-135M", 9, 3, 64, 16),
 )
-QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0)
+QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0, has_gates=True)
 WINDOW = AttentionShape("Qwen3-0.6B with a window", 16, 8, 128, 16, window=512)
-TINY_SHAPES = (
-    AttentionShape("tiny", 4, 2, 16, 4, "float32"),
-    AttentionShape("tiny, hybrid", 4, 2, 16, 4, "float32", window=6, rotary=0.5, norm_offset=1.0),
+HYBRID_SHAPES = (QWEN3_NEXT, WINDOW)
+TINY_SHAPES = (AttentionShape("tiny", 4, 2, 16, 4, "float32"),)
+TINY_HYBRID_SHAPES = (
+    AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0, has_gates=True),
+    AttentionShape("tiny, a window", 4, 2, 16, 4, "float32", window=6),
 )
 STEPS: dict[str, tuple[Span, ...]] = {
     "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16), (8000, 8001)),
@@ -77,23 +80,29 @@ def checks(
         return lambda: check_attention(backend, shape, spans, device)
 
     shapes, steps = (TINY_SHAPES, TINY_STEPS) if tiny else (SHAPES, STEPS)
-    new = () if tiny else (QWEN3_NEXT, WINDOW)
-    found = delta_checks(device, tiny=tiny)
-    found += [
-        (f"triton attention, {shape.name}, {step}", attention("triton", shape, spans))
-        for shape in new
-        for step, spans in steps.items()
-    ]
-    found += [
+    found = [
         (f"{backend} attention, {shape.name}, {step}", attention(backend, shape, spans))
         for backend in backends
         for shape in shapes
         for step, spans in steps.items()
-        if backend == "triton" or shape.window is None
     ]
     sizes = (3,) if tiny else (1, 16, 300, 4096)
     return found + [
         (f"experts, {size} tokens", lambda size=size: check_experts(size, device, tiny=tiny)) for size in sizes
+    ]
+
+
+def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
+    """The checks of what hybrid models have: GatedDeltaNet, heads of which a part is rotated, windows."""
+
+    def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+        return lambda: check_attention("triton", shape, spans, device)
+
+    shapes, steps = (TINY_HYBRID_SHAPES, TINY_STEPS) if tiny else (HYBRID_SHAPES, STEPS)
+    return delta_checks(device, tiny=tiny) + [
+        (f"triton attention, {shape.name}, {step}", attention(shape, spans))
+        for shape in shapes
+        for step, spans in steps.items()
     ]
 
 
@@ -181,7 +190,7 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
     rope = RopeSpec(theta=1e6, partial_rotary_factor=shape.rotary)
     cos, sin = Rotary(rope, shape.head_dim, dtype, device).tables(batch.positions)
-    num = shape.num_heads + 2 * shape.num_kv_heads
+    num = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
     generator = torch.Generator(device).manual_seed(5)
     qkv = torch.randn(len(batch.positions), num, shape.head_dim, generator=generator, device=device).to(dtype)
     norms = [
@@ -190,7 +199,7 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
         )
         for low in (0.5, 1.0)
     ]
-    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin)
+    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin, shape.has_gates)
 
 
 def _close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks import report
 from benchmarks.gpu.delta_checks import QWEN3_NEXT, TINY_SHAPE, DeltaShape, delta_step
 from benchmarks.gpu.kernel_checks import AttentionShape, attention_of, heads_of, step_of
-from benchmarks.gpu.timings import Limits
+from benchmarks.gpu.timings import Limits, delta_flop
 from pdserve.config.groups import AttentionBackend
 from pdserve.executor.backend_choice import Choice, make_kernels
 from pdserve.model.gpu.sampling import top_p_threshold
@@ -89,10 +89,6 @@ class KernelTiming:
 
 def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.device) -> Iterator[Case]:
     """All cases, one after the other: what a case needs is gone when the next is made."""
-    for rows in sizes.delta_rows:
-        yield _delta(sizes.delta, [(1023, 1024)] * rows, f"decode {rows}", device)
-    for tokens in sizes.delta_prompts:
-        yield _delta(sizes.delta, [(0, tokens)], f"prefill {tokens}", device)
     for backend in backends:
         for batch, context in sizes.decodes:
             yield _attention(
@@ -110,6 +106,14 @@ def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.de
                 yield _gated(f"{name}, SiLU {rows}", x, weight)
     yield from _experts(sizes, dtype, device)
     yield from _passes(sizes, dtype, device)
+
+
+def hybrid_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
+    """The cases of what hybrid models have."""
+    for rows in sizes.delta_rows:
+        yield _delta(sizes.delta, [(1023, 1024)] * rows, f"decode {rows}", device)
+    for tokens in sizes.delta_prompts:
+        yield _delta(sizes.delta, [(0, tokens)], f"prefill {tokens}", device)
 
 
 def measure(case: Case, limits: Limits, device: torch.device) -> KernelTiming:
@@ -172,10 +176,7 @@ def _delta(shape: DeltaShape, spans: list[tuple[int, int]], name: str, device: t
     z = inputs.qkv.new_empty(num_tokens, shape.num_value_heads, shape.value_dim)
     num_bytes = 2 * inputs.qkv.numel() * inputs.qkv.element_size() + 3 * z.nbytes
     num_bytes += 2 * len(spans) * shape.num_value_heads * pair * 4
-    flop = 0.0
-    if num_tokens > len(spans):
-        per_head = 6 * pair + 128 * (3 * shape.key_dim + 2 * shape.value_dim)
-        flop = float(num_tokens * shape.num_value_heads * per_head)
+    flop = float(num_tokens * delta_flop(shape.spec)) if num_tokens > len(spans) else 0.0
 
     def work() -> Tensor:
         return kernels.norm(kernels.mix(inputs, here), z, z[0, 0], 1e-6)

@@ -189,7 +189,7 @@ def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
     return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        *((0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)),
+        *((0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)), heads.has_gates,
     )  # fmt: skip
 
 
@@ -200,4 +200,5 @@ def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -
         heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
         *((0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)),
+        has_gates=heads.has_gates,
     )  # fmt: skip

@@ -53,10 +53,10 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
     """Compute `x * sigmoid(gate)`, `[N, num_heads, head_dim]` each, `x` contiguous.
 
     Heads and rows of `gate` may lie apart, as where a projection has query and gate of each head side by side. The
-    sigmoid is rounded to the dtype before the product. Returns `[N, num_heads * head_dim]`.
+    sigmoid is rounded to the dtype before the product.
     """
     num_rows, num_heads, dim = x.shape
-    out: Tensor = torch.empty(num_rows, num_heads * dim, dtype=x.dtype, device=x.device)
+    out: Tensor = torch.empty(num_rows, num_heads, dim, dtype=x.dtype, device=x.device)
     if num_rows:
         _sigmoid_gate[(num_rows, triton.cdiv(num_heads * dim, _BLOCK_GATE))](
             x, gate, x, out, num_heads * dim, gate.stride(0), gate.stride(1),

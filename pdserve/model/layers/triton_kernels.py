@@ -32,6 +32,12 @@ class TritonKernels(FastKernels):
         """See `Kernels.swiglu`."""
         return elementwise.swiglu(gate, up)
 
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
+        if x.dim() == 3 and x.shape == gate.shape:
+            return elementwise.gate_by_sigmoid(x, gate)
+        return super().gate(x, gate)
+
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""
         return elementwise.rms_norm(x, weight, eps, offset)

@@ -66,26 +66,30 @@ def test_gates_by_a_sigmoid_are_torch_s(rows: int, heads: int, dim: int, dtype: 
     x = torch.randn(rows, heads, dim, generator=generator).to(DEVICE, dtype)
     projected = (torch.randn(rows, heads, 2, dim, generator=generator) * 20).to(DEVICE, dtype)
     gate = projected[:, :, 1]
-    close(gate_by_sigmoid(x, gate), (x * gate.sigmoid()).flatten(1))
+    close(gate_by_sigmoid(x, gate), x * gate.sigmoid())
     more, one = projected.flatten(1)[:, : heads * dim].contiguous(), projected.flatten(1)[:, :1]
     close(add_gated(x.flatten(1), more, one), x.flatten(1) + more * one.sigmoid())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (9, 3, 8)])
-@pytest.mark.parametrize(("with_norm", "offset", "share"), [(False, 0.0, 1.0), (True, 0.0, 0.5), (True, 1.0, 1.0)])
+@pytest.mark.parametrize(
+    ("with_norm", "offset", "share", "has_gates"),
+    [(False, 0.0, 1.0, False), (True, 0.0, 0.5, False), (True, 1.0, 1.0, True)],
+)
 def test_heads_are_finished_and_placed(
-    heads: int, kv_heads: int, dim: int, with_norm: bool, offset: float, share: float, dtype: torch.dtype
-) -> None:
+    heads: int, kv_heads: int, dim: int, with_norm: bool, offset: float, share: float, has_gates: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Queries come out, keys and values lie in their pages, nothing else is touched, and a page of -1 takes nothing."""
     tokens, page_tokens = 3, 4
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
+    qkv = torch.randn(tokens, heads * (1 + has_gates) + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
     norms = [None, None]
     if with_norm:
         norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels(), offset) for a in (0.5, 1.0)]
     rotary = Rotary(RopeSpec(theta=100.0, partial_rotary_factor=share), dim, dtype, torch.device(DEVICE))
     cos, sin = rotary.tables(torch.tensor([0, 5, 77], device=DEVICE))
-    found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin)
+    found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin, has_gates)
     pool = torch.full((4, 2, 2, kv_heads, page_tokens, dim), float("nan"), dtype=dtype, device=DEVICE)
     pages, slots = torch.tensor([2, -1, 0], device=DEVICE), torch.tensor([3, 1, 0], device=DEVICE)
     q = placed(found, pool[:, 1], pages, slots)
