@@ -20,7 +20,7 @@ from pdserve.config.groups import (
 )
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
-from pdserve.memory.layout import pages_for
+from pdserve.memory.layout import PageSpace, pages_for
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -71,14 +71,23 @@ def build(
 
 
 class Driver:
-    """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere."""
+    """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere.
+
+    Pages of windows return once they are behind the window, slots when their row is closed.
+    """
 
     def __init__(self, built: LoadedEngine, *, seed: int = 0) -> None:
         self.built = built
+        free = {PageSpace.TOKENS: list(range(built.num_pages))}
         for pool in built.executor.pools:
-            pool.pages.fill_(float("nan"))
-        self._free = list(range(built.num_pages))
-        random.Random(seed).shuffle(self._free)
+            pool.pages_as_bytes.fill_(255)
+            free[pool.group.space] = list(range(pool.num_pages))
+        for numbers in free.values():
+            random.Random(seed).shuffle(numbers)
+        self._free = free[PageSpace.TOKENS]
+        self._free_window = free.get(PageSpace.WINDOW, [])
+        self._free_slots = free.get(PageSpace.SLOTS, [])
+        self._windows: dict[int, dict[int, int]] = {}
         self._steps = itertools.count()
 
     def open(
@@ -96,6 +105,9 @@ class Driver:
         pages = [self._free.pop() for _ in range(needed)]
         row = self.built.table.open(pages)
         assert row is not None
+        self._windows[row] = {}
+        if self.built.executor.layout.has_state:
+            self.built.table.slots[row] = self._free_slots.pop()
         prompt_length = len(tokens) if num_prompt is None else num_prompt
         logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
         self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params)
@@ -105,6 +117,9 @@ class Driver:
         """Give the row back (its pages are not used again)."""
         self.built.executor.close_row(row)
         self.built.table.close(row)
+        self._free_window += self._windows.pop(row).values()
+        if self.built.executor.layout.has_state:
+            self._free_slots.append(int(self.built.table.slots[row]))
 
     def step(self, *rows: tuple[int, int, int, bool]) -> list[SampledToken | None]:
         """Run one plan of `(row, start, end, sample)`."""
@@ -114,8 +129,18 @@ class Driver:
         """The same, and all that it gives."""
         entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
+        layout = self.built.executor.layout
+        for row, start, end, _ in rows if layout.window else ():
+            window = self._windows[row]
+            needed = layout.window_pages(start, end)
+            for number in sorted(set(needed) - window.keys()):
+                window[number] = self.built.table.window[row, number] = self._free_window.pop()
         result = run(self.built.executor, plan)
         assert result.step == plan.step
+        for row, _, end, _ in rows if layout.window else ():
+            window = self._windows[row]
+            for number in [number for number in window if number < layout.window_pages(end, end).start]:
+                self._free_window.append(window.pop(number))
         return result
 
     def generate(
