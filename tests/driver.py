@@ -20,7 +20,9 @@ from pdserve.config.groups import (
 )
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
+from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.layout import PageSpace, pages_for
+from pdserve.memory.lease import GroupLease
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -44,6 +46,7 @@ def build(
     disable_cuda_graph: bool = False,
     deterministic: bool = False,
     logprobs_mode: LogprobsMode = "raw",
+    model_impl: Literal["auto", "native", "transformers"] = "auto",
 ) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -55,6 +58,7 @@ def build(
                 context_length=context_length,
                 quantization=quantization,
                 logprobs_mode=logprobs_mode,
+                model_impl=model_impl,
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
             kernels=KernelConfig(
@@ -73,21 +77,17 @@ def build(
 class Driver:
     """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere.
 
-    Pages of windows return once they are behind the window, slots when their row is closed.
+    Window pages become NaN again when they fall behind the window.
     """
 
     def __init__(self, built: LoadedEngine, *, seed: int = 0) -> None:
         self.built = built
-        free = {PageSpace.TOKENS: list(range(built.num_pages))}
         for pool in built.executor.pools:
             pool.pages_as_bytes.fill_(255)
-            free[pool.group.space] = list(range(pool.num_pages))
-        for numbers in free.values():
-            random.Random(seed).shuffle(numbers)
-        self._free = free[PageSpace.TOKENS]
-        self._free_window = free.get(PageSpace.WINDOW, [])
-        self._free_slots = free.get(PageSpace.SLOTS, [])
-        self._windows: dict[int, dict[int, int]] = {}
+        self._free = list(range(built.num_pages))
+        random.Random(seed).shuffle(self._free)
+        self._groups = GroupPools(built.layout, built.group_sizes, self._spoil)
+        self._leases: dict[int, GroupLease] = {}
         self._steps = itertools.count()
 
     def open(
@@ -105,21 +105,22 @@ class Driver:
         pages = [self._free.pop() for _ in range(needed)]
         row = self.built.table.open(pages)
         assert row is not None
-        self._windows[row] = {}
-        if self.built.executor.layout.has_state:
-            self.built.table.slots[row] = self._free_slots.pop()
         prompt_length = len(tokens) if num_prompt is None else num_prompt
+        if self._groups.is_used:
+            lease = self._groups.reserve(str(row), max_tokens)
+            assert lease is not None, "group pools are sized for all rows"
+            self._leases[row] = lease
+            self.built.table.slots[row] = lease.slot or 0
         logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
         self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params)
         return row
 
     def close(self, row: int) -> None:
         """Give the row back (its pages are not used again)."""
+        if row in self._leases:
+            self._groups.end(self._leases.pop(row))
         self.built.executor.close_row(row)
         self.built.table.close(row)
-        self._free_window += self._windows.pop(row).values()
-        if self.built.executor.layout.has_state:
-            self._free_slots.append(int(self.built.table.slots[row]))
 
     def step(self, *rows: tuple[int, int, int, bool]) -> list[SampledToken | None]:
         """Run one plan of `(row, start, end, sample)`."""
@@ -129,19 +130,26 @@ class Driver:
         """The same, and all that it gives."""
         entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
-        layout = self.built.executor.layout
-        for row, start, end, _ in rows if layout.window else ():
-            window = self._windows[row]
-            needed = layout.window_pages(start, end)
-            for number in sorted(set(needed) - window.keys()):
-                window[number] = self.built.table.window[row, number] = self._free_window.pop()
+        released = {row: self._cover(row, start, end) for row, start, end, _ in rows if row in self._leases}
         result = run(self.built.executor, plan)
         assert result.step == plan.step
-        for row, _, end, _ in rows if layout.window else ():
-            window = self._windows[row]
-            for number in [number for number in window if number < layout.window_pages(end, end).start]:
-                self._free_window.append(window.pop(number))
+        for row, pages in released.items():
+            self._groups.give_back(self._leases[row], pages)
         return result
+
+    def _cover(self, row: int, start: int, end: int) -> list[int]:
+        """Give the row the window pages of a step; returns those that fell behind the window."""
+        lease = self._leases[row]
+        new, released = self._groups.cover(lease, start, end)
+        for index in new:
+            self.built.table.window[row, index] = lease.window[index]
+        return released
+
+    def _spoil(self, space: PageSpace, pages: list[int]) -> None:
+        """Fill free pages with NaN."""
+        for pool in self.built.executor.pools:
+            if pool.group.space is space:
+                pool.pages_as_bytes[pages] = 255
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

@@ -30,7 +30,9 @@ from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec, beyond_kernels
 from pdserve.model.decoder import Decoder
+from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
+from pdserve.model.layer_spec import GatedDeltaSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -51,19 +53,20 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
             raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
+        if any(isinstance(op, GatedDeltaSpec) for op in spec.operations):
+            raise ConfigError(
+                "--enable-deterministic-inference: the bits of gated delta layers depend on the chunks of a prompt",
+                field="enable_deterministic_inference",
+            )
         return "batch_invariant"
     if asked == "torch":
         return "torch"
-    beyond = beyond_kernels(spec)
     if asked == "auto":
         if device.type != "cuda" or runtime.cannot_run(device) is not None:
             return "torch"
-        if beyond is not None:
-            _LOG.info("attention is by torch: %s, which the GPU kernels do not have", beyond)
-            return "torch"
         return "triton" if _no_flashinfer(spec, dtype, device) is not None else "flashinfer"
     reason = _no_flashinfer(spec, dtype, device) if asked == "flashinfer" else None
-    reason = reason or beyond or runtime.cannot_run(device)
+    reason = reason or runtime.cannot_run(device)
     if reason is not None:
         raise _refusal(asked, reason)
     return asked
@@ -88,8 +91,8 @@ def make_attention(
         return BatchInvariantAttention(pool, num_heads, device, window)
     if choice == "torch":
         return TorchAttention(pool, num_heads, device, window)
-    assert window is None, "choose_attention gives models with windows to torch"
     if choice == "flashinfer":
+        assert window is None, "choose_attention gives models with windows to other backends"
         try:
             backend = FlashInferAttention(pool, num_heads, device)
             backend.try_out()
@@ -99,8 +102,9 @@ def make_attention(
                 raise _refusal("flashinfer", f"{type(error).__name__}: {error}") from error
             _LOG.warning("flashinfer cannot run here, attention is by Triton: %s: %s", type(error).__name__, error)
     from pdserve.model.attention.triton_pages import TritonAttention
+    from pdserve.model.gpu.decode_attention import AttentionMask
 
-    return TritonAttention(pool, num_heads, device)
+    return TritonAttention(pool, num_heads, device, AttentionMask(window=window or 0))
 
 
 def make_kernels(choice: Choice) -> Kernels:
@@ -114,13 +118,26 @@ def make_kernels(choice: Choice) -> Kernels:
     return TritonKernels()
 
 
+def make_delta_kernels(choice: Choice) -> DeltaKernels:
+    """Make the kernels of gated delta layers of that choice."""
+    if choice in ("torch", "batch_invariant"):
+        return TorchDelta()
+    from pdserve.model.triton_delta import TritonDelta
+
+    return TritonDelta()
+
+
 def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why flashinfer cannot run; None when it can."""
     if device.type != "cuda":
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
-    return next(filter(None, (flashinfer_cannot_run(heads.head_dim, dtype) for heads in spec.attentions)), None)
+    beyond = beyond_kernels(spec)
+    if beyond is not None:
+        return f"{beyond}, which flashinfer is not called with"
+    (heads,) = spec.attentions
+    return flashinfer_cannot_run(heads.head_dim, dtype)
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:

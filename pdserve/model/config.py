@@ -265,7 +265,7 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
 
 
 def beyond_kernels(spec: ModelSpec) -> str | None:
-    """Name the first feature of a model that only torch's attention and layers have; None: there is none."""
+    """Name the first feature of a model that the CPU kernels and flashinfer do not have; None: there is none."""
     if len(spec.attentions) > 1:
         return f"its layers have {len(spec.attentions)} kinds of attention"
     for op in spec.operations:
@@ -290,10 +290,6 @@ def _not_implemented(spec: ModelSpec) -> str | None:
             return "attn_logit_softcapping"
         if isinstance(op, AttentionSpec) and op.sinks:
             return "attention with sinks"
-    several = len({(op.num_kv_heads, op.head_dim, op.window) for op in spec.attentions}) > 1
-    windows = [op.window for op in spec.attentions if op.window is not None]
-    if windows or several:
-        return f"sliding_window {windows[0]}" if windows else "attention with other heads in some layers"
     return None
 
 

@@ -191,7 +191,7 @@ class Attention:
         parallel: Parallel,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
-        self.spec, self.rotary = spec, rotary
+        self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
         outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads)
@@ -209,16 +209,13 @@ class Attention:
 
     def __call__(self, x: Tensor, angles: Sequence[Angles], attention: StepAttention) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        gate: Tensor | None = None
-        if self.spec.output_gate:
-            queries = heads[:, : 2 * self.num_heads].view(x.shape[0], self.num_heads, 2, self._head_dim)
-            gate = queries[:, :, 1].flatten(1)
-            heads = torch.cat((queries[:, :, 0], heads[:, 2 * self.num_heads :]), 1)
-        found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, *angles[self.rotary])
-        mixed = attention.attend(self._local, found)
-        if gate is not None:
-            mixed = mixed * gate.sigmoid()
+        qkv, has_gates = self.qkv(x).view(x.shape[0], -1, self._head_dim), self.spec.output_gate
+        cos, sin = angles[self.rotary]
+        heads = Heads(qkv, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin, has_gates)
+        mixed = attention.attend(self._local, heads)
+        if has_gates:
+            gates = qkv[:, 1 : 2 * self.num_heads : 2]
+            mixed = self._kernels.gate(mixed.view(gates.shape), gates).flatten(1)
         return self._parallel.all_reduce(self.out(mixed))
 
 

@@ -26,8 +26,10 @@ T = TypeVar("T")
 class Heads:
     """Output of a layer's q/k/v projection, and the inputs of the norm and rotation that precede attention.
 
-    `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. `q_norm` and `k_norm` are per-head norms, both
-    or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse norm, rotation and the KV write.
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. With `has_gates` it is
+    `[N, 2 * num_heads + 2 * num_kv_heads, head_dim]`: each query has a gate behind it, which backends skip. `q_norm`
+    and `k_norm` are per-head norms, both or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse
+    norm, rotation and the KV write.
     """
 
     qkv: Tensor
@@ -37,14 +39,18 @@ class Heads:
     k_norm: RMSNorm | None
     cos: Tensor
     sin: Tensor
+    has_gates: bool = False
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Apply norms and rotation in torch.
 
         Returns queries `[N, num_heads, head_dim]`, keys and values `[N, num_kv_heads, head_dim]`.
         """
-        num_rotated = self.num_heads + self.num_kv_heads
-        q_and_k, v = self.qkv[:, :num_rotated], self.qkv[:, num_rotated:]
+        num_rotated, qkv = self.num_heads + self.num_kv_heads, self.qkv
+        if self.has_gates:
+            behind = 2 * self.num_heads
+            qkv = torch.cat((qkv[:, :behind:2], qkv[:, behind:]), 1)
+        q_and_k, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if self.q_norm is not None and self.k_norm is not None:
             normed = self.q_norm(q_and_k[:, : self.num_heads]), self.k_norm(q_and_k[:, self.num_heads :])
             q_and_k = torch.cat(normed, 1)

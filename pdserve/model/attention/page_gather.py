@@ -138,6 +138,8 @@ _CUDA_ALIGN_BYTES = 2 << 20
 class GroupPool:
     """The pages of one layout group on a rank, with planes of any shapes and dtypes. For STATE the pages are slots.
 
+    A rank without layers of the group has a pool of no bytes.
+
     After the last page lies one more, the null page, which is always zero: padding of a gather reads it. The null page
     is outside `buffer`, so no peer can write it.
 
@@ -149,7 +151,7 @@ class GroupPool:
         self.group = group
         self.num_pages = num_pages
         self.null_page = num_pages
-        self._raw = _allocate(group.bytes_of(num_pages + 1), device, shareable)
+        self._raw = _allocate(max(1, group.bytes_of(num_pages + 1)), device, shareable)[: group.bytes_of(num_pages + 1)]
 
     @property
     def buffer(self) -> tuple[int, int]:

@@ -108,6 +108,10 @@ class Kernels(Protocol):
         """Compute `silu(gate) * up`, all of one shape and dtype."""
         ...
 
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute `x * sigmoid(gate)`; the shapes broadcast."""
+        ...
+
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Compute RMS norm of the last dimension in float32, scaled by `weight` in the dtype of `x`.
 
@@ -152,6 +156,10 @@ class TorchKernels(abc.ABC):
     @abc.abstractmethod
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
+
+    @abc.abstractmethod
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated`."""
@@ -218,3 +226,7 @@ class FastKernels(TorchKernels):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
         return F.silu(gate).mul_(up)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
+        return x * gate.sigmoid()

@@ -19,7 +19,7 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.share import rest_slow
-from tests.tiny import VOCAB_SIZE, Family, make_tiny
+from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, Family, make_tiny
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, in_turns, leave, marked, outcome
 
@@ -40,6 +40,9 @@ CASES: dict[str, tuple[ParallelShape, Family, dict[str, Any]]] = {
     "pp3, tied": (PP3, "llama", {"tie_word_embeddings": True}),
     "tp2 x pp2, tied, qk norm": (BOTH, "qwen3", {"tie_word_embeddings": True}),
     "tp2 x pp2, biases": (BOTH, "llama", {**BIASES, "vocab_size": 323}),
+    "tp2 x pp2, windows": (BOTH, "qwen3", WINDOW_FAMILIES["qwen3"]),
+    "pp3, stages without a layer of a group": (PP3, "qwen3", WINDOW_FAMILIES["qwen3"]),
+    "tp2, windows in all layers": (TP2, "mistral", WINDOW_FAMILIES["mistral"]),
 }  # fmt: skip
 
 
@@ -92,7 +95,8 @@ def _check(
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
         for mine, others in zip(rank.prompt, whole.prompt, strict=True):
             torch.testing.assert_close(mine, others, atol=2e-4, rtol=0.0)
-        layers, (heads, _) = layout.layers_of(shape.coord(index)), layout.heads_of(shape.coord(index))
+        (heads, _), held_layers = layout.heads_of(shape.coord(index)), layout.layers_of(shape.coord(index))
+        layers = [layout.layers.index(layer) for layer in held_layers]
         held = whole.pages[:, layers][:, :, :, heads]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.num_bytes < whole.num_bytes

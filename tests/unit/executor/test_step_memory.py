@@ -10,9 +10,9 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import ConfigError
-from pdserve.executor.factory import captured_sizes, longest_chunk
 from pdserve.executor.graphs import graph_sizes
 from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
+from pdserve.executor.pools import captured_sizes, longest_chunk
 from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families.family import pre_norm_layer

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from pdserve.executor.graphs import Padding
 from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
 from pdserve.model.attention.page_gather import KVPool
@@ -91,12 +92,12 @@ class Serving:
 
     def warm_up(self, max_rows: int) -> None:
         warm_up(
-            self._model, self._attention, self._tokens, layout=self._layout, null_page=self._pool.null_page,
+            self._model, self._attention, self._tokens, layout=self._layout, padding=Padding.of([self._pool], 0),
             max_rows=max_rows, chunk=CHUNK,
         )  # fmt: skip
 
     def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, layout=self._layout, null_page=self._pool.null_page, spare_row=0)
+        host = idle_batch(spans, layout=self._layout, padding=Padding.of([self._pool], 0))
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))

@@ -87,6 +87,7 @@ def test_a_field_that_cannot_be_is_refused_by_its_name(field: str, value: Any) -
         spec(**{field: value})
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -126,6 +127,8 @@ def test_eos_ids_come_from_both_files() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         (MOE | {"num_experts": None}, "num_experts"),
         (MOE | {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
