@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from pdserve.base import native
 from pdserve.memory.layout import PageSpace
@@ -17,18 +16,18 @@ from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
 from tests.driver import GREEDY, Driver, build, random_prompt
 from tests.model_families import FAMILIES
-from tests.tiny import VOCAB_SIZE
+from tests.model_pair import running_models
+from tests.reference import load_reference, reference_logits
+from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
 from tests.unit.executor.native_ranks import LENGTHS, outcome
 from tests.unit.executor.test_native_executor import divergence
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
 
 pytestmark = needs_kernels
 HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
-CHANGES: dict[str, dict[str, Any]] = {
-    "qwen3_next": HEADS, "qwen3_5_text": HEADS, "qwen3_5_moe_text": HEADS, "mistral": {},
-}  # fmt: skip
-"""Tiny families whose heads the kernels can compute."""
-NAMES = tuple(name for name in CHANGES if name in FAMILIES)
+"""Heads that the kernels can compute."""
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+NAMES = (*RECURRENT, *WINDOW_FAMILIES)
 PROMPT, NUM_NEW, TOP = random_prompt(300, VOCAB_SIZE), 6, 10
 
 
@@ -40,8 +39,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def make(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("native") / name
-            family = FAMILIES[name]
-            dataclasses.replace(family, changes={**family.changes, **CHANGES[name]}).write(made[name])
+            if name in RECURRENT:
+                family = FAMILIES[name]
+                dataclasses.replace(family, changes={**family.changes, **HEADS}).write(made[name])
+            else:
+                make_tiny(name, made[name], eos_token_id=None, **WINDOW_FAMILIES[name])
         return made[name]
 
     return make
@@ -52,22 +54,13 @@ def make(path: Path, **changes: Any) -> Driver:
     return Driver(build(path, dtype="bfloat16", cpu_kernels="native", **changes))
 
 
-def reference_logprobs(name: str, path: Path) -> torch.Tensor:
-    """Of the token behind each prompt of `LENGTHS`, by transformers in float32."""
-    model = getattr(transformers, FAMILIES[name].architecture).from_pretrained(path, dtype=torch.float32).eval()
-    with torch.inference_mode():
-        return torch.stack(
-            [
-                model(torch.tensor([random_prompt(length, VOCAB_SIZE)])).logits[0, -1].log_softmax(-1)
-                for length in LENGTHS
-            ]
-        )
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_nearer_to_float32_than_torch_in_bfloat16(name: str, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
-    wanted = reference_logprobs(name, path)
+    reference = load_reference(path)
+    wanted = torch.stack(
+        [reference_logits(reference, random_prompt(length, VOCAB_SIZE))[-1].log_softmax(-1) for length in LENGTHS]
+    )
     mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels) for kernels in ("native", "torch"))
     assert divergence(mine.logprobs, wanted) < max(2e-3, 1.2 * divergence(torchs.logprobs, wanted))
 
@@ -182,3 +175,17 @@ def test_one_call_decodes_what_several_do(
         driver.close(row)
         assert found == expected
     assert len(calls) == 19
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3"])
+def test_a_pair_gives_the_monolith_s_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Chunks end at multiples of 64; with retractions, and states and window pages that travel."""
+    path, answers = checkpoint(name), []
+    prompts = [random_prompt(length, VOCAB_SIZE) for length in (1, 63, 64, 65, 300)]
+    impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native", "dtype": "bfloat16"}
+    for pair, tokens in ((False, 4096), (True, 448)):
+        with running_models(path, pair=pair, max_total_tokens=tokens, chunk=64, **impls) as servers:
+            answers.append([servers.generate([prompt], 20)[0] for prompt in prompts])
+            answers.append(servers.generate(prompts, 20))
+            servers.assert_idle()
+    assert all(answer == answers[0] for answer in answers)
