@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from pdserve.errors import ModelError
+from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_attention, read_moe
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, read_count, read_mapping, read_texts
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, GatedDeltaSpec, MLPSpec, MoeSpec
@@ -42,13 +42,20 @@ def hybrid_layers(
 
 
 def read_layer_types(config: HFConfig, where: str, num_layers: int) -> tuple[str, ...]:
-    """Read `layer_types`; without it, every `full_attention_interval`-th layer has full attention."""
+    """Read `layer_types`; without it, every `full_attention_interval`-th layer has full attention.
+
+    Raises:
+        ModelError: the number of entries is wrong.
+        UnsupportedModelError: no layer has full attention.
+    """
     kinds = read_texts(config, "layer_types", where)
     if not kinds:
         interval = read_count(config, "full_attention_interval", where, default=4)
-        return tuple(_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers))
+        kinds = tuple(_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers))
     if len(kinds) != num_layers:
         raise ModelError(f"{where}: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
+    if _FULL not in kinds:
+        raise UnsupportedModelError(f"{where}: layer_types has {_LINEAR} only; at least one {_FULL} layer is needed")
     return kinds
 
 

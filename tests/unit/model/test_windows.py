@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from pdserve.memory.layout import GroupKind
 from pdserve.model.config import kv_layout, read_model_spec
 from pdserve.model.hf.config import read_source
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES as MODELS
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import VOCAB_SIZE, WINDOW, WINDOW_FAMILIES, Family, make_tiny
@@ -98,6 +100,18 @@ def test_a_native_and_a_transformers_server_are_a_pair(prefill_impl: str, checkp
     with running_models(path, pair=True, prefill_impl=prefill_impl, model_impl=decode_impl) as pair:
         assert pair.generate(prompts, 12) == expected_of(path, prompts, 12)
         pair.assert_idle()
+
+
+def test_mixtral_has_names_of_its_own_and_may_have_windows(tmp_path: Path) -> None:
+    path = tmp_path / "mixtral"
+    MODELS["mixtral"].write(path)
+    prompts = [random_prompt(length, VOCAB_SIZE) for length in LENGTHS]
+    expected = expected_of(path, prompts, NUM_TOKENS)
+    assert Driver(build(path, model_impl="native")).generate(prompts, NUM_TOKENS, chunk=40) == expected
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"sliding_window": WINDOW}))
+    expected = expected_of(path, prompts, NUM_TOKENS)
+    assert Driver(build(path, model_impl="native")).generate(prompts, NUM_TOKENS, chunk=40) == expected
 
 
 def test_the_cpu_kernels_leave_windows_to_torch_and_say_why(
