@@ -32,7 +32,8 @@ def delta_prefill(
 ) -> None:  # fmt: skip
     """Compute the new tokens of the rows with chunks, and update the rows' states; arguments as for `delta_decode`.
 
-    Allocates `prefill_bytes` of temporary memory.
+    A row whose first chunk here is not chunk 0 goes on from the state in its slot. Temporary memory is proportional to
+    the number of chunks.
     """
     num_chunks = len(rows.chunks)
     if not num_chunks:
@@ -63,13 +64,6 @@ def delta_prefill(
         mixed, keys, u, decay, states, out, *of_rows, mixed.stride(0), out.stride(0), dk**-0.5,
         **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,
     )  # fmt: skip
-
-
-def prefill_bytes(num_chunks: int, planes: StatePlanes) -> int:
-    """Return the bytes of temporary memory of `delta_prefill` for this number of chunks."""
-    heads, dk, dv = planes.num_value_heads, planes.key_dim, planes.value_dim
-    per_chunk = planes.num_key_heads * CHUNK * dk + heads * (CHUNK * (dk + dv) + dk * dv)
-    return num_chunks * (per_chunk * planes.conv_q.element_size() + heads * CHUNK * 4)
 
 
 @triton.jit
@@ -177,8 +171,9 @@ def _pass_state(
     head = tl.program_id(1)
     of_row = chunk_starts + tl.program_id(0)
     first, last = tl.load(of_row).to(tl.int64), tl.load(of_row + 1).to(tl.int64)
-    row = tl.load(chunks + 2 * first)
-    slot, start = tl.load(slots + row), tl.load(starts + row)
+    row, number = tl.load(chunks + 2 * first), tl.load(chunks + 2 * first + 1)
+    slot = tl.load(slots + row)
+    has_state = (slot >= 0) & ((tl.load(starts + row) > 0) | (number > 0))
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -186,7 +181,7 @@ def _pass_state(
     cells = (along_k < DK)[:, None] & is_v
     within = along_k[:, None] * DV + along_v[None, :]
     of_slot = state + slot * slot_stride + head * DK * DV + within
-    values = tl.load(of_slot, mask=cells & (slot >= 0) & (start > 0), other=0.0)
+    values = tl.load(of_slot, mask=cells & has_state, other=0.0)
     for chunk in range(first, last):
         pair = chunk * KEY_HEADS * GROUP + head
         of_key = keys + (chunk * KEY_HEADS + head // GROUP) * CHUNK * DK
