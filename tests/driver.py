@@ -130,7 +130,8 @@ class Driver:
         """The same, and all that it gives."""
         entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
-        released = {row: self._cover(row, start, end) for row, start, end, _ in rows if row in self._leases}
+        windowed = self._leases if self.built.layout.window else {}
+        released = {row: self._cover(row, start, end) for row, start, end, _ in rows if row in windowed}
         result = run(self.built.executor, plan)
         assert result.step == plan.step
         for row, pages in released.items():
