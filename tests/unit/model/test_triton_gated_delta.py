@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.memory.layout import KVGroup
+from pdserve.model import triton_delta
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, state_rows
 from pdserve.model.forward_batch import HostRows, fill
@@ -115,6 +116,12 @@ def test_a_prompt_in_parts_ends_in_the_same_state() -> None:
     for out, state in found[1:]:
         close(out, found[0][0], dtype, "outputs")
         close(state, found[0][1], dtype, "state")
+
+
+def test_chunks_in_several_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that end within rows, and between them."""
+    monkeypatch.setattr(triton_delta, "MAX_CHUNKS", 2)
+    check(SPECS[0], [(0, 200), (70, 60), (9, 1), (0, 64), (3, 90)], [4, 2, 1, 0, 3], torch.float32, 6)
 
 
 def test_equal_keys_lose_no_digits() -> None:
