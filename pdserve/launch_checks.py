@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
@@ -34,15 +34,20 @@ TRACING_MODULE = "opentelemetry.sdk"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def parse_service(servers: Sequence[Sequence[str]], own_names: Iterable[str]) -> list[ServerConfig]:
-    """Parse the command lines of a local service's servers. `own_names`: flags of the launcher, for similar names.
+def parse_service(
+    servers: Sequence[Sequence[str]], own_names: Iterable[str], owned: Mapping[str, str | None]
+) -> list[ServerConfig]:
+    """Parse the command lines of a local service's servers.
+
+    For a misspelt flag the launcher's `own_names` are named, too. In place of a flag that it sets itself (`owned`) its
+    own flag for the same purpose is named.
 
     Raises:
         ConfigError: as `parse_server_args`.
     """
     configs = []
     for argv in servers:
-        refuse_unknown_flags(argv, own_names)
+        refuse_unknown_flags(argv, own_names, owned)
         configs.append(parse_server_args(argv))
     return configs
 

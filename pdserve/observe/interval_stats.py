@@ -1,7 +1,8 @@
-"""Throughput and latencies of one interval, for the statistics line of the log (`--log-stats-interval`).
+"""Recent throughput and cache hits, and the statistics line of the log (`--log-stats-interval`).
 
 `ServerMetrics` feeds `IntervalStats`; `server/stats_log.py` takes an `Interval` every few seconds. Event loop only.
-Latencies are counted in buckets, so a busy interval needs no more memory and time than an idle one.
+Latencies are counted in buckets, so a busy interval needs no more memory and time than an idle one. Schedulers have
+a `TokenRate` of their own.
 """
 
 from __future__ import annotations
@@ -9,9 +10,49 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 
+WINDOW_S = 10
+"""Seconds over which `TokenRate` averages."""
 _GROWTH = math.log(1.05)
+
+
+class TokenRate:
+    """Tokens per second over the last `WINDOW_S` whole seconds. `now` returns monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Count `num_tokens` generated now."""
+        second = int(self._now())
+        if self._seconds and self._seconds[-1][0] == second:
+            num_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, num_tokens))
+
+    def value(self) -> float:
+        """Tokens per second, without the current second."""
+        now = int(self._now())
+        return sum(count for second, count in self._seconds if now - WINDOW_S <= second < now) / WINDOW_S
+
+
+class HitRate:
+    """The share of cached tokens in the newest prompts."""
+
+    def __init__(self, num_prompts: int) -> None:
+        """Average over the `num_prompts` newest prompts."""
+        self._newest: deque[tuple[int, int]] = deque(maxlen=num_prompts)
+
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count one prompt."""
+        self._newest.append((prompt_tokens, cached_tokens))
+
+    def value(self) -> float:
+        """The share, between 0 and 1; 0 before the first prompt."""
+        prompt_tokens = sum(prompt for prompt, _ in self._newest)
+        return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
 class LatencyBuckets:

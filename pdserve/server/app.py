@@ -101,7 +101,8 @@ def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, f
     `own_counters` returns monotonic totals of this process; they are exported beside the scheduler's.
     """
     name = config.model.served_model_name or config.model.model_path
-    return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode], own_counters)
+    engine_type = _ENGINE_TYPES[config.disagg.disaggregation_mode]
+    return ServerMetrics(name, engine_type, own_counters, by_priority=config.schedule.enable_priority_scheduling)
 
 
 def create_app(
