@@ -36,7 +36,6 @@ from contextlib import AbstractContextManager
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pdserve.base.proof import PROOF_HEADER
@@ -46,12 +45,11 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import ProofError, ProofExpiredError, RequestError
 from pdserve.http.access import (
     COMMANDS,
-    EXPOSED_HEADERS,
     GENERATING,
     NO_SNIFF,
     NO_STORE,
-    PREFLIGHT_S,
     AccessRules,
+    Cors,
     framing_refusal,
 )
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
@@ -136,23 +134,16 @@ def _signed(receive: Receive, digest: bytes) -> Receive:
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
+CORS_METHODS = ("GET", "POST", "PUT")
 SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
 
 
 def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:
     """Add the access middleware outside all middleware that `app` has so far."""
     most = config.max_concurrent_requests_per_client
-    rules = AccessRules(config.keys, config.origins, config.proxies, most, max_body_bytes)
+    cors = Cors(config.origins, CORS_METHODS)
+    rules = AccessRules(config.keys, cors, config.proxies, most, max_body_bytes)
     app.add_middleware(AccessMiddleware, rules=rules, proof=proof)
-    if config.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.origins,
-            allow_methods=["GET", "POST", "PUT"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-            max_age=PREFLIGHT_S,
-        )
 
 
 class AccessMiddleware:
@@ -169,12 +160,22 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
 
+        headers = Headers(scope=scope)
+
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+                added = SECURITY_HEADERS | self._rules.cors.response_headers(headers.get("origin"))
+                MutableHeaders(scope=message).update(added)
             await send(message)
 
-        headers = Headers(scope=scope)
+        framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
+        if framing is not None:
+            await refused(framing)(scope, receive, marked)
+            return
+        preflight = self._rules.cors.preflight_answer(scope["method"], headers)
+        if preflight is not None:
+            await Response(status_code=204, headers=preflight)(scope, receive, marked)
+            return
         refusal, digest = self._check(scope, headers)
         if refusal is not None:
             await refused(refusal)(scope, receive, marked)
@@ -196,9 +197,6 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope, headers: Headers) -> tuple[HttpRefusal | None, bytes | None]:
         """Return the refusal of a request, None if it is allowed, and the digest that its signed body must have."""
-        framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
-        if framing is not None:
-            return framing, None
         path, command, public = scope["path"], scope["path"] in COMMANDS, scope["path"] in OPEN
         stranger, digest = self._authenticate(scope, headers, command=command)
         if stranger is not None:
