@@ -43,7 +43,7 @@ from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
-from pdserve.router.proxy.relay import refusal, relay
+from pdserve.router.proxy.relay import failure_response, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.stats_log import RouterStats, log_stats
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
@@ -225,10 +225,10 @@ class RouterApp:
         await self._drain.empty(WRITE_S)
 
     def _refuse(self, request: web.Request) -> web.Response:
-        response = refusal(SHUTTING_DOWN)
+        response = failure_response(SHUTTING_DOWN)
         response.force_close()
         self.metrics.requests.labels(request.path, str(response.status)).inc()
-        self.metrics.refused.labels(SHUTTING_DOWN.reason).inc()
+        self.metrics.refused.labels(SHUTTING_DOWN.code).inc()
         return response
 
     async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
@@ -287,7 +287,7 @@ class RouterApp:
     async def ready(self, request: web.Request) -> web.Response:
         """200 while requests can be served: a pair of healthy, not draining workers exists that is not down."""
         if self._drain.closed:
-            return refusal(SHUTTING_DOWN)
+            return failure_response(SHUTTING_DOWN)
         if not self.admission.could_serve():
             why = OTHER_TOKENS.message if self.admission.pairs.any_differ else "no healthy pair of workers"
             return error_response(503, why, "no_worker", RETRY_AFTER)

@@ -42,24 +42,19 @@ from pdserve.http.bodies import (
     body_timeout,
     has_too_many_values,
 )
-from pdserve.http.errors import HttpRefusal, error_object
+from pdserve.http.errors import HttpRefusal
 from pdserve.observe.tracing import CallSpan, Tracing
 from pdserve.router.config.config import RouterAccessConfig
 
 RETRY_AFTER = {"Retry-After": "1"}
-
-
-def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
-    """Return an error in OpenAI's form, as servers do; `code` is machine-readable, `param` the invalid field."""
-    return orjson.dumps(error_object(message, status, param=param, code=code))
+NO_HEADERS: Mapping[str, str] = {}
 
 
 def error_response(
     status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
 ) -> web.Response:
     """Return an error response of the router itself."""
-    body = error_body(status, message, code, param)
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return refused(HttpRefusal(status, message, code, headers or NO_HEADERS, param))
 
 
 def refused(refusal: HttpRefusal) -> web.Response:
@@ -70,9 +65,6 @@ def refused(refusal: HttpRefusal) -> web.Response:
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a response with `value` as JSON."""
     return web.Response(status=status, body=orjson.dumps(value), content_type="application/json", headers=headers)
-
-
-NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
