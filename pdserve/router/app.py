@@ -23,6 +23,7 @@ from pdserve.errors import RequestError
 from pdserve.http.access import GENERATING
 from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.errors import HttpRefusal
+from pdserve.observe.stats_line import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
@@ -45,7 +46,6 @@ from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
 from pdserve.router.proxy.relay import failure_response, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
-from pdserve.router.stats_log import RouterStats, log_stats
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
@@ -161,7 +161,7 @@ class RouterApp:
         self.registry.on_forgotten.append(self._forget)
         self._background.append(asyncio.create_task(self._tick()))
         if self._config.log_stats_interval_s:
-            stats = log_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
+            stats = log_router_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
             self._background.append(asyncio.create_task(stats))
         self.watchdog.start()
 

@@ -22,6 +22,7 @@ from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.metrics import ServerMetrics
+from pdserve.observe.stats_line import log_server_stats
 from pdserve.server import openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
@@ -55,7 +56,6 @@ from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
-from pdserve.server.stats_log import log_stats
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -133,7 +133,7 @@ def create_app(
         client.start()
         background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
         if config.observe.log_stats_interval:
-            stats = log_stats(client, metrics.interval, config.observe.log_stats_interval)
+            stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
             background.append(asyncio.create_task(stats))
         yield
         for task in background:
