@@ -41,8 +41,7 @@ from pdserve.protocol.messages import (
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.priority import EVICTED, PriorityRules
-from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, EvictionOrder, Req, Times
+from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.protocol.messages import GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.priority import EVICTED_CODE, PriorityRules
+from pdserve.scheduler.request import EVICTED_CODE, PriorityRules
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, World, monolith_tokens
 from tests.unit.scheduler.kit import Mono
