@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from pdserve.observe.engine_metrics import EngineCollector
 from pdserve.observe.http_metrics import HttpMetrics, RoutingKeyCollector
-from pdserve.observe.stats_line import IntervalStats
+from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming
 

@@ -23,7 +23,7 @@ from pdserve.errors import RequestError
 from pdserve.http.access import GENERATING
 from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.errors import HttpRefusal
-from pdserve.observe.stats_line import RouterStats, log_router_stats
+from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH

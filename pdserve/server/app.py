@@ -21,15 +21,20 @@ from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.session_proof import CHALLENGE_PATH
+from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
-from pdserve.observe.stats_line import log_server_stats
 from pdserve.server import openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware as access
+from pdserve.server.http.control_proof import ControlProof
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
-from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware, HttpMetricsMiddleware
-from pdserve.server.http.request_id import RequestIdMiddleware
+from pdserve.server.http.middleware import (
+    DrainGate,
+    DrainGateMiddleware,
+    HttpMetricsMiddleware,
+    RequestIdMiddleware,
+)
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.observe.stats_line import RouterStats, router_sentence
+from pdserve.observe.interval_stats import RouterStats, router_sentence
 from pdserve.router.config.flags import config_from, make_parser
 from tests.waiting import until
 

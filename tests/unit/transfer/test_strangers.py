@@ -240,7 +240,7 @@ def test_a_name_that_leads_elsewhere_ends_no_session_with_a_peer_that_lives() ->
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing(message: str) -> None:
-    """It has sessions with both servers. It says the message of another's keys, and of a key of its own in that room."""
+    """It has sessions with both servers. It says the message of another's keys, and of its own in that room."""
     net, prefill, decode = meet()
     pair = Pair(net, prefill, decode, takes_logprobs=True)
     for session, side in enumerate((prefill, decode), start=77):
