@@ -33,8 +33,7 @@ from typing import IO, NoReturn, get_args
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
-from pdserve.base.log import setup_logging
-from pdserve.base.log_labels import JsonLabel, TextLabel
+from pdserve.base.log import JsonLabel, TextLabel, setup_logging
 from pdserve.base.nice_scope import NiceScope, in_own_session, nice_scope
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status

@@ -15,9 +15,10 @@ from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
 from pdserve.observe.http_metrics import HttpMetrics, RoutingKeyCollector
-from pdserve.observe.interval_stats import HitRate, IntervalStats, TokenRate
+from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming
 
@@ -57,6 +58,23 @@ class RequestMetrics(Protocol):
     def ended(self, record: RequestRecord) -> None:
         """A sequence ended."""
         ...
+
+
+class HitRate:
+    """The share of cached tokens in the newest prompts."""
+
+    def __init__(self, num_prompts: int) -> None:
+        """Average over the `num_prompts` newest prompts."""
+        self._newest: deque[tuple[int, int]] = deque(maxlen=num_prompts)
+
+    def add(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """Count one prompt."""
+        self._newest.append((prompt_tokens, cached_tokens))
+
+    def value(self) -> float:
+        """The share, between 0 and 1; 0 before the first prompt."""
+        prompt_tokens = sum(prompt for prompt, _ in self._newest)
+        return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
-from pdserve.scheduler.priority import EVICTED_CODE
-from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from pdserve.observe.interval_stats import WINDOW_S
+from pdserve.base.clock import RATE_WINDOW_S
 from pdserve.protocol.messages import GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.priority import EVICTED_CODE, PriorityRules
+from pdserve.scheduler.request import EVICTED_CODE, PriorityRules
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, World, monolith_tokens
 from tests.unit.scheduler.kit import Mono
@@ -232,8 +232,8 @@ def test_the_state_counts_queues_by_priority_and_the_tokens_a_second() -> None:
     assert state.by_priority == {"num_running_reqs": {5: 1}, "num_queue_reqs": {1: 2}}
     mono.run()
     mono.clock.advance(1.0)
-    assert mono.scheduler.state().gen_throughput == 3 * 4 / WINDOW_S
-    mono.clock.advance(WINDOW_S + 1.0)
+    assert mono.scheduler.state().gen_throughput == 3 * 4 / RATE_WINDOW_S
+    mono.clock.advance(RATE_WINDOW_S + 1.0)
     state = mono.scheduler.state()
     assert state.gen_throughput == 0 and state.by_priority == {"num_running_reqs": {}, "num_queue_reqs": {}}
     assert Mono().scheduler.state().by_priority == {}
