@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.startup_progress import EVERY_S, told
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
@@ -79,13 +80,14 @@ def check_start(config: ServerConfig) -> None:
     Raises:
         ConfigError: the message has the cause and what to do.
     """
-    if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
-        config, _ = fill_in(config, look_at_machine())
-    config.access.tls_context()
-    _check_files(config)
-    _check_libraries(config)
-    if config.parallel.node_rank == 0:
-        _check_ports(config)
+    with told(log.info, "checking flags and ports", least_s=EVERY_S):
+        if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
+            config, _ = fill_in(config, look_at_machine())
+        config.access.tls_context()
+        _check_files(config)
+        _check_libraries(config)
+        if config.parallel.node_rank == 0:
+            _check_ports(config)
 
 
 def check_proof(config: ServerConfig) -> None:
@@ -218,8 +220,9 @@ def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
             weights=weights,
         )
     if weights and path.suffix != ".gguf":
-        for file in weight_files(path):
-            check_safetensors(file)
+        with told(log.info, "reading the headers of the weights", least_s=EVERY_S):
+            for file in weight_files(path):
+                check_safetensors(file)
     return path, tokenizer
 
 

@@ -21,8 +21,8 @@ from pdserve.base.startup_times import IMPORTS, POOLS, RANKS, TRANSFER, WARM_UP,
 
 ANNOUNCE = "PDSERVE_ANNOUNCE_START"
 """Environment variable that `launch_local` sets: print status lines."""
-EVERY_S = 4.0
-"""Seconds between two progress lines of work that takes long."""
+EVERY_S = 3.0
+"""Seconds between two progress lines of work that takes long. A busy machine makes the pauses longer, up to 5 s."""
 STATUS_PREFIX = "PDSERVE_STARTING "
 STARTING, READY = "starting", "ready"
 LABELS = {
@@ -149,9 +149,13 @@ class StartupProgress(StartupTimes):
 
 
 @contextlib.contextmanager
-def told(tell: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Tell how long the block takes at its end, and every few seconds that it goes on."""
+def told(tell: Callable[[str], None], doing: str, *, least_s: float = 0.0) -> Iterator[None]:
+    """Tell how long the block takes at its end, and every few seconds that it goes on.
+
+    A block of fewer than `least_s` seconds is not told. Nor is the end of a block that raises.
+    """
     began = time.monotonic()
     with ticking(lambda: tell(f"{doing}: {time.monotonic() - began:.0f} s so far")):
         yield
-    tell(f"{doing}: {time.monotonic() - began:.1f} s")
+    if (seconds := time.monotonic() - began) >= least_s:
+        tell(f"{doing}: {seconds:.1f} s")
