@@ -17,10 +17,11 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.env import CONTROL_TOKEN, control_token
+from pdserve.base.startup_progress import EVERY_S, told
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
@@ -34,15 +35,20 @@ TRACING_MODULE = "opentelemetry.sdk"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
 
 
-def parse_service(servers: Sequence[Sequence[str]], own_names: Iterable[str]) -> list[ServerConfig]:
-    """Parse the command lines of a local service's servers. `own_names`: flags of the launcher, for similar names.
+def parse_service(
+    servers: Sequence[Sequence[str]], own_names: Iterable[str], owned: Mapping[str, str | None]
+) -> list[ServerConfig]:
+    """Parse the command lines of a local service's servers.
+
+    For a misspelt flag the launcher's `own_names` are named, too. In place of a flag that it sets itself (`owned`) its
+    own flag for the same purpose is named.
 
     Raises:
         ConfigError: as `parse_server_args`.
     """
     configs = []
     for argv in servers:
-        refuse_unknown_flags(argv, own_names)
+        refuse_unknown_flags(argv, own_names, owned)
         configs.append(parse_server_args(argv))
     return configs
 
@@ -74,13 +80,14 @@ def check_start(config: ServerConfig) -> None:
     Raises:
         ConfigError: the message has the cause and what to do.
     """
-    if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
-        config, _ = fill_in(config, look_at_machine())
-    config.access.tls_context()
-    _check_files(config)
-    _check_libraries(config)
-    if config.parallel.node_rank == 0:
-        _check_ports(config)
+    with told(log.info, "checking flags and ports", least_s=EVERY_S):
+        if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
+            config, _ = fill_in(config, look_at_machine())
+        config.access.tls_context()
+        _check_files(config)
+        _check_libraries(config)
+        if config.parallel.node_rank == 0:
+            _check_ports(config)
 
 
 def check_proof(config: ServerConfig) -> None:
@@ -213,8 +220,9 @@ def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
             weights=weights,
         )
     if weights and path.suffix != ".gguf":
-        for file in weight_files(path):
-            check_safetensors(file)
+        with told(log.info, "reading the headers of the weights", least_s=EVERY_S):
+            for file in weight_files(path):
+                check_safetensors(file)
     return path, tokenizer
 
 

@@ -33,8 +33,7 @@ from typing import IO, NoReturn, get_args
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
 from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
-from pdserve.base.log import setup_logging
-from pdserve.base.log_labels import JsonLabel, TextLabel
+from pdserve.base.log import JsonLabel, TextLabel, setup_logging
 from pdserve.base.nice_scope import NiceScope, in_own_session, nice_scope
 from pdserve.base.process import Child, ChildError, ServerReady, end_all
 from pdserve.base.startup_progress import ANNOUNCE, STARTING, parse_status
@@ -55,7 +54,13 @@ from pdserve.launch_checks import check_service, parse_service
 from pdserve.router.config.config import POLICY_HELP, PolicyName
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-OWNED_FLAGS = ("--port", "--host", "--disaggregation-mode", "--disaggregation-bootstrap-port")
+OWNED_FLAGS = {
+    "--port": "--router-port",
+    "--host": "--router-host",
+    "--disaggregation-mode": None,
+    "--disaggregation-bootstrap-port": None,
+}
+"""Flags of servers that users cannot give here, and the flag of the service in their place; None: there is none."""
 DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
 LOOPBACK = "127.0.0.1"
 PREFILL_NICENESS = 5
@@ -109,8 +114,10 @@ class LocalConfig:
             needed = self.num_servers * self.threads_per_server
             raise ConfigError(f"--cpu-pin {self.cpu_pin} has too few cores, {needed} are needed", field="cpu_pin")
         for given in (*self.server_flags, *self.prefill_flags, *self.decode_flags):
-            if given.partition("=")[0] in OWNED_FLAGS:
-                raise ConfigError(f"launch_local chooses {given.partition('=')[0]} of each server itself; leave it out")
+            name = given.partition("=")[0]
+            if name in OWNED_FLAGS:
+                hint = "leave it out" if OWNED_FLAGS[name] is None else f"give {OWNED_FLAGS[name]} for the service"
+                raise ConfigError(f"launch_local chooses {name} of each server itself; {hint}")
 
     @property
     def threads_per_server(self) -> int:
@@ -362,7 +369,7 @@ def parse_servers(config: LocalConfig) -> list[ServerConfig]:
     """Return the configuration of one server of each role. Raises ConfigError."""
     own = {option for action in make_parser()._actions for option in action.option_strings}
     os.environ.update(config.access.env)  # the parts get it, too: keys, and the password of a certificate
-    return parse_service([server_argv(config, "prefill"), server_argv(config, "decode")], own)
+    return parse_service([server_argv(config, "prefill"), server_argv(config, "decode")], own, OWNED_FLAGS)
 
 
 def check(config: LocalConfig, servers: Sequence[ServerConfig]) -> None:

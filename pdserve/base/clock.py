@@ -1,10 +1,11 @@
-"""Clocks. Code that waits or times out takes a `Clock`; tests and the simulator pass a `ManualClock`."""
+"""Clocks, and rates over the last seconds. Code that waits or times out takes a `Clock`; tests pass a `ManualClock`."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -70,3 +71,28 @@ class RetryAfterEstimator:
         while self._samples and now - self._samples[0][0] > _WINDOW_S:
             self._samples.popleft()
         return now
+
+
+RATE_WINDOW_S = 10
+"""Seconds over which `TokenRate` averages."""
+
+
+class TokenRate:
+    """Tokens per second over the last `RATE_WINDOW_S` whole seconds. `now` returns monotonic seconds."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._seconds: deque[tuple[int, int]] = deque(maxlen=RATE_WINDOW_S + 1)
+
+    def add(self, num_tokens: int) -> None:
+        """Count `num_tokens` generated now."""
+        second = int(self._now())
+        if self._seconds and self._seconds[-1][0] == second:
+            num_tokens += self._seconds.pop()[1]
+        self._seconds.append((second, num_tokens))
+
+    def value(self) -> float:
+        """Tokens per second, without the current second."""
+        now = int(self._now())
+        counted = (count for second, count in self._seconds if now - RATE_WINDOW_S <= second < now)
+        return sum(counted) / RATE_WINDOW_S

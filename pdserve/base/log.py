@@ -4,6 +4,14 @@
 
 A line about a request has its id: `X-Request-Id`, which router and both servers of a pair share. `request_context` sets
 the id for a task, `about` for one line.
+
+`TextLabel` and `JsonLabel` put the name of a child process on its lines, where one terminal shows those of several, as
+`launch_local` does. The name takes the place of the role that it begins with, so that lines still begin with the date:
+
+    text    2026-11-28 02:32:40.672 INFO decode scheduler[4711] ...      ->  ... INFO decode-0 scheduler[4711] ...
+    json    {"time": ..., "role": "decode scheduler", ...}               ->  {"process": "decode-0", "time": ..., ...}
+
+A line in another format, such as one of a traceback, gets the name in front; in JSON it becomes the message of a line.
 """
 
 from __future__ import annotations
@@ -14,6 +22,7 @@ import dataclasses
 import datetime
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -206,3 +215,45 @@ class SparingLog:
             num_left_out, self._num_left_out = self._num_left_out, 0
         more = f" ({num_left_out} more were not logged)" if num_left_out else ""
         self._logger.warning(f"{text}{more}", *args, extra=extra)
+
+
+_DATED = re.compile(
+    r"(?P<head>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} [A-Z]+ )(?P<role>[a-z]+)(?P<rest>[ \[].*)", re.DOTALL
+)
+
+
+class TextLabel:
+    """Adds the name of a process, such as `decode-0`, to a line of text."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, line: str) -> str:
+        """Return the labelled line."""
+        dated = _DATED.fullmatch(line)
+        if dated is None:
+            return f"[{self._name}] {line}"
+        role = dated["role"]
+        name = self._name if self._name == role or self._name.startswith(f"{role}-") else f"{self._name} {role}"
+        return f"{dated['head']}{name}{dated['rest']}"
+
+
+class JsonLabel:
+    """Adds the name of a process to a line of JSON; any other line becomes one."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, line: str) -> str:
+        """Return the labelled line."""
+        found: Any = None
+        if line.startswith("{"):
+            try:
+                found = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                found = None
+        if isinstance(found, dict):
+            return json_line({"process": self._name, **found})
+        now = datetime.datetime.now().astimezone().isoformat(timespec="milliseconds")
+        unknown = {"level": "info", "role": self._name, "pid": None, "logger": None, "request_id": None}
+        return json_line({"process": self._name, "time": now, **unknown, "message": line})

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from pdserve.base.startup_times import IMPORTS, POOLS, RANKS, TRANSFER, WARM_UP, WEIGHTS, StartupTimes
-from pdserve.base.ticker import EVERY_S, ticking
 
 ANNOUNCE = "PDSERVE_ANNOUNCE_START"
 """Environment variable that `launch_local` sets: print status lines."""
+EVERY_S = 3.0
+"""Seconds between two progress lines of work that takes long. A busy machine makes the pauses longer, up to 5 s."""
 STATUS_PREFIX = "PDSERVE_STARTING "
 STARTING, READY = "starting", "ready"
 LABELS = {
@@ -34,6 +35,24 @@ LABELS = {
 }
 """What users read for a part."""
 _MB = 1_000_000
+
+
+@contextlib.contextmanager
+def ticking(call: Callable[[], None], every_s: float = EVERY_S) -> Iterator[None]:
+    """Run `call` in a thread each `every_s` seconds until the end of the block; the first call is after `every_s`."""
+    ended = threading.Event()
+
+    def run() -> None:
+        while not ended.wait(every_s):
+            call()
+
+    thread = threading.Thread(target=run, name="ticker", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def announce_status(text: str) -> None:
@@ -130,9 +149,13 @@ class StartupProgress(StartupTimes):
 
 
 @contextlib.contextmanager
-def told(tell: Callable[[str], None], doing: str) -> Iterator[None]:
-    """Tell how long the block takes at its end, and every few seconds that it goes on."""
+def told(tell: Callable[[str], None], doing: str, *, least_s: float = 0.0) -> Iterator[None]:
+    """Tell how long the block takes at its end, and every few seconds that it goes on.
+
+    A block of fewer than `least_s` seconds is not told. Nor is the end of a block that raises.
+    """
     began = time.monotonic()
     with ticking(lambda: tell(f"{doing}: {time.monotonic() - began:.0f} s so far")):
         yield
-    tell(f"{doing}: {time.monotonic() - began:.1f} s")
+    if (seconds := time.monotonic() - began) >= least_s:
+        tell(f"{doing}: {seconds:.1f} s")

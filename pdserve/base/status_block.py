@@ -16,8 +16,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from pdserve.base.startup_progress import READY
-from pdserve.base.ticker import EVERY_S, ticking
+from pdserve.base.startup_progress import EVERY_S, READY, ticking
 
 log = logging.getLogger(__name__)
 

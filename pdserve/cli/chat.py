@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import socket
 import sys
 import time
 from collections.abc import Generator, Iterator, Sequence
@@ -24,7 +25,8 @@ from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.access import API_KEY
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+DEFAULT_URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:30000")
+"""Default addresses of `pdserve pair` and the router, and of `pdserve serve`."""
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 600.0
 BUSY_TIMEOUT_S = 60.0
@@ -75,7 +77,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("message", nargs="*", metavar="MESSAGE", help="one message to answer, instead of a conversation")
-    add("--url", default=DEFAULT_URL, help=f"address of the service, with or without /v1 (default: {DEFAULT_URL})")
+    text = f"address of the service, with or without /v1 (default: {' or '.join(DEFAULT_URLS)}, the first that listens)"
+    add("--url", help=text)
     add("--api-key", metavar="KEY", help=f"key of the service (or in {API_KEY}, OPENAI_API_KEY)")
     add("--model", help="model name; the service's first model when absent")
     add("--system", metavar="TEXT", help="system prompt")
@@ -95,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
         message = " ".join(args.message) or (sys.stdin.read().strip() if piped else "")
         if piped and not message:
             raise ConfigError("there is no message: give one as argument or on stdin")
-        with ChatClient(args.url, api_key=_key(args.api_key), ca_cert=args.ca_cert) as client:
+        with ChatClient(args.url or find_service(), api_key=_key(args.api_key), ca_cert=args.ca_cert) as client:
             sampling = {
                 "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
             }  # fmt: skip
@@ -106,6 +109,16 @@ def main(argv: Sequence[str]) -> int:
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+
+
+def find_service() -> str:
+    """Return the first of `DEFAULT_URLS` that listens, else the first one."""
+    for url in DEFAULT_URLS:
+        address = urlsplit(url)
+        with contextlib.suppress(OSError):
+            socket.create_connection((address.hostname or "", address.port or 0), CONNECT_TIMEOUT_S).close()
+            return url
+    return DEFAULT_URLS[0]
 
 
 def _key(given: str | None) -> str | None:
@@ -122,7 +135,7 @@ class ChatClient:
         self.url = url.rstrip("/").removesuffix("/v1")
         address = urlsplit(self.url)
         if address.scheme not in ("http", "https") or not address.hostname:
-            raise ConfigError(f"--url is {url!r}, but must be such as {DEFAULT_URL}", field="url")
+            raise ConfigError(f"--url is {url!r}, but must be such as {DEFAULT_URLS[0]}", field="url")
         self._http = requests.Session()
         self._http.trust_env = address.hostname not in LOOPBACK  # a proxy cannot reach this host's loopback
         if ca_cert is not None:

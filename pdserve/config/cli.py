@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn
 
@@ -184,10 +184,12 @@ def _parse(argv: Sequence[str]) -> dict[str, Any]:
     return vars(given)
 
 
-def refuse_unknown_flags(argv: Sequence[str], more_names: Iterable[str] = ()) -> None:
+def refuse_unknown_flags(
+    argv: Sequence[str], more_names: Iterable[str] = (), instead: Mapping[str, str | None] | None = None
+) -> None:
     """Raise ConfigError for the first unknown flag; the message says if SGLang has it, else names similar flags.
 
-    `more_names`: flags of the program beside those of a server, which may be meant.
+    `more_names`: flags of the program beside those of a server, which may be meant. `instead`: see `no_such_flag`.
     """
     known: dict[str, Flag] = {name: flag for flag in flags() for name in flag.names}
     negated = {f"--no-{name[2:]}": flag for name, flag in known.items() if flag.kind is bool}
@@ -198,10 +200,15 @@ def refuse_unknown_flags(argv: Sequence[str], more_names: Iterable[str] = ()) ->
             continue
         if name in SGLANG_FLAGS:
             raise ConfigError(f"{name}: SGLang has this flag, pdserve does not honour it yet; leave it out", field=name)
-        raise ConfigError(no_such_flag(name, {*names, *more_names}), field=name)
+        raise ConfigError(no_such_flag(name, {*names, *more_names}, instead), field=name)
 
 
-def no_such_flag(name: str, names: Iterable[str]) -> str:
-    """Return the error for an unknown flag `name`, with the nearest of the known `names`."""
-    close = difflib.get_close_matches(name, sorted(names), n=3)
+def no_such_flag(name: str, names: Iterable[str], instead: Mapping[str, str | None] | None = None) -> str:
+    """Return the error for an unknown flag `name`, with the nearest of the known `names`.
+
+    `instead`: names to be shown in place of others; None: such a name is not shown.
+    """
+    replaced = instead or {}
+    found = (replaced.get(one, one) for one in difflib.get_close_matches(name, sorted(names), n=3))
+    close = list(dict.fromkeys(one for one in found if one is not None))
     return f"{name}: there is no such flag" + (f"; did you mean {' or '.join(close)}?" if close else "")

@@ -22,7 +22,7 @@ deepep-mode deepep-v2-mode default-chat-template-kwargs delete-ckpt-after-loadin
 detokenizer-worker-num disable-aiter-allreduce-fusion-in-decode disable-aiter-allreduce-fusion-in-prefill
 disable-attn-tp-gather disable-chunked-prefix-cache disable-cuda-graph-padding
 disable-custom-all-reduce disable-decode-cuda-graph disable-fast-image-processor disable-flashinfer-autotune
-disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory disable-outlines-disk-cache
+disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory
 disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
@@ -33,7 +33,7 @@ dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-pre
 dynamic-batch-tokenizer-batch-size dynamic-batch-tokenizer-batch-timeout elastic-ep-backend elastic-ep-initial-size
 elastic-ep-join-mode elastic-ep-join-rank-offset elastic-ep-scale-timeout enable-adaptive-dispatch-to-encoder
 enable-aiter-allreduce-fusion enable-amd-monokernel enable-attn-tp-input-scattered enable-broadcast-mm-inputs-process
-enable-cache-report enable-cp-decode-attn-tp enable-cudagraph-gc enable-custom-logit-processor
+enable-cp-decode-attn-tp enable-cudagraph-gc enable-custom-logit-processor
 enable-decoder-swa-bounded-replay enable-deepseek-v4-fp4-indexer enable-dense-mlp-attn-tp enable-double-sparsity
 enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weights-cpu-backup
 enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer
@@ -104,8 +104,8 @@ remote-instance-weight-loader-seed-instance-service-port remote-instance-weight-
 remote-instance-weight-loader-start-seed-via-transfer-engine retraction-policy return-aux-hidden-state-layer-ids
 return-hidden-states-mode return-input-ids return-output-ids rl-on-policy-target rl-quant-profile
 sampling-backend sampling-defaults sampling-mask-max-tokens
-scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args skip-server-warmup
-skip-tokenizer-init sleep-on-idle sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
+scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args
+skip-tokenizer-init sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
 spec-trace-dir speculative-accept-threshold-acc speculative-accept-threshold-single speculative-adaptive
 speculative-adaptive-config speculative-algorithm speculative-attention-mode speculative-dflash-block-size
 speculative-domino-candidate-pool-size speculative-draft-attention-backend speculative-draft-kv-cache-dtype

@@ -21,8 +21,7 @@ from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
-from pdserve.scheduler.priority import PriorityRules
-from pdserve.scheduler.request import WaitingQueue
+from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole

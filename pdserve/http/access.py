@@ -8,9 +8,7 @@ Only the router asks `has_dots`, because only it forwards paths. The router read
 client's slot. A server takes the slot first; its handler reads the body. A proof of the control token replaces the key
 at a server.
 
-With CORS origins, both answer a preflight request before they ask for a key, a server even before the framing rule. The
-answers differ: Starlette's middleware in a server sends 200, or 400 with a text. The router sends 204, and allows
-DELETE for `/workers`.
+With CORS origins, both answer a preflight request with 204 after the framing rule, before they ask for a key (`Cors`).
 
 CORS prevents a page of another origin from reading responses, and from sending a key or a JSON content type. CORS does
 not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.
@@ -174,21 +172,55 @@ EXPOSED_HEADERS = ("X-Request-Id",)
 """Headers of responses that pages of allowed origins can read."""
 
 
+class Cors:
+    """The CORS rules of one application: which pages of other origins may send requests and read the responses."""
+
+    def __init__(self, origins: Collection[str], methods: Sequence[str]) -> None:
+        """`origins`: allowed ones, `*` for all, empty: none. `methods`: those that pages may use."""
+        self.origins = origins
+        self._methods = ", ".join(methods)
+
+    def preflight_answer(self, method: str, headers: Mapping[str, str]) -> dict[str, str] | None:
+        """Return the headers of the answer to a preflight request; None if the request needs a normal answer.
+
+        The headers of `response_headers` are missing here, because every response gets them.
+        """
+        if not self.origins or method != "OPTIONS" or "Access-Control-Request-Method" not in headers:
+            return None
+        if not self._allows(headers.get("Origin")):
+            return {}
+        return {
+            "Access-Control-Allow-Methods": self._methods,
+            "Access-Control-Allow-Headers": headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Max-Age": str(PREFLIGHT_S),
+        }
+
+    def response_headers(self, origin: str | None) -> dict[str, str]:
+        """Return the headers of each response to a request with the header `Origin`, None without it."""
+        if origin is None or not self.origins:
+            return {}
+        allowed = {"Access-Control-Allow-Origin": origin, "Access-Control-Expose-Headers": ", ".join(EXPOSED_HEADERS)}
+        return {"Vary": "Origin"} | (allowed if self._allows(origin) else {})
+
+    def _allows(self, origin: str | None) -> bool:
+        return "*" in self.origins or origin in self.origins
+
+
 class AccessRules:
     """The access rules of one application. Event loop only."""
 
     def __init__(
         self,
         keys: Keys,
-        origins: Collection[str],
+        cors: Cors,
         proxies: Sequence[Network],
         max_requests_per_client: int | None,
         max_body_bytes: int,
     ) -> None:
-        """`origins`: CORS origins, `*` for all. `proxies`: trusted ones. `max_body_bytes`: limit of one body."""
+        """`proxies`: trusted ones. `max_body_bytes`: limit of one body."""
         self.keys = keys
+        self.cors = cors
         self.bodies = BodyBudget(max_body_bytes)
-        self._origins = origins
         self._proxies = proxies
         self._limit = ClientLimit(max_requests_per_client)
 
@@ -215,11 +247,7 @@ class AccessRules:
         """
         acts = command or path == HEALTH_GENERATE_PATH
         needs_key = proven or (not public and self.keys.required(command=command))
-        return page_refusal(method, headers, self._origins, acts=acts, needs_key=needs_key)
-
-    def allows_origin(self, origin: str | None) -> bool:
-        """Whether CORS allows pages of this origin."""
-        return "*" in self._origins or origin in self._origins
+        return page_refusal(method, headers, self.cors.origins, acts=acts, needs_key=needs_key)
 
     def client(self, authorization: str | None, peer: str | None, forwarded_for: Sequence[str]) -> str:
         """Return the client that a request is counted for; see `clients`. `peer`: address, None if unknown."""

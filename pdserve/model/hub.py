@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.base.ticker import EVERY_S, ticking
+from pdserve.base.startup_progress import EVERY_S, ticking
 from pdserve.errors import ConfigError, ModelError
 from pdserve.model.config import read_json
 
@@ -218,9 +218,9 @@ class _Download:
 
     def describe(self) -> ModelInfo:
         """Ask the hub for the files of the revision, in a thread that is left behind if the answer takes too long."""
-        from huggingface_hub import HfApi
-
         model, outcome = self._model, list[Any]()
+        log.info("model %s %s in the cache %s; asking %s", model.name, self._state, model.cache, self._endpoint)
+        from huggingface_hub import HfApi
 
         def ask() -> None:
             api = HfApi(endpoint=self._endpoint)
@@ -233,7 +233,8 @@ class _Download:
 
         thread = threading.Thread(target=ask, name="hub", daemon=True)
         thread.start()
-        thread.join(LOOK_UP_S)
+        with ticking(lambda: log.info("%s has not answered yet", self._endpoint)):
+            thread.join(LOOK_UP_S)
         if not outcome:
             raise ModelError(self._unreachable(f"no answer within {LOOK_UP_S:g} s"))
         if isinstance(outcome[0], Exception):

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from pdserve.base import startup_times
 from pdserve.base.process_use import OWN, ProcessUse, own_processes
+from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -76,15 +77,60 @@ ZEROS = (
 )
 """Counters that exist from the start at 0, so that a rate over them exists."""
 
+BY_PRIORITY = frozenset(
+    {
+        *("num_running_reqs", "num_queue_reqs"),
+        *("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"),
+        *("num_decode_prealloc_queue_reqs", "num_decode_transfer_queue_reqs"),
+    }
+)
+"""Gauges that also have a sample for each priority, in SGLang and here."""
+MAX_PRIORITIES = 64
+"""Priorities with a separate label; clients choose them. Requests of further ones are summed as `other`."""
 MAX_PEERS = 64
 """Peers with a separate label; the traffic of further peers is summed as `other`."""
+
+
+class PriorityLabels:
+    """Values of the label `priority`: the first `MAX_PRIORITIES` priorities that were seen, and `other`.
+
+    Requests without a priority, which are the least urgent of all, have `none_label`.
+    """
+
+    def __init__(self, none_label: str) -> None:
+        self._known: dict[int, str] = {}
+        self._none_label = none_label
+
+    def label(self, priority: int) -> str:
+        """Return the label of a priority."""
+        if priority in (MIN_PRIORITY, MAX_PRIORITY):
+            return self._none_label
+        if priority not in self._known and len(self._known) < MAX_PRIORITIES:
+            self._known[priority] = str(priority)
+        return self._known.get(priority, "other")
+
+    def count(self, requests: Mapping[int, int]) -> dict[str, int]:
+        """Sum numbers of requests by label; 0 for a label that was seen before."""
+        counted = dict.fromkeys(self._known.values(), 0)
+        for priority, number in sorted(requests.items()):
+            label = self.label(priority)
+            counted[label] = counted.get(label, 0) + number
+        return counted
 
 
 class EngineCollector(Collector):
     """Collects the scheduler's metrics. Owned by `ServerMetrics`, which sets `state` before each scrape."""
 
-    def __init__(self, labels: Mapping[str, str], own_counters: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(
+        self,
+        labels: Mapping[str, str],
+        own_counters: Callable[[], Mapping[str, float]],
+        *,
+        by_priority: bool = False,
+    ) -> None:
+        """With `by_priority` the gauges of `BY_PRIORITY` have a label `priority`, which is empty for the total."""
         self._labels = dict(labels)
+        self._priorities = {name: PriorityLabels("None") for name in BY_PRIORITY} if by_priority else {}
         self.own_counters = [own_counters]
         """Functions that return totals of the API process."""
         self.state: EngineState | None = None
@@ -110,8 +156,8 @@ class EngineCollector(Collector):
             replicas = self.state.replicas
             for rank, state in enumerate(replicas or [self.state]):
                 where = {"dp_rank": str(rank)} if replicas else {}
-                _load(families, where, state)
-                _queues(families, where, state)
+                self._load(families, where, state)
+                self._queues(families, where, state)
                 _preallocated(families, where, state)
                 _pages(families, where, state)
                 _totals(families, where, state)
@@ -119,6 +165,43 @@ class EngineCollector(Collector):
                 _ages(families, where, state)
                 _startup(families, where, state, self.api_startup_s)
         yield from families
+
+    def _load(self, families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+        usage = state.num_used_tokens / state.max_total_tokens if state.max_total_tokens else 0.0
+        self._requests(
+            families, where, state, "num_running_reqs", "requests in the running batch", state.num_running_reqs
+        )
+        self._requests(families, where, state, "num_queue_reqs", "queued requests", state.num_queue_reqs)
+        for name, text, value in (
+            ("num_used_tokens", "token slots in use", state.num_used_tokens),
+            ("max_total_num_tokens", "all token slots", state.max_total_tokens),
+            ("token_usage", "share of token slots in use", usage),
+        ):
+            families.gauge(f"sglang:{name}", text, where, value)
+        ratio = state.facts.get(NEW_TOKEN_RATIO)
+        if isinstance(ratio, float | int):
+            text = "share of a running request's remaining tokens that memory is kept free for"
+            families.gauge("sglang:new_token_ratio", text, where, ratio)
+
+    def _queues(self, families: _Families, where: Mapping[str, str], state: EngineState) -> None:
+        for queue in SGLANG_QUEUES:
+            self._requests(families, where, state, queue, "requests in this queue", state.queues.get(queue, 0))
+        for name, text, depth in _queue_depths(state):
+            families.gauge(f"sglang:{name}", text, where, depth)
+        for queue, length in sorted(state.queues.items()):
+            families.gauge("pdserve:queue_reqs", "length of a queue", {**where, "queue": queue}, length)
+
+    def _requests(
+        self, families: _Families, where: Mapping[str, str], state: EngineState, name: str, text: str, total: int
+    ) -> None:
+        """Add the gauge of a number of requests, with a sample for each priority where `BY_PRIORITY` names it."""
+        labels = self._priorities.get(name)
+        if labels is None:
+            families.gauge(f"sglang:{name}", text, where, total)
+            return
+        families.gauge(f"sglang:{name}", text, {**where, "priority": ""}, total)
+        for priority, number in labels.count(state.by_priority.get(name, {})).items():
+            families.gauge(f"sglang:{name}", text, {**where, "priority": priority}, number)
 
 
 class _Families:
@@ -146,22 +229,6 @@ class _Families:
         family.add_metric([*self._labels.values(), *labels.values()], value)
 
 
-def _load(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    usage = state.num_used_tokens / state.max_total_tokens if state.max_total_tokens else 0.0
-    for name, text, value in (
-        ("num_running_reqs", "requests in the running batch", state.num_running_reqs),
-        ("num_queue_reqs", "queued requests", state.num_queue_reqs),
-        ("num_used_tokens", "token slots in use", state.num_used_tokens),
-        ("max_total_num_tokens", "all token slots", state.max_total_tokens),
-        ("token_usage", "share of token slots in use", usage),
-    ):
-        families.gauge(f"sglang:{name}", text, where, value)
-    ratio = state.facts.get(NEW_TOKEN_RATIO)
-    if isinstance(ratio, float | int):
-        text = "share of a running request's remaining tokens that memory is kept free for"
-        families.gauge("sglang:new_token_ratio", text, where, ratio)
-
-
 def _preallocated(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
     """Add decode's tokens in prealloc and transfer; a role without these queues has no samples."""
     reserved, pending = state.facts.get("preallocated_tokens"), state.facts.get("pending_prealloc_tokens")
@@ -172,15 +239,6 @@ def _preallocated(families: _Families, where: Mapping[str, str], state: EngineSt
         usage = pending / state.max_total_tokens if state.max_total_tokens else 0.0
         text = "prompt tokens that wait for KV pages, as a share of all token slots"
         families.gauge("sglang:pending_prealloc_token_usage", text, where, usage)
-
-
-def _queues(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    for queue in SGLANG_QUEUES:
-        families.gauge(f"sglang:{queue}", "requests in this queue", where, state.queues.get(queue, 0))
-    for name, text, depth in _queue_depths(state):
-        families.gauge(f"sglang:{name}", text, where, depth)
-    for queue, length in sorted(state.queues.items()):
-        families.gauge("pdserve:queue_reqs", "length of a queue", {**where, "queue": queue}, length)
 
 
 def _queue_depths(state: EngineState) -> Iterator[tuple[str, str, float]]:

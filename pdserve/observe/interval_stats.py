@@ -1,15 +1,33 @@
-"""Throughput and latencies of one interval, for the statistics line of the log (`--log-stats-interval`).
+"""The statistics line of the log (`--log-stats-interval`): the last seconds of a server or router that had requests.
 
-`ServerMetrics` feeds `IntervalStats`; `server/stats_log.py` takes an `Interval` every few seconds. Event loop only.
-Latencies are counted in buckets, so a busy interval needs no more memory and time than an idle one.
+    ... INFO decode[4711] pdserve.server.stats_log: running 8, queued 2; in 98.3 tok/s, out 301.0 tok/s; KV used 12.4 %;
+        prefix hits 40.0 %; TTFT p50 0.31 s, p99 0.52 s; ITL p50 24 ms, p99 41 ms
+    ... INFO router[4711] pdserve.router.stats_log: running 8, queued 2; 3.1 requests/s, 1 failed; first byte p50
+        0.312 s, p99 0.520 s; whole p50 4.211 s, p99 6.018 s; workers 2 of 2 up
+
+A server's API process counts in `IntervalStats`, which `ServerMetrics` feeds, and queries the schedulers once a line;
+replicas are summed. A router counts in `RouterStats`. The last line follows the end of the last request; an idle server
+logs nothing. Event loop only. Latencies are counted in buckets, so a busy interval needs no more memory and time than
+an idle one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from pdserve.base.log import about
+from pdserve.protocol.messages import EngineState
+
+_SERVER_LOG = logging.getLogger("pdserve.server.stats_log")
+_ROUTER_LOG = logging.getLogger("pdserve.router.stats_log")
+STATE_TIMEOUT_S = 1.0
+"""Seconds to wait for the schedulers; after that the line has the newest state that is known."""
 
 _GROWTH = math.log(1.05)
 
@@ -127,3 +145,134 @@ class IntervalStats:
         self._itl.clear()
         self._prompt_tokens = self._cached_tokens = self._generated_tokens = self._num_events = 0
         return interval
+
+
+async def log_server_stats(
+    stats: IntervalStats, state: Callable[[float], Awaitable[EngineState | None]], interval_s: float
+) -> None:
+    """Log a line every `interval_s` seconds in which a request ran. Returns only by cancellation.
+
+    `state(timeout_s)` queries the schedulers.
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        interval = stats.take()
+        if interval is None:
+            continue
+        fields = server_fields(interval, await state(STATE_TIMEOUT_S))
+        _SERVER_LOG.info("%s", server_sentence(fields), extra=about(fields=fields))
+
+
+def server_fields(interval: Interval, state: EngineState | None) -> dict[str, float | None]:
+    """Return the numbers of a line by name. Shares are 0 to 1, latencies in seconds; None: not known, or no request.
+
+    `state` None: no scheduler has answered yet.
+    """
+    used = None if state is None or not state.max_total_tokens else state.num_used_tokens / state.max_total_tokens
+    numbers: dict[str, float | None] = {
+        "running": None if state is None else state.num_running_reqs,
+        "queued": None if state is None else state.num_queue_reqs,
+        "prompt_tokens_per_s": interval.prompt_tokens_per_s,
+        "generated_tokens_per_s": interval.generated_tokens_per_s,
+        "kv_used": used,
+        "cache_hit_rate": interval.hit_rate,
+        "ttft_p50_s": interval.ttft_p50_s,
+        "ttft_p99_s": interval.ttft_p99_s,
+        "itl_p50_s": interval.itl_p50_s,
+        "itl_p99_s": interval.itl_p99_s,
+    }
+    return {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}
+
+
+def server_sentence(fields: dict[str, float | None]) -> str:
+    """Format the numbers of `server_fields` as text; `-`: None."""
+
+    def number(name: str, unit: str, digits: int = 0, factor: float = 1) -> str:
+        value = fields[name]
+        return "-" if value is None else f"{value * factor:.{digits}f}{unit}"
+
+    return (
+        f"running {number('running', '')}, queued {number('queued', '')}; "
+        f"in {number('prompt_tokens_per_s', ' tok/s', 1)}, out {number('generated_tokens_per_s', ' tok/s', 1)}; "
+        f"KV used {number('kv_used', ' %', 1, 100)}; prefix hits {number('cache_hit_rate', ' %', 1, 100)}; "
+        f"TTFT p50 {number('ttft_p50_s', ' s', 3)}, p99 {number('ttft_p99_s', ' s', 3)}; "
+        f"ITL p50 {number('itl_p50_s', ' ms', 1, 1000)}, p99 {number('itl_p99_s', ' ms', 1, 1000)}"
+    )
+
+
+class RouterStats:
+    """Counts the generating requests of the current interval."""
+
+    def __init__(self) -> None:
+        self._began_s = time.monotonic()
+        self._first_byte, self._whole = LatencyBuckets(), LatencyBuckets()
+        self._num_running = self._num_begun = self._num_ended = self._num_failed = 0
+
+    def begun(self) -> None:
+        """A request has arrived."""
+        self._num_running += 1
+        self._num_begun += 1
+
+    def first_byte(self, seconds: float) -> None:
+        """A worker's answer has begun, `seconds` after the request's arrival."""
+        self._first_byte.add(seconds)
+
+    def ended(self, seconds: float, *, failed: bool) -> None:
+        """A request has ended, `seconds` after its arrival. `failed`: with a status of 500 or more."""
+        self._num_running -= 1
+        self._num_ended += 1
+        self._num_failed += failed
+        self._whole.add(seconds)
+
+    def take(self) -> dict[str, float | None] | None:
+        """End the interval and begin the next one; return its numbers. None: no request was live in it.
+
+        Latencies are in seconds; None: no request had one.
+        """
+        now = time.monotonic()
+        numbers: dict[str, float | None] | None = None
+        if self._num_running or self._num_begun or self._num_ended:
+            numbers = {
+                "running": self._num_running,
+                "requests_per_s": self._num_ended / max(now - self._began_s, 1e-3),
+                "failed": self._num_failed,
+                "first_byte_p50_s": self._first_byte.quantile(0.5),
+                "first_byte_p99_s": self._first_byte.quantile(0.99),
+                "request_p50_s": self._whole.quantile(0.5),
+                "request_p99_s": self._whole.quantile(0.99),
+            }
+        self._began_s = now
+        self._first_byte.clear()
+        self._whole.clear()
+        self._num_begun = self._num_ended = self._num_failed = 0
+        return numbers
+
+
+async def log_router_stats(stats: RouterStats, gauges: Callable[[], dict[str, int]], interval_s: float) -> None:
+    """Log a line every `interval_s` seconds in which a request ran. Returns only by cancellation.
+
+    `gauges()` returns the load now: `queued`, `workers`, `workers_up`.
+    """
+    while True:
+        await asyncio.sleep(interval_s)
+        numbers = stats.take()
+        if numbers is not None:
+            fields = {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}
+            fields |= gauges()
+            _ROUTER_LOG.info("%s", router_sentence(fields), extra=about(fields=fields))
+
+
+def router_sentence(fields: dict[str, float | None]) -> str:
+    """Format the numbers of a line as text; `-`: None."""
+
+    def seconds(name: str) -> str:
+        value = fields[name]
+        return "-" if value is None else f"{value:.3f} s"
+
+    return (
+        f"running {fields['running']}, queued {fields['queued']}; "
+        f"{fields['requests_per_s']:.1f} requests/s, {fields['failed']} failed; "
+        f"first byte p50 {seconds('first_byte_p50_s')}, p99 {seconds('first_byte_p99_s')}; "
+        f"whole p50 {seconds('request_p50_s')}, p99 {seconds('request_p99_s')}; "
+        f"workers {fields['workers_up']} of {fields['workers']} up"
+    )

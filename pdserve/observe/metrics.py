@@ -9,14 +9,14 @@ scheduler's part is a snapshot (`EngineState`), which `engine_metrics` turns int
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pdserve.observe.engine_metrics import EngineCollector
+from pdserve.base.clock import TokenRate
+from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
 from pdserve.observe.http_metrics import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
@@ -30,8 +30,6 @@ _MB = (0.1, 0.5, 1, 5, 10, 50, 100, 250, 500, 1000, 2500, 5000, 10000)
 
 HIT_RATE_PROMPTS = 128
 """Number of newest prompts in `sglang:cache_hit_rate`."""
-WINDOW_S = 10
-"""Seconds over which `TokenRate` averages."""
 
 
 class RequestMetrics(Protocol):
@@ -41,47 +39,25 @@ class RequestMetrics(Protocol):
         """A sequence was submitted."""
         ...
 
-    def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
-        """A sequence has its first token, or the end of its prompt if it requests no token.
-
-        `parts` add up to `ttft_s` (`record.ttft_parts`).
-        """
+    def first_token(self, record: RequestRecord) -> None:
+        """A sequence has its first token, or the end of its prompt if it requests no token. `ttft_s` is set."""
         ...
 
-    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def prompt_done(self, record: RequestRecord, prompt_tokens: int, cached_tokens: int) -> None:
         """A sequence's prompt is in the KV cache; `cached_tokens` of it came from the prefix cache."""
         ...
 
-    def next_tokens(self, gap_s: float, num_tokens: int) -> None:
+    def next_tokens(self, record: RequestRecord, gap_s: float, num_tokens: int) -> None:
         """`num_tokens` tokens after the first arrived, at intervals of `gap_s` seconds."""
         ...
 
-    def generated(self, num_tokens: int) -> None:
+    def generated(self, record: RequestRecord, num_tokens: int) -> None:
         """`num_tokens` tokens arrived, first or later ones."""
         ...
 
     def ended(self, record: RequestRecord) -> None:
         """A sequence ended."""
         ...
-
-
-class TokenRate:
-    """Tokens per second over the last `WINDOW_S` whole seconds."""
-
-    def __init__(self) -> None:
-        self._seconds: deque[tuple[int, int]] = deque(maxlen=WINDOW_S + 1)
-
-    def add(self, num_tokens: int) -> None:
-        """Count `num_tokens` generated now."""
-        second = int(time.monotonic())
-        if self._seconds and self._seconds[-1][0] == second:
-            num_tokens += self._seconds.pop()[1]
-        self._seconds.append((second, num_tokens))
-
-    def value(self) -> float:
-        """Tokens per second, without the current second."""
-        now = int(time.monotonic())
-        return sum(count for second, count in self._seconds if now - WINDOW_S <= second < now) / WINDOW_S
 
 
 class HitRate:
@@ -101,30 +77,88 @@ class HitRate:
         return sum(cached for _, cached in self._newest) / prompt_tokens if prompt_tokens else 0.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSeries:
+    """The samples of requests of one priority, or of all requests."""
+
+    requests: Counter
+    prompt_tokens: Counter
+    cached_tokens: Counter
+    generation_tokens: Counter
+    ttft: Histogram
+    itl: Histogram
+    e2e: Histogram
+    prompts: Histogram
+    outputs: Histogram
+
+
+class SeriesByPriority:
+    """The metrics that SGLang labels with `priority` where `--enable-priority-scheduling` is set."""
+
+    def __init__(self, registry: CollectorRegistry, labels: Mapping[str, str], *, by_priority: bool) -> None:
+        self._labels = labels
+        names = (*labels, "priority") if by_priority else tuple(labels)
+
+        def counter(name: str, text: str, *more: str) -> Counter:
+            return Counter(name, text, (*names, *more), registry=registry)
+
+        def histogram(name: str, text: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+            return Histogram(name, text, names, registry=registry, buckets=tuple(buckets))
+
+        self._families = {
+            "requests": counter("sglang:num_requests_total", "sequences taken"),
+            "prompt_tokens": counter("sglang:prompt_tokens_total", "tokens of prompts that were read"),
+            "generation_tokens": counter("sglang:generation_tokens_total", "tokens generated"),
+            "ttft": histogram("sglang:time_to_first_token_seconds", "from arrival to the first token"),
+            "itl": histogram("sglang:inter_token_latency_seconds", "between tokens"),
+            "e2e": histogram("sglang:e2e_request_latency_seconds", "from arrival to the end"),
+            "prompts": histogram("sglang:prompt_tokens_histogram", "prompt tokens of a sequence", _TOKENS),
+            "outputs": histogram("sglang:generation_tokens_histogram", "output tokens of a sequence", _TOKENS),
+        }
+        text = "prompt tokens whose KV came from the prefix cache"
+        self._cached = counter("sglang:cached_tokens_total", text, "cache_source")
+        self._priorities = PriorityLabels("") if by_priority else None
+        self._all = self._of({"priority": ""} if by_priority else {})
+        self._series = {"": self._all}
+
+    def of(self, record: RequestRecord) -> RequestSeries:
+        """Return the samples that a request counts in."""
+        if self._priorities is None:
+            return self._all
+        priority = self._priorities.label(record.request.priority)
+        if priority not in self._series:
+            self._series[priority] = self._of({"priority": priority})
+        return self._series[priority]
+
+    def _of(self, priority: Mapping[str, str]) -> RequestSeries:
+        labels = {**self._labels, **priority}
+        children: dict[str, Any] = {name: family.labels(**labels) for name, family in self._families.items()}
+        return RequestSeries(**children, cached_tokens=self._cached.labels(**labels, cache_source="device"))
+
+
 class ServerMetrics:
     """All metrics of a server, in a separate registry. Implements `RequestMetrics`. Event loop only."""
 
     def __init__(
-        self, model_name: str, engine_type: str, own_counters: Callable[[], Mapping[str, float]] = dict
+        self,
+        model_name: str,
+        engine_type: str,
+        own_counters: Callable[[], Mapping[str, float]] = dict,
+        *,
+        by_priority: bool = False,
     ) -> None:
         """`engine_type`: `unified`, `prefill` or `decode`. It and `model_name` are labels of every sample.
 
-        `own_counters` returns totals of the API process, shown beside the scheduler's.
+        `own_counters` returns totals of the API process, shown beside the scheduler's. With `by_priority` the metrics
+        of `RequestSeries` have a label `priority`.
         """
         self._registry = CollectorRegistry(auto_describe=False)
         self._labels = {"model_name": model_name, "engine_type": engine_type}
-        self._prompt_tokens = self._counter("sglang:prompt_tokens_total", "tokens of prompts that were read")
-        self._generation_tokens = self._counter("sglang:generation_tokens_total", "tokens generated")
-        self._requests = self._counter("sglang:num_requests_total", "sequences taken")
+        self._series = SeriesByPriority(self._registry, self._labels, by_priority=by_priority)
         self._aborted = self._counter("sglang:num_aborted_requests_total", "sequences that ended as aborted")
-        self._ttft = self._histogram("sglang:time_to_first_token_seconds", "from arrival to the first token")
         self._parts = self._family("pdserve:ttft_part_seconds", "named parts of the time to the first token; their sum "
                                    "is that time", _SECONDS, ("part",))  # fmt: skip
-        self._itl = self._histogram("sglang:inter_token_latency_seconds", "between tokens")
-        self._e2e = self._histogram("sglang:e2e_request_latency_seconds", "from arrival to the end")
         self._queue = self._histogram("sglang:queue_time_seconds", "from entering the queue to the first chunk")
-        self._prompts = self._histogram("sglang:prompt_tokens_histogram", "prompt tokens of a sequence", _TOKENS)
-        self._outputs = self._histogram("sglang:generation_tokens_histogram", "output tokens of a sequence", _TOKENS)
         self._kv_latency = self._histogram(
             "sglang:kv_transfer_latency_ms", "from computed prompt to last byte", _MILLIS
         )
@@ -134,9 +168,6 @@ class ServerMetrics:
         self._kv_speed = self._histogram("sglang:kv_transfer_speed_gb_s", "gigabytes a second while writing", _GB_S)
         self._kv_size = self._histogram("sglang:kv_transfer_total_mb", "megabytes of a transfer", _MB)
         self._ended = self._family_of_counters("pdserve:requests_ended_total", "sequences by how they ended", "outcome")
-        cached = Counter("sglang:cached_tokens_total", "prompt tokens whose KV came from the prefix cache",
-                         (*self._labels, "cache_source"), registry=self._registry)  # fmt: skip
-        self._cached_tokens = cached.labels(**self._labels, cache_source="device")
         self._hit_rate, self._rate = HitRate(HIT_RATE_PROMPTS), TokenRate()
         text = f"share of cached tokens in the newest {HIT_RATE_PROMPTS} prompts"
         self._gauge("sglang:cache_hit_rate", text).set_function(self._hit_rate.value)
@@ -148,7 +179,7 @@ class ServerMetrics:
             self._ended.labels(**self._labels, outcome=outcome)
         self.interval = IntervalStats()
         """The same statistics of the last seconds, for the log."""
-        self._engine = EngineCollector(self._labels, own_counters)
+        self._engine = EngineCollector(self._labels, own_counters, by_priority=by_priority)
         self._registry.register(self._engine)
         self.http = HttpMetrics(self._registry, self._labels)
         """Of HTTP calls; written by the server's middleware."""
@@ -175,35 +206,38 @@ class ServerMetrics:
 
     def started(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
-        self._requests.inc()
+        self._series.of(record).requests.inc()
         self._live.inc()
         self.interval.started()
         if record.routing_key is not None:
             self._routing_keys.requests[id(record)] = record
 
-    def first_token(self, ttft_s: float, parts: Mapping[str, float]) -> None:
+    def first_token(self, record: RequestRecord) -> None:
         """See `RequestMetrics`."""
-        self._ttft.observe(ttft_s)
-        self.interval.first_token(ttft_s)
-        for name, seconds in parts.items():
+        assert record.ttft_s is not None
+        self._series.of(record).ttft.observe(record.ttft_s)
+        self.interval.first_token(record.ttft_s)
+        for name, seconds in record.parts.items():
             self._parts.labels(**self._labels, part=name).observe(seconds)
 
-    def prompt_done(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def prompt_done(self, record: RequestRecord, prompt_tokens: int, cached_tokens: int) -> None:
         """See `RequestMetrics`."""
-        self._prompt_tokens.inc(prompt_tokens)
-        self._cached_tokens.inc(cached_tokens)
+        series = self._series.of(record)
+        series.prompt_tokens.inc(prompt_tokens)
+        series.cached_tokens.inc(cached_tokens)
         self._hit_rate.add(prompt_tokens, cached_tokens)
         self.interval.prompt_done(prompt_tokens, cached_tokens)
 
-    def next_tokens(self, gap_s: float, num_tokens: int) -> None:
+    def next_tokens(self, record: RequestRecord, gap_s: float, num_tokens: int) -> None:
         """See `RequestMetrics`."""
+        itl = self._series.of(record).itl
         for _ in range(num_tokens):
-            self._itl.observe(gap_s)
+            itl.observe(gap_s)
         self.interval.next_tokens(gap_s, num_tokens)
 
-    def generated(self, num_tokens: int) -> None:
+    def generated(self, record: RequestRecord, num_tokens: int) -> None:
         """See `RequestMetrics`."""
-        self._generation_tokens.inc(num_tokens)
+        self._series.of(record).generation_tokens.inc(num_tokens)
         self._rate.add(num_tokens)
         self.interval.generated(num_tokens)
 
@@ -216,9 +250,10 @@ class ServerMetrics:
         if record.outcome == "abort":
             self._aborted.inc()
             return
-        self._e2e.observe(record.e2e_s)
-        self._prompts.observe(record.prompt_tokens)
-        self._outputs.observe(record.completion_tokens)
+        series = self._series.of(record)
+        series.e2e.observe(record.e2e_s)
+        series.prompts.observe(record.prompt_tokens)
+        series.outputs.observe(record.completion_tokens)
         if record.timing is not None:
             self._transfer(record.timing)
 

@@ -279,6 +279,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     `queues`: length by queue name. `memory`: counts by name, e.g. pages_total, pages_free, pages_leased,
     pages_held_remote, rows_total, rows_free, aux_total, aux_free, rooms_live.
     `counters`: monotonic totals by name. `facts`: static strings and numbers (layout, transport, dtype).
+    `by_priority`: by name of a queue, its requests by their priority; empty without priority scheduling.
+    `gen_throughput`: tokens generated a second, recently.
     `audit`: findings of the last self-audit, a sentence each: a page, row, aux slot or room with no owner or two.
     """
 
@@ -296,6 +298,8 @@ class EngineState(msgspec.Struct, frozen=True, kw_only=True):
     peers: list[PeerLoad] = msgspec.field(default_factory=list)
     oldest_orphan_s: float = 0.0
     """Seconds in quarantine of the oldest KV pages that no request owns and a peer may still write to; 0.0: none."""
+    by_priority: dict[str, dict[int, int]] = msgspec.field(default_factory=dict)
+    gen_throughput: float = 0.0
     progress: int = 0
     """Grows with each step that computed tokens, and with the KV bytes that were sent."""
     probes: dict[str, WaitsFor] = msgspec.field(default_factory=dict)

@@ -197,7 +197,10 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
     queues, memory = Counter[str](), Counter[str]()
     totals: dict[str, float] = {}
     failures = Counter[str]()
+    by_priority: dict[str, Counter[int]] = {}
     for state in states:
+        for queue, numbers in state.by_priority.items():
+            by_priority.setdefault(queue, Counter()).update(numbers)
         failures.update(state.failures)
         queues.update(state.queues)
         memory.update(state.memory)
@@ -219,6 +222,8 @@ def merge_states(states: Sequence[EngineState]) -> EngineState:
         failures=dict(failures),
         peers=[peer for state in states for peer in state.peers],
         oldest_orphan_s=max(state.oldest_orphan_s for state in states),
+        by_priority={queue: dict(numbers) for queue, numbers in by_priority.items()},
+        gen_throughput=sum(state.gen_throughput for state in states),
         progress=sum(state.progress for state in states),
         probes={rid: why for state in states for rid, why in state.probes.items()},
         replicas=list(states),

@@ -23,6 +23,7 @@ from pdserve.errors import RequestError
 from pdserve.http.access import GENERATING
 from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.errors import HttpRefusal
+from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.dashboard.observe import PATH as OBSERVE_PATH
@@ -43,9 +44,8 @@ from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
-from pdserve.router.proxy.relay import refusal, relay
+from pdserve.router.proxy.relay import failure_response, relay
 from pdserve.router.proxy.watchdog import PairWatchdog
-from pdserve.router.stats_log import RouterStats, log_stats
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
 from pdserve.router.workers.engine_metrics import PATH as ENGINE_METRICS_PATH
@@ -161,7 +161,7 @@ class RouterApp:
         self.registry.on_forgotten.append(self._forget)
         self._background.append(asyncio.create_task(self._tick()))
         if self._config.log_stats_interval_s:
-            stats = log_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
+            stats = log_router_stats(self._stats, self._gauges, self._config.log_stats_interval_s)
             self._background.append(asyncio.create_task(stats))
         self.watchdog.start()
 
@@ -225,10 +225,10 @@ class RouterApp:
         await self._drain.empty(WRITE_S)
 
     def _refuse(self, request: web.Request) -> web.Response:
-        response = refusal(SHUTTING_DOWN)
+        response = failure_response(SHUTTING_DOWN)
         response.force_close()
         self.metrics.requests.labels(request.path, str(response.status)).inc()
-        self.metrics.refused.labels(SHUTTING_DOWN.reason).inc()
+        self.metrics.refused.labels(SHUTTING_DOWN.code).inc()
         return response
 
     async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
@@ -287,7 +287,7 @@ class RouterApp:
     async def ready(self, request: web.Request) -> web.Response:
         """200 while requests can be served: a pair of healthy, not draining workers exists that is not down."""
         if self._drain.closed:
-            return refusal(SHUTTING_DOWN)
+            return failure_response(SHUTTING_DOWN)
         if not self.admission.could_serve():
             why = OTHER_TOKENS.message if self.admission.pairs.any_differ else "no healthy pair of workers"
             return error_response(503, why, "no_worker", RETRY_AFTER)

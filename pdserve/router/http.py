@@ -23,12 +23,11 @@ from pdserve.errors import RequestError
 from pdserve.http.access import (
     CHANGING,
     COMMANDS,
-    EXPOSED_HEADERS,
     GENERATING,
     NO_SNIFF,
     NO_STORE,
-    PREFLIGHT_S,
     AccessRules,
+    Cors,
     client_address,
     framing_refusal,
     has_dots,
@@ -43,24 +42,19 @@ from pdserve.http.bodies import (
     body_timeout,
     has_too_many_values,
 )
-from pdserve.http.errors import HttpRefusal, error_object
+from pdserve.http.errors import HttpRefusal
 from pdserve.observe.tracing import CallSpan, Tracing
 from pdserve.router.config.config import RouterAccessConfig
 
 RETRY_AFTER = {"Retry-After": "1"}
-
-
-def error_body(status: int, message: str, code: str, param: str | None = None) -> bytes:
-    """Return an error in OpenAI's form, as servers do; `code` is machine-readable, `param` the invalid field."""
-    return orjson.dumps(error_object(message, status, param=param, code=code))
+NO_HEADERS: Mapping[str, str] = {}
 
 
 def error_response(
     status: int, message: str, code: str, headers: Mapping[str, str] | None = None, *, param: str | None = None
 ) -> web.Response:
     """Return an error response of the router itself."""
-    body = error_body(status, message, code, param)
-    return web.Response(status=status, body=body, content_type="application/json", headers=headers)
+    return refused(HttpRefusal(status, message, code, headers or NO_HEADERS, param))
 
 
 def refused(refusal: HttpRefusal) -> web.Response:
@@ -71,9 +65,6 @@ def refused(refusal: HttpRefusal) -> web.Response:
 def json_response(value: object, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """Return a response with `value` as JSON."""
     return web.Response(status=status, body=orjson.dumps(value), content_type="application/json", headers=headers)
-
-
-NO_HEADERS: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +103,7 @@ PAGE_PATHS = ("/", "/page/")
 
 ADMIN_PATHS = COMMANDS | {"/add_worker", "/remove_worker"}
 KINDS = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+CORS_METHODS = ("GET", "POST", "PUT", "DELETE")
 REQUEST_ID_HEADER = "X-Request-Id"
 REQUEST_ID = web.RequestKey("request_id", str)
 BODY = web.RequestKey("body", bytes)
@@ -130,7 +122,8 @@ class Access:
         self._logs_access = logs_access
         self._max_body_bytes = max_body_bytes
         most = config.max_concurrent_requests_per_client
-        self._rules = AccessRules(config.keys, config.cors_allowed_origins, config.proxies, most, max_body_bytes)
+        cors = Cors(config.cors_allowed_origins, CORS_METHODS)
+        self._rules = AccessRules(config.keys, cors, config.proxies, most, max_body_bytes)
 
     @property
     def bodies(self) -> BodyBudget:
@@ -181,8 +174,9 @@ class Access:
             response = refused(framing)
             response.force_close()
             return response
-        if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
-            return self._preflight(request)
+        preflight = self._rules.cors.preflight_answer(request.method, request.headers)
+        if preflight is not None:
+            return web.Response(status=204, headers=preflight)
         if has_dots(request.raw_path):
             return error_response(404, f"{request.method}: paths with . or .. segments are not accepted", "not_found")
         command = is_admin(request.method, request.path)
@@ -277,17 +271,6 @@ class Access:
         with slot:
             return await handler(request)
 
-    def _preflight(self, request: web.Request) -> web.Response:
-        """Answer a CORS preflight request; `_mark` adds the allowed origin."""
-        headers = {}
-        if self._rules.allows_origin(request.headers.get("Origin")):
-            headers = {
-                "Access-Control-Allow-Methods": "GET, POST, PUT, DELETE",
-                "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
-                "Access-Control-Max-Age": str(PREFLIGHT_S),
-            }
-        return web.Response(status=204, headers=headers)
-
     async def _mark(self, request: web.Request, response: web.StreamResponse) -> None:
         """Add headers to every response; called just before its headers are sent."""
         headers = response.headers
@@ -297,11 +280,7 @@ class Access:
             headers.setdefault(*NO_STORE)
         if REQUEST_ID in request:
             headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-        if self._config.cors_allowed_origins and "Origin" in request.headers:
-            headers["Vary"] = "Origin"
-            if self._rules.allows_origin(request.headers["Origin"]):
-                headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-                headers["Access-Control-Expose-Headers"] = ", ".join(EXPOSED_HEADERS)
+        headers.update(self._rules.cors.response_headers(request.headers.get("Origin")))
 
 
 def is_public(path: str) -> bool:

@@ -11,8 +11,7 @@ from collections.abc import Callable, Collection
 from pdserve.executor.interface import BatchRow, SampledToken
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext
-from pdserve.scheduler.priority import PriorityRules
-from pdserve.scheduler.request import Req
+from pdserve.scheduler.request import PriorityRules, Req
 
 RETRACT_STEPS = 16
 """Retraction frees enough memory for this many further steps of the remaining requests, so that it stays rare."""

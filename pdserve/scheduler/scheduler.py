@@ -9,7 +9,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.base.clock import Clock, RetryAfterEstimator
+from pdserve.base.clock import Clock, RetryAfterEstimator, TokenRate
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
@@ -41,9 +41,8 @@ from pdserve.protocol.messages import (
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.priority import EVICTED, PriorityRules
-from pdserve.scheduler.request import CLIENT_ABORT, GRAMMAR_FAILED, EvictionOrder, Req, Times
-from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -106,6 +105,8 @@ class Scheduler:
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
+        self._by_priority = rules is not None and rules.enabled
+        self._rate, self._num_rated = TokenRate(context.clock.now), 0
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
         self._layer_events = context.limits.layer_groups > 0
@@ -240,6 +241,9 @@ class Scheduler:
         if handle.plan.rows:
             self._num_computed += 1
             self.role.commit(handle.plan, result)
+            num_generated = self.context.counters["generation_tokens"]
+            self._rate.add(num_generated - self._num_rated)
+            self._num_rated = num_generated
         self._times.enter("other")
 
     def _end_failed(self, plan: BatchPlan, result: StepResult) -> None:
@@ -281,6 +285,8 @@ class Scheduler:
             failures=dict(self.context.failures),
             peers=[] if self.kv is None else self.kv.peer_loads(),
             oldest_orphan_s=0.0 if self.kv is None else self.kv.oldest_orphan_s(),
+            by_priority=count_by_priority(self.role.live.values(), self.role.members()) if self._by_priority else {},
+            gen_throughput=self._rate.value(),
             progress=self._num_computed + int(counters.get("kv_transfer_bytes", 0)),
             probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
         )

@@ -21,14 +21,20 @@ from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
 from pdserve.http.session_proof import CHALLENGE_PATH
+from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware as access
+from pdserve.server.http.control_proof import ControlProof
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
-from pdserve.server.http.middleware import ControlProof, DrainGate, DrainGateMiddleware, HttpMetricsMiddleware
-from pdserve.server.http.request_id import RequestIdMiddleware
+from pdserve.server.http.middleware import (
+    DrainGate,
+    DrainGateMiddleware,
+    HttpMetricsMiddleware,
+    RequestIdMiddleware,
+)
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -55,7 +61,6 @@ from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
-from pdserve.server.stats_log import log_stats
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -101,7 +106,8 @@ def make_metrics(config: ServerConfig, own_counters: Callable[[], Mapping[str, f
     `own_counters` returns monotonic totals of this process; they are exported beside the scheduler's.
     """
     name = config.model.served_model_name or config.model.model_path
-    return ServerMetrics(name, _ENGINE_TYPES[config.disagg.disaggregation_mode], own_counters)
+    engine_type = _ENGINE_TYPES[config.disagg.disaggregation_mode]
+    return ServerMetrics(name, engine_type, own_counters, by_priority=config.schedule.enable_priority_scheduling)
 
 
 def create_app(
@@ -133,7 +139,7 @@ def create_app(
         client.start()
         background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
         if config.observe.log_stats_interval:
-            stats = log_stats(client, metrics.interval, config.observe.log_stats_interval)
+            stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
             background.append(asyncio.create_task(stats))
         yield
         for task in background:

@@ -11,6 +11,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.observe.metrics import RequestRecord
 from pdserve.protocol.messages import EngineState, Flow, GenerateRequest, PeerLoad, RequestTiming
 from pdserve.protocol.replicas import merge_states
@@ -48,8 +49,12 @@ def busy_state() -> EngineState:
 
 
 def exported_by_server(mode: DisaggMode) -> str:
-    """What `/metrics` has after one request; with two replicas, so that `dp_rank` is there, too."""
-    config = ServerConfig(model=ModelConfig(model_path="m"), disagg=DisaggConfig(disaggregation_mode=mode))
+    """What `/metrics` has after one request; two replicas and priorities, so that all labels exist."""
+    config = ServerConfig(
+        model=ModelConfig(model_path="m"),
+        disagg=DisaggConfig(disaggregation_mode=mode),
+        schedule=ScheduleConfig(enable_priority_scheduling=True),
+    )
     metrics = make_metrics(config)
     timing = RequestTiming(queue_s=1.0, bootstrap_s=1.0, prefill_s=1.0, transfer_s=1.0, kv_bytes=9, kv_transfer_s=1.0)
     request = GenerateRequest(rid="k", input_ids=[1], sampling=CoreSamplingParams())
@@ -58,10 +63,10 @@ def exported_by_server(mode: DisaggMode) -> str:
         timing=timing,
     )  # fmt: skip
     metrics.started(record)
-    metrics.first_token(4.0, record.parts)
-    metrics.prompt_done(1, 0)
-    metrics.next_tokens(0.1, 1)
-    metrics.generated(1)
+    metrics.first_token(record)
+    metrics.prompt_done(record, 1, 0)
+    metrics.next_tokens(record, 0.1, 1)
+    metrics.generated(record, 1)
     metrics.ended(record)
     return metrics.render(merge_states([busy_state(), busy_state()]), {0: True, 1: True}).decode()
 

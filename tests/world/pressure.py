@@ -16,7 +16,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.messages import AbortRequest
-from pdserve.scheduler.priority import PriorityRules
+from pdserve.scheduler.request import PriorityRules
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens, request
 

@@ -16,11 +16,12 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
-from pdserve.router.workers.admission import Refused
-from pdserve.router.workers.outcome import WORKER_FAILED, ConnectionFailed, EndedError, WorkerStream
+from pdserve.protocol.failure import Failure
+from pdserve.router.workers.admission import own_failure
+from pdserve.router.workers.outcome import ConnectionFailed, EndedError, WorkerStream, worker_failed
 from pdserve.router.workers.workers import Pair, Worker
 
-SHUTTING_DOWN = Refused("router_shutting_down", "the router is shutting down; send the request again")
+SHUTTING_DOWN = own_failure("router_shutting_down", "the router is shutting down; send the request again")
 WRITE_S = 2.0
 """Seconds for clients to read the error that ends their request at shutdown."""
 
@@ -41,7 +42,7 @@ class Attempt:
         self._drain = drain
         self._upstream: WorkerStream | None = None
         self._changed: asyncio.Future[None] | None = None
-        self.reason: ConnectionFailed | Refused | None = None
+        self.reason: ConnectionFailed | Failure | None = None
 
     def __enter__(self) -> Self:
         pair = self.pair
@@ -102,7 +103,7 @@ class Attempt:
         upstream = self._upstream
         return 0 if upstream is None or upstream.worker is not worker else upstream.response.content.total_bytes
 
-    def _end(self, why: ConnectionFailed | Refused) -> None:
+    def _end(self, why: ConnectionFailed | Failure) -> None:
         if self.reason is None:
             self.reason = why
             self.wake()
@@ -110,16 +111,14 @@ class Attempt:
                 self._break(self._upstream, why)
 
     @staticmethod
-    def _break(upstream: WorkerStream, why: ConnectionFailed | Refused) -> None:
+    def _break(upstream: WorkerStream, why: ConnectionFailed | Failure) -> None:
         """Make the reader of the answer get an `EndedError`."""
         if upstream.response.content.is_eof():
             return
-        if isinstance(why, Refused):
-            error = EndedError(why.message, why.status, why.reason)
+        if isinstance(why, Failure):
+            error = EndedError(why)
         else:
-            error = EndedError(
-                f"the router ended the request at the {why.worker.spec.role} worker: {why.message}", 502, WORKER_FAILED
-            )
+            error = worker_failed(f"the router ended the request at the {why.worker.spec.role} worker: {why.message}")
         upstream.response.content.set_exception(error)
 
 

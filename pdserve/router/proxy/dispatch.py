@@ -29,6 +29,7 @@ from multidict import CIMultiDict
 
 from pdserve.base.log import SparingLog
 from pdserve.base.stream_state import ROLE_HEADER, STATE_HEADER
+from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.http import CallTrace, half_of
 from pdserve.router.policies import RoutedRequest
@@ -36,12 +37,11 @@ from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
 from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
 from pdserve.router.request_fields import conversation_key, prompt_of, wants_prompt_logprobs, with_rooms
-from pdserve.router.workers.admission import Admission, PairSlots, Refused, rids_of
+from pdserve.router.workers.admission import Admission, PairSlots, rids_of
 from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import (
     ConnectionFailed,
-    EndedError,
     WorkerResponse,
     WorkerStream,
     asked_to_retry_later,
@@ -82,7 +82,7 @@ class ProxiedCall:
     """True: another pair may continue the stream, so that decode is requested to send resume state."""
 
 
-Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Refused
+Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Failure
 EVENT_STREAM = "text/event-stream"
 SHOWN_BYTES = 500
 """Bytes of a worker's error that are logged."""
@@ -139,13 +139,14 @@ class Dispatcher:
             if isinstance(outcome, WorkerStream) and outcome.response.content_type == EVENT_STREAM:
                 worker = outcome.worker
 
-                async def again(body: dict[str, Any], error: EndedError) -> WorkerStream | None:
+                async def again(body: dict[str, Any], failure: Failure) -> WorkerStream | None:
                     nonlocal worker
                     await stack.aclose()
-                    log.info("a stream of %s %s moves to another pair: %s", worker.spec.role, worker.spec.url, error)
+                    spec = worker.spec
+                    log.info("a stream of %s %s moves to another pair: %s", spec.role, spec.url, failure.message)
                     self._metrics.stream_retries.inc()
                     avoid.add(worker)
-                    await self._after_failure(ConnectionFailed(worker, error.message), 1)
+                    await self._after_failure(ConnectionFailed(worker, failure.message), 1)
                     resumed = dataclasses.replace(call, body=body, data=_json_of(call, body))
                     found = await stack.enter_async_context(self._with_retries(resumed, avoid))
                     worker = found.worker if isinstance(found, WorkerStream) else worker
@@ -166,14 +167,14 @@ class Dispatcher:
         outcome: Outcome | None = None
         for attempt in range(1, self._config.retry.max_tries + 1):
             entered = await self._admission.enter(call.routed, avoid, again=attempt > 1, rids=rids)
-            if isinstance(entered, Refused):
+            if isinstance(entered, Failure):
                 outcome = outcome or entered
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
             with Attempt(entered.pair, self._drain, self._can_recompute) as this:
                 async with self._attempt(entered, call, this) as result:
-                    if isinstance(result, Refused) or not retryable(result):
+                    if isinstance(result, Failure) or not retryable(result):
                         yield result
                         return
             outcome = result
@@ -187,18 +188,18 @@ class Dispatcher:
                 outcome = SHUTTING_DOWN
                 break
         assert outcome is not None, "there is at least one attempt"
-        if isinstance(outcome, Refused):
-            self._metrics.refused.labels(outcome.reason).inc()
+        if isinstance(outcome, Failure):
+            self._metrics.refused.labels(outcome.code).inc()
         yield outcome
 
     @contextlib.asynccontextmanager
     async def _attempt(
         self, slots: PairSlots, call: ProxiedCall, this: Attempt
-    ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Refused]:
+    ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Failure]:
         """Run one attempt. On leaving, both connections are closed and both slots released."""
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
         decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
-        outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None = None
+        outcome: WorkerStream | WorkerResponse | ConnectionFailed | Failure | None = None
         try:
             data = self._body_for(call, slots.pair)
             decode = asyncio.create_task(self._decode_half(slots.pair.decode, call, data))
@@ -245,7 +246,7 @@ class Dispatcher:
         decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed],
         this: Attempt,
         pair: Pair,
-    ) -> WorkerStream | WorkerResponse | ConnectionFailed | Refused:
+    ) -> WorkerStream | WorkerResponse | ConnectionFailed | Failure:
         """Wait until decode has answered, a half has failed, or the attempt was ended.
 
         A failed prefill is ignored if decode computes the prompt itself.
@@ -316,9 +317,9 @@ class Dispatcher:
         if attempt < self._config.retry.max_tries:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _note(self, slots: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Refused) -> None:
+    def _note(self, slots: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Failure) -> None:
         """Report the outcome of an attempt to breaker, pair state, metrics and log."""
-        if isinstance(outcome, Refused):
+        if isinstance(outcome, Failure):
             return
         if isinstance(outcome, ConnectionFailed) and outcome.out_of_descriptors:
             self._not_asked.warning("no request was sent to %s: %s", outcome.worker.spec.url, outcome.message)

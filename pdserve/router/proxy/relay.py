@@ -6,19 +6,21 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
+import orjson
 from aiohttp import web
 
-from pdserve.router.http import RETRY_AFTER, error_body, error_response
+from pdserve.http.errors import HttpRefusal
+from pdserve.protocol.failure import Failure
+from pdserve.router.http import RETRY_AFTER, error_response, refused
 from pdserve.router.proxy.dispatch import Outcome
-from pdserve.router.workers.admission import Refused
 from pdserve.router.workers.outcome import (
-    WORKER_FAILED,
     ConnectionFailed,
     ContinuedStream,
     EndedError,
     WorkerResponse,
     WorkerStream,
     describe,
+    worker_failed,
 )
 
 
@@ -36,14 +38,13 @@ async def relay(request: web.Request, outcome: Outcome, deadline: float) -> web.
                 return error_response(503, text, "router_busy", RETRY_AFTER)
             text = f"the {spec.role} worker {spec.url} gave no answer: {outcome.message}"
             return error_response(502, text, "worker_unreachable", RETRY_AFTER)
-        case Refused():
-            return refusal(outcome)
+        case Failure():
+            return failure_response(outcome)
 
 
-def refusal(refused: Refused) -> web.Response:
+def failure_response(failure: Failure) -> web.Response:
     """Return the error response for a request that the router refuses or ends itself."""
-    after = {"Retry-After": str(refused.retry_after_s)} if refused.status == 503 else None
-    return error_response(refused.status, refused.message, refused.reason, after)
+    return refused(HttpRefusal.of(failure.error()))
 
 
 async def _relay_stream(request: web.Request, upstream: WorkerStream, deadline: float) -> web.StreamResponse:
@@ -59,7 +60,7 @@ async def _relay_stream(request: web.Request, upstream: WorkerStream, deadline: 
                 async with asyncio.timeout_at(deadline):
                     await client.write(piece)
     except EndedError as error:
-        await _end_broken(request, response, client.tail, error)
+        await _end_broken(request, response, client.tail, error.failure)
     except TimeoutError:
         if request.transport is not None:
             request.transport.abort()
@@ -121,13 +122,13 @@ async def _continued(upstream: WorkerStream, stream: ContinuedStream, deadline: 
             while chunk:
                 yield stream.feed(chunk)
                 if stream.failure is not None:
-                    raise stream.failure
+                    raise EndedError(stream.failure)
                 chunk = await _next_chunk(upstream, deadline)
             yield stream.end()
             return
         except EndedError as error:
             ending = stream.ending
-            again = await _go_on(stream, error, deadline) if ending is None else None
+            again = await _go_on(stream, error.failure, deadline) if ending is None else None
             if again is not None:
                 upstream, chunk = again, again.first
                 continue
@@ -138,10 +139,10 @@ async def _continued(upstream: WorkerStream, stream: ContinuedStream, deadline: 
         return
 
 
-async def _go_on(stream: ContinuedStream, error: EndedError, deadline: float) -> WorkerStream | None:
+async def _go_on(stream: ContinuedStream, failure: Failure, deadline: float) -> WorkerStream | None:
     try:
         async with asyncio.timeout_at(deadline):
-            return await stream.go_on(error)
+            return await stream.go_on(failure)
     except TimeoutError:
         return None
 
@@ -156,8 +157,7 @@ async def _next_chunk(upstream: WorkerStream, deadline: float) -> bytes:
 
 
 def _late() -> EndedError:
-    text = "the request took longer than the router's --request-timeout-secs"
-    return EndedError(text, 502, WORKER_FAILED)
+    return worker_failed("the request took longer than the router's --request-timeout-secs")
 
 
 async def _read(upstream: WorkerStream) -> bytes:
@@ -167,15 +167,14 @@ async def _read(upstream: WorkerStream) -> bytes:
     except EndedError:
         raise
     except (aiohttp.ClientError, OSError) as error:
-        text = f"the decode worker's answer ended early: {describe(error)}"
-        raise EndedError(text, 502, WORKER_FAILED) from error
+        raise worker_failed(f"the decode worker's answer ended early: {describe(error)}") from error
 
 
-async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, why: EndedError) -> None:
+async def _end_broken(request: web.Request, response: web.StreamResponse, tail: bytes, failure: Failure) -> None:
     """End an incomplete answer: with an error event in a stream, otherwise by closing the connection."""
     if response.content_type == "text/event-stream" and response.content_length is None:
         gap = b"" if tail.endswith(b"\n\n") else b"\n\n"
-        await response.write(gap + b"data: " + error_body(why.status, why.message, why.code) + b"\n\n")
+        await response.write(gap + b"data: " + orjson.dumps(HttpRefusal.of(failure.error()).body) + b"\n\n")
         await response.write_eof()
     elif request.transport is not None:
         request.transport.close()

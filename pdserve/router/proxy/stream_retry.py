@@ -19,16 +19,16 @@ import orjson
 
 from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.protocol.failure import RUNNING_TIMEOUT
+from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.request_fields import batch_size, num_sequences, wants_prompt_logprobs
-from pdserve.router.workers.outcome import WORKER_FAILED, EndedError, WorkerStream
+from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})
 """HTTP statuses in error events after which a stream is continued."""
 _ERROR = b'data: {"error":'
 
 Body = dict[str, Any]
-Again = Callable[[Body, EndedError], Awaitable[WorkerStream | None]]
+Again = Callable[[Body, Failure], Awaitable[WorkerStream | None]]
 """Sends a body to another pair after the stream broke; None if no pair answers."""
 
 
@@ -70,8 +70,8 @@ class StreamProgress:
         self._passed_on = False
         self.error_event = b""
         """The worker's retryable error event, and the stream's end; empty without such an event."""
-        self.failure: EndedError | None = None
-        """The worker's retryable error; None without one."""
+        self.failure: Failure | None = None
+        """The worker's retryable failure; None without one."""
         self._done = False
 
     def feed(self, chunk: bytes) -> bytes:
@@ -88,7 +88,7 @@ class StreamProgress:
             EndedError: the last event is missing.
         """
         if self._head is not None and not self._done:
-            raise EndedError("the decode worker's answer ended before its last event", 502, WORKER_FAILED)
+            raise worker_failed("the decode worker's answer ended before its last event")
         return self._rest
 
     @property
@@ -98,13 +98,13 @@ class StreamProgress:
             return b""
         return None if self._tail is None else self._tail.encode() + DONE
 
-    async def go_on(self, error: EndedError) -> WorkerStream | None:
-        """Continue the stream after `error`; returns the next answer, or None if the stream cannot be continued."""
+    async def go_on(self, failure: Failure) -> WorkerStream | None:
+        """Continue the stream after `failure`; returns the next answer, or None if the stream cannot be continued."""
         can = self._num_left > 0 and self._may_go_on
-        if not can or error.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
+        if not can or failure.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
             return None
         self._num_left -= 1
-        upstream = await self._again(self._resumed_body(), error)
+        upstream = await self._again(self._resumed_body(), failure)
         if upstream is not None:
             self._rest, self.failure, self.error_event = b"", None, b""
         return upstream
@@ -139,7 +139,7 @@ class StreamProgress:
         return shown + EVENT_END if shown else b""
 
 
-def _retryable(event: bytes) -> EndedError | None:
+def _retryable(event: bytes) -> Failure | None:
     """Parse an error event; None if a retry does not help."""
     try:
         body = orjson.loads(event.removeprefix(b"data: "))
@@ -148,4 +148,4 @@ def _retryable(event: bytes) -> EndedError | None:
     status, error = body.get("code"), body["error"]
     if status not in RETRYABLE_STATUSES or not isinstance(error, dict) or error.get("code") == RUNNING_TIMEOUT:
         return None
-    return EndedError(str(error.get("message")), status, str(error.get("code")))
+    return Failure(code=str(error.get("code")), message=str(error.get("message")), origin="worker", status=status)

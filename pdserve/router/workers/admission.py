@@ -1,9 +1,9 @@
 """Admission of requests: the choice of a pair, the slots at its workers, and the queue for slots.
 
     enter ─┬─ a pair with free slots ────────────────────> PairSlots: one slot at each worker, until `close`
-           ├─ no healthy worker, or all breakers open ───> Refused
-           └─ `Full` ─┬─ room in the queue ──────────────> PairSlots when a slot is free; Refused after a timeout
-                      └─ the queue is full ──────────────> Refused at once
+           ├─ no healthy worker, or all breakers open ───> Failure
+           └─ `Full` ─┬─ room in the queue ──────────────> PairSlots when a slot is free; Failure after a timeout
+                      └─ the queue is full ──────────────> Failure at once
 
 Choosing a pair and taking its slots is one step without an await. A request takes the slots of both workers or of none.
 So it spends no breaker probe of one worker while the other is unavailable. The queue is first come, first served; only
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
 from pdserve.router.workers.metrics import RouterMetrics
@@ -32,25 +33,25 @@ STALE_LOADS = 3
 """Age in load intervals after which a load report is ignored."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Refused:
-    """An error of the router itself, not of a worker. `reason` is a metric label, `message` is for the client.
-
-    Admission refuses a request before it is sent. `SHUTTING_DOWN` also ends attempts that run at workers.
-    """
-
-    reason: str
-    message: str
-    retry_after_s: int = 1
-    status: int = 503
+def own_failure(code: str, message: str, *, retry_after_s: int = 1) -> Failure:
+    """Return a 503 of the router itself, not of a worker. `code` is also a metric label."""
+    return Failure(code=code, message=message, origin="router", status=503, retry_after_s=retry_after_s)
 
 
-NO_PAIR = Refused("no_pair", "no pair of prefill and decode workers serves requests")
-OTHER_TOKENS = Refused(
-    "control_token_mismatch",
-    "no pair of prefill and decode workers serves requests: they have different values of PDSERVE_CONTROL_TOKEN, or "
-    "some have none; the router's log names them",
+NO_PAIR = own_failure("no_pair", "no pair of prefill and decode workers serves requests")
+OTHER_TOKENS = Failure(
+    code="control_token_mismatch",
+    message="no pair of prefill and decode workers serves requests: they have different values of "
+    "PDSERVE_CONTROL_TOKEN, or some have none; the router's log names them",
+    origin="router",
     status=502,
+)
+ABORTED = Failure(
+    code="aborted",
+    message="aborted while it waited in the router's queue",
+    origin="router",
+    retryable=False,
+    status=400,
 )
 
 
@@ -127,7 +128,7 @@ class _Waiter:
     request: RoutedRequest
     avoid: Collection[Worker]
     rids: frozenset[str]
-    future: asyncio.Future[PairSlots | Refused]
+    future: asyncio.Future[PairSlots | Failure]
 
 
 class Admission:
@@ -164,7 +165,7 @@ class Admission:
             return any(self.pairs.serves(Pair(None, worker)) for worker in usable[WorkerRole.REGULAR])
         return self.pairs.could_serve(usable[WorkerRole.PREFILL], usable[WorkerRole.DECODE])
 
-    def why_no_pair(self) -> Refused:
+    def why_no_pair(self) -> Failure:
         """Return the refusal while no pair of healthy workers serves."""
         return OTHER_TOKENS if self.pairs.any_differ else NO_PAIR
 
@@ -175,7 +176,7 @@ class Admission:
         *,
         again: bool = False,
         rids: frozenset[str] = frozenset(),
-    ) -> PairSlots | Refused:
+    ) -> PairSlots | Failure:
         """Return slots for one attempt. Waits while the choice is `Full`, unless the queue is full.
 
         Workers in `avoid` are chosen only without an alternative. `again`: a retry, which goes to the queue's head.
@@ -205,16 +206,14 @@ class Admission:
         found = [waiter for waiter in self._waiting if rid is None or rid in waiter.rids]
         for waiter in found:
             if not waiter.future.done():
-                waiter.future.set_result(
-                    Refused("aborted", "aborted while it waited in the router's queue", status=400)
-                )
+                waiter.future.set_result(ABORTED)
         return len(found)
 
-    def refuse_waiting(self, refused: Refused) -> None:
+    def refuse_waiting(self, failure: Failure) -> None:
         """Refuse all queued requests."""
         for waiter in self._waiting:
             if not waiter.future.done():
-                waiter.future.set_result(refused)
+                waiter.future.set_result(failure)
 
     def on_slot_released(self, worker: Worker) -> None:
         """A slot was released."""
@@ -222,7 +221,7 @@ class Admission:
         self._registry.remove_if_drained(worker)
         self.wake()
 
-    async def _wait(self, waiter: _Waiter, again: bool) -> PairSlots | Refused:
+    async def _wait(self, waiter: _Waiter, again: bool) -> PairSlots | Failure:
         (self._waiting.appendleft if again else self._waiting.append)(waiter)
         begun = self.now()
         try:
@@ -247,14 +246,15 @@ class Admission:
             if isinstance(given, PairSlots):
                 given.close()
 
-    def _refuse_full(self, message: str, reason: str) -> Refused:
-        return Refused(reason, message, self._queue_wait.retry_after_s(self.now(), len(self._waiting)))
+    def _refuse_full(self, message: str, code: str) -> Failure:
+        after_s = self._queue_wait.retry_after_s(self.now(), len(self._waiting))
+        return own_failure(code, message, retry_after_s=after_s)
 
-    def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Refused | Full:
+    def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Failure | Full:
         limit, now = self._limits.max_concurrent_requests, self.now()
         found = {role: self._free(role, now) for role in self._config.roles}
         for free in found.values():
-            if isinstance(free, Refused):
+            if isinstance(free, Failure):
                 return free
         if limit is not None and self.num_inside >= limit:
             return Full()
@@ -277,16 +277,16 @@ class Admission:
             self, Pair(chosen.get(WorkerRole.PREFILL), chosen.get(WorkerRole.DECODE) or chosen[WorkerRole.REGULAR])
         )
 
-    def _free(self, role: WorkerRole, now: float) -> list[Worker] | Refused | Full:
+    def _free(self, role: WorkerRole, now: float) -> list[Worker] | Failure | Full:
         """Return the workers of a role that can take a request now."""
         usable = self._registry.usable(role)
         if not usable:
-            return Refused("no_worker", f"no healthy {role} worker")
+            return own_failure("no_worker", f"no healthy {role} worker")
         passing = [worker for worker in usable if worker.breaker.admits(now)]
         if not passing:
             after = min(worker.breaker.retry_in_s(now) for worker in usable)
             message = f"the circuit breaker of every {role} worker is open"
-            return Refused("breaker_open", message, max(1, math.ceil(after)))
+            return own_failure("breaker_open", message, retry_after_s=max(1, math.ceil(after)))
         limit = self._limits.max_inflight
         return [worker for worker in passing if limit is None or worker.inflight < limit] or Full()
 

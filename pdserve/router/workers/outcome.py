@@ -17,10 +17,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
-from pdserve.protocol.failure import RUNNING_TIMEOUT
+from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.config.config import RouterConfig
 from pdserve.router.worker_proof import WorkerProof
-from pdserve.router.workers.admission import Refused
 from pdserve.router.workers.workers import Worker
 
 HOP_BY_HOP = frozenset(
@@ -67,8 +66,8 @@ class ContinuedStream(Protocol):
     """A client's stream that another pair can continue; see `stream_retry`."""
 
     @property
-    def failure(self) -> EndedError | None:
-        """The worker's retryable error; None without one."""
+    def failure(self) -> Failure | None:
+        """The worker's retryable failure; None without one."""
 
     @property
     def ending(self) -> bytes | None:
@@ -84,8 +83,8 @@ class ContinuedStream(Protocol):
     def end(self) -> bytes:
         """Handle the end of the worker's answer; returns the rest. Raises EndedError if the last event is missing."""
 
-    async def go_on(self, error: EndedError) -> WorkerStream | None:
-        """Continue the stream after `error`; returns the next answer, or None if the stream cannot be continued."""
+    async def go_on(self, failure: Failure) -> WorkerStream | None:
+        """Continue the stream after `failure`; returns the next answer, or None if the stream cannot be continued."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +131,16 @@ class ConnectionFailed:
 
 
 class EndedError(aiohttp.ClientError):
-    """An answer that ended early; `status` and `code` are for the client."""
+    """An answer ended early; `failure` is for the client."""
 
-    def __init__(self, message: str, status: int, code: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.status = status
-        self.code = code
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def worker_failed(message: str) -> EndedError:
+    """Return the error of a stream that a worker began and did not end."""
+    return EndedError(Failure(code=WORKER_FAILED, message=message, origin="router"))
 
 
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
@@ -292,9 +294,9 @@ def resolve_outcome(
     return failures[0] if failures else None
 
 
-def failed(half: WorkerStream | WorkerResponse | ConnectionFailed | Refused | None) -> bool:
+def failed(half: WorkerStream | WorkerResponse | ConnectionFailed | Failure | None) -> bool:
     """Whether one half ended without a good answer."""
-    return isinstance(half, ConnectionFailed | Refused) or (isinstance(half, WorkerResponse) and half.status >= 400)
+    return isinstance(half, ConnectionFailed | Failure) or (isinstance(half, WorkerResponse) and half.status >= 400)
 
 
 def ends_both(prefill: WorkerResponse | ConnectionFailed) -> bool:

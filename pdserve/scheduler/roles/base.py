@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import abc
 import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
@@ -97,6 +99,10 @@ class SchedulerRole(Protocol):
         """Queue lengths by SGLang's names."""
         ...
 
+    def members(self) -> Mapping[str, Queued]:
+        """Requests of each queue that `queues` counts; retracted requests of a monolith are in its waiting queue."""
+        ...
+
     def waits_for(self, req: Req) -> WaitsFor:
         """Return what a live request waits for: the peer, memory, compute, or the KV transfer."""
         ...
@@ -104,6 +110,23 @@ class SchedulerRole(Protocol):
     def facts(self) -> dict[str, float]:
         """Numbers that steer the role, for `/get_server_info` and `/metrics`."""
         ...
+
+
+class Queued(Protocol):
+    """The requests of one queue."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Req]: ...
+
+
+def count_by_priority(live: Iterable[Req], members: Mapping[str, Queued]) -> dict[str, dict[int, int]]:
+    """Count requests by their priority, for each queue in `members`. `num_queue_reqs` counts all that do not run."""
+    counted = {name: Counter(req.spec.priority for req in reqs) for name, reqs in members.items()}
+    everywhere = Counter(req.spec.priority for req in live)
+    return {name: dict(numbers) for name, numbers in counted.items()} | {
+        "num_queue_reqs": dict(everywhere - counted["num_running_reqs"])
+    }
 
 
 class PollFailures:
@@ -180,6 +203,14 @@ class BaseRole(abc.ABC):
     def _running_since_s(self, req: Req) -> float | None:
         """When the request started; None: it waits, or its KV is transferred."""
         return req.times.started
+
+    @abc.abstractmethod
+    def members(self) -> Mapping[str, Queued]:
+        """See `SchedulerRole.members`."""
+
+    def queues(self) -> dict[str, int]:
+        """See `SchedulerRole.queues`."""
+        return {name: len(reqs) for name, reqs in self.members().items()}
 
     def _prefilling_facts(self) -> dict[str, float]:
         return {"num_prefill_inflight_reqs": len(self._batch_planner.prefilling.active)}
@@ -276,6 +307,11 @@ class MixedBatchRole(BaseRole):
     def _preempt(self, preemption: Preemption) -> None:
         """Let waiting requests take the place of less urgent ones."""
         preemption.run()
+
+    def _in_batch(self) -> list[Req]:
+        """Requests that are prefilled or decoded."""
+        planner = self._batch_planner
+        return [*planner.prefilling.active.values(), *planner.running.reqs.values()]
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""

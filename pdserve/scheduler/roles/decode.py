@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
@@ -32,9 +32,8 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
-from pdserve.scheduler.priority import EVICTED_CODE
-from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, TransferPhase
+from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
+from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -123,15 +122,14 @@ class DecodeRole(MixedBatchRole):
             self._take_changed_rooms()
         self._run_received()
 
-    def queues(self) -> dict[str, int]:
-        """See `SchedulerRole.queues`."""
-        running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
+    def members(self) -> Mapping[str, Queued]:
+        """See `SchedulerRole.members`."""
         return {
-            "num_queue_reqs": len(self._waiting),
-            "num_running_reqs": len(running.reqs) + len(prefilling.active),
-            "num_retracted_reqs": len(self._retracted),
-            "num_decode_prealloc_queue_reqs": len(self._prealloc),
-            "num_decode_transfer_queue_reqs": len(self._transfer),
+            "num_queue_reqs": self._waiting.values(),
+            "num_running_reqs": self._in_batch(),
+            "num_retracted_reqs": self._retracted,
+            "num_decode_prealloc_queue_reqs": self._prealloc.values(),
+            "num_decode_transfer_queue_reqs": self._transfer.values(),
         }
 
     def waits_for(self, req: Req) -> WaitsFor:

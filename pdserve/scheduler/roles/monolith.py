@@ -6,13 +6,13 @@ waiting -> active -> running -> finished
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import MixedBatchRole
+from pdserve.scheduler.roles.base import MixedBatchRole, Queued
 from pdserve.scheduler.step_log import DecodeStepLog
 
 
@@ -42,14 +42,13 @@ class MonolithRole(MixedBatchRole):
         """End requests that have waited or run for too long; this role has no transfers."""
         self._end_timed_out()
 
+    def members(self) -> Mapping[str, Queued]:
+        """See `SchedulerRole.members`."""
+        return {"num_queue_reqs": self._waiting, "num_running_reqs": self._in_batch()}
+
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole.queues`."""
-        running, prefilling = self._batch_planner.running, self._batch_planner.prefilling
-        return {
-            "num_queue_reqs": len(self._waiting),
-            "num_running_reqs": len(prefilling.active) + len(running.reqs),
-            "num_retracted_reqs": self._waiting.num_resumed,
-        }
+        return super().queues() | {"num_retracted_reqs": self._waiting.num_resumed}
 
     def waits_for(self, req: Req) -> WaitsFor:
         """See `SchedulerRole.waits_for`."""

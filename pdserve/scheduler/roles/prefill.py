@@ -12,6 +12,8 @@ inflight     all is computed; waits until every byte has arrived. The row is fre
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from pdserve.errors import RequestError
@@ -23,7 +25,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, TransferPhase
+from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, Queued, TransferPhase
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -137,13 +139,13 @@ class PrefillRole(BaseRole):
     def retract_all(self) -> None:
         """See `SchedulerRole.retract_all`: does nothing, because the pages of a started prompt are being sent."""
 
-    def queues(self) -> dict[str, int]:
-        """See `SchedulerRole.queues`."""
+    def members(self) -> Mapping[str, Queued]:
+        """See `SchedulerRole.members`."""
         return {
-            "num_queue_reqs": len(self._waiting),
-            "num_running_reqs": len(self._batch_planner.prefilling.active),
-            "num_prefill_bootstrap_queue_reqs": len(self._bootstrap),
-            "num_prefill_inflight_queue_reqs": len(self._inflight),
+            "num_queue_reqs": self._waiting,
+            "num_running_reqs": self._batch_planner.prefilling.active.values(),
+            "num_prefill_bootstrap_queue_reqs": self._bootstrap.values(),
+            "num_prefill_inflight_queue_reqs": self._inflight.values(),
         }
 
     def waits_for(self, req: Req) -> WaitsFor:

@@ -17,7 +17,7 @@ from pdserve.base.clock import Clock, MonotonicClock, RetryAfterEstimator
 from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
-from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord, ttft_parts
+from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
@@ -327,9 +327,9 @@ class RequestStatsRecorder:
                 return
             self._prompt_done(record, output, now)
         elif num_tokens:
-            self._metrics.next_tokens((now - record.seen_s) / num_tokens, num_tokens)
+            self._metrics.next_tokens(record, (now - record.seen_s) / num_tokens, num_tokens)
         if num_tokens:
-            self._metrics.generated(num_tokens)
+            self._metrics.generated(record, num_tokens)
             record.seen_s = now
             record.completion_tokens += num_tokens
         if any(listener.keeps_output for listener in self.listeners):
@@ -340,8 +340,8 @@ class RequestStatsRecorder:
         record.seen_s = now
         record.ttft_s = now - record.arrived_s
         record.cached_tokens = output.cached_tokens
-        self._metrics.first_token(record.ttft_s, ttft_parts(record.ttft_s, record.intake_s, record.timing))
-        self._metrics.prompt_done(output.prompt_tokens, output.cached_tokens)
+        self._metrics.first_token(record)
+        self._metrics.prompt_done(record, output.prompt_tokens, output.cached_tokens)
 
     def ended(self, record: RequestRecord, outcome: str) -> None:
         """Record the end of a sequence; the last call for it. `outcome` is its finish reason."""

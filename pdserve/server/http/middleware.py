@@ -1,24 +1,23 @@
-"""The ASGI middlewares of a server: access control, the gate that admits calls, and the HTTP call of the running task.
+"""The ASGI middlewares of a server, in the order in which a request passes them. `app` installs them.
 
-`app` installs them. `AccessMiddleware` applies `http.access.AccessRules` and proofs of the control token. With an API
-key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus send no key, and these paths reveal nothing
-about requests. `COMMANDS` need the admin key if one is set. A valid proof of the control token replaces both keys. With
-`--require-control-proof` only the proof counts. An invalid proof is refused on every path. `ControlProof` is the server
-side of `http/session_proof`; routers send the proofs.
+    RequestIdMiddleware ─> HttpMetricsMiddleware ─> AccessMiddleware ─> DrainGateMiddleware ─> CallMiddleware
 
-    GET /control_challenge?nonce=N    {"nonce": server nonce, "proof": MAC}; 409 if this server has no control token
-
-A request's sequences are submitted deep inside its endpoint. Statistics and tracing need the call's arrival time, path
-and trace. A context variable carries them without a parameter in every endpoint. The engine client and `GrammarCheck`
-read it.
+`RequestIdMiddleware` sets the request id for log lines: the `X-Request-Id` header, which a router sends to both servers
+of a pair, or a new id. `AccessMiddleware` applies `http.access.AccessRules` and proofs of the control token
+(`control_proof`). With an API key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus send no key,
+and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set.
 
 `DrainGate` counts the running calls, and refuses new ones while draining or when sent to the wrong role:
 
     open ── close(why) ──> closed: new calls get a 503, running calls continue ──> empty
 
-Each role that a server takes has its own gate. `app` adds the gate outside of `CallMiddleware`, which
-`sglang_api/observability.install` adds: a refused call has no `HttpCall` and no span. `lifecycle/instance.py` closes
-the gate when the role changes, and for good when the server shuts down. Event loop only.
+Each role that a server takes has its own gate. `lifecycle/instance.py` closes it when the role changes, and for good
+when the server shuts down. A refused call has no `HttpCall` and no span, because `sglang_api/observability.install`
+adds `CallMiddleware` inside of the gate.
+
+A request's sequences are submitted deep inside its endpoint. Statistics and tracing need the call's arrival time, path
+and trace. A context variable carries them without a parameter in every endpoint. The engine client and `GrammarCheck`
+read it. Event loop only.
 """
 
 from __future__ import annotations
@@ -27,132 +26,53 @@ import asyncio
 import contextlib
 import contextvars
 import dataclasses
-import hashlib
-import hmac
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pdserve.base.log import request_context
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
-from pdserve.errors import ProofError, ProofExpiredError, RequestError
+from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
     COMMANDS,
-    EXPOSED_HEADERS,
     GENERATING,
     NO_SNIFF,
     NO_STORE,
-    PREFLIGHT_S,
     AccessRules,
+    Cors,
+    client_address,
     framing_refusal,
 )
+from pdserve.http.access_log import CLIENT_GONE, log_access
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
+from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.http_metrics import HttpMetrics, routing_key_of
 from pdserve.observe.tracing import CallSpan
-from pdserve.server.http.json_http import BODIES, error_response, json_response, refused
-
-NO_TOKEN = "this server has no control token; set the same PDSERVE_CONTROL_TOKEN on router and servers"
-REQUIRED = (
-    "this server accepts only requests that prove the control token (--require-control-proof), as a router with "
-    "--worker-control-proof sends them; an API key is not enough"
-)
-
-
-class ControlProof:
-    """Verifies the proofs of one application. `token` empty: no control token. `required`: requests without a proof
-    fail.
-    """
-
-    def __init__(self, token: str, *, required: bool, now: Callable[[], float] = time.monotonic) -> None:
-        self._verifier = SessionVerifier(worker_key(token)) if token else None
-        self._now = now
-        self.required = required
-
-    def install(self, app: FastAPI) -> None:
-        """Add the challenge route."""
-
-        @app.get(CHALLENGE_PATH, response_model=None)
-        async def get_control_challenge(request: Request) -> Response:
-            return self._challenge(request.query_params.get("nonce", ""))
-
-    def check(self, scope: Scope, header: str) -> bytes:
-        """Verify the proof in a request's header; return the digest that its body must have.
-
-        Raises:
-            ProofError: the proof is invalid, or this server has no control token.
-        """
-        if self._verifier is None:
-            raise ProofError(NO_TOKEN)
-        query: bytes = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
-        return self._verifier.check(header, scope["method"], target.decode(errors="backslashreplace"), self._now())
-
-    def _challenge(self, client_nonce: str) -> Response:
-        if self._verifier is None:
-            raise RequestError(NO_TOKEN, status=409, code="no_control_token")
-        try:
-            nonce, proof = self._verifier.challenge(client_nonce, self._now())
-        except ProofError as error:
-            raise RequestError(f"nonce: {error}", field="nonce") from error
-        return json_response({"nonce": nonce, "proof": proof})
-
-
-def proof_refusal(error: ProofError | None) -> HttpRefusal:
-    """Return the refusal for an invalid proof, or for a missing one where required (`error` None)."""
-    code, text = "control_proof_required", REQUIRED
-    if error is not None:
-        code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
-    return HttpRefusal(401, text, code, {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code})
-
-
-def _signed(receive: Receive, digest: bytes) -> Receive:
-    """Wrap `receive`: the SHA-256 of the body must be `digest`.
-
-    A wrong digest fails the last part, so a handler never gets a wrong body in full. A handler that does not read the
-    body gets no error, and uses nothing of the body.
-    """
-    seen = hashlib.sha256()
-
-    async def checked() -> Message:
-        message = await receive()
-        if message["type"] == "http.request":
-            seen.update(message.get("body", b""))
-            if not message.get("more_body", False) and not hmac.compare_digest(seen.digest(), digest):
-                raise RequestError("the body differs from the signed body", status=401, code=INVALID)
-        return message
-
-    return checked
-
+from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
+from pdserve.server.http.json_http import BODIES, error_response, refused
 
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
+CORS_METHODS = ("GET", "POST", "PUT")
 SECURITY_HEADERS = dict((NO_SNIFF, NO_STORE))
 
 
 def install(app: FastAPI, config: AccessConfig, max_body_bytes: int, proof: ControlProof) -> None:
     """Add the access middleware outside all middleware that `app` has so far."""
     most = config.max_concurrent_requests_per_client
-    rules = AccessRules(config.keys, config.origins, config.proxies, most, max_body_bytes)
+    cors = Cors(config.origins, CORS_METHODS)
+    rules = AccessRules(config.keys, cors, config.proxies, most, max_body_bytes)
     app.add_middleware(AccessMiddleware, rules=rules, proof=proof)
-    if config.origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.origins,
-            allow_methods=["GET", "POST", "PUT"],
-            allow_headers=["*"],
-            expose_headers=EXPOSED_HEADERS,
-            max_age=PREFLIGHT_S,
-        )
 
 
 class AccessMiddleware:
@@ -169,18 +89,28 @@ class AccessMiddleware:
             await self._app(scope, receive, send)
             return
 
+        headers = Headers(scope=scope)
+
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(SECURITY_HEADERS)
+                added = SECURITY_HEADERS | self._rules.cors.response_headers(headers.get("origin"))
+                MutableHeaders(scope=message).update(added)
             await send(message)
 
-        headers = Headers(scope=scope)
+        framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
+        if framing is not None:
+            await refused(framing)(scope, receive, marked)
+            return
+        preflight = self._rules.cors.preflight_answer(scope["method"], headers)
+        if preflight is not None:
+            await Response(status_code=204, headers=preflight)(scope, receive, marked)
+            return
         refusal, digest = self._check(scope, headers)
         if refusal is not None:
             await refused(refusal)(scope, receive, marked)
             return
         if digest is not None:
-            receive = _signed(receive, digest)
+            receive = signed(receive, digest)
         scope[BODIES] = self._rules.bodies
         authorization, forwarded_for = headers.get("authorization"), headers.getlist("x-forwarded-for")
         peer = None if scope["client"] is None else scope["client"][0]
@@ -196,9 +126,6 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope, headers: Headers) -> tuple[HttpRefusal | None, bytes | None]:
         """Return the refusal of a request, None if it is allowed, and the digest that its signed body must have."""
-        framing = framing_refusal(scope["headers"], len(scope["raw_path"]) + len(scope["query_string"]))
-        if framing is not None:
-            return framing, None
         path, command, public = scope["path"], scope["path"] in COMMANDS, scope["path"] in OPEN
         stranger, digest = self._authenticate(scope, headers, command=command)
         if stranger is not None:
@@ -452,3 +379,56 @@ class HttpMetricsMiddleware:
             await self._app(scope, receive, watched)
         finally:
             self._metrics.ended(endpoint, method, key)
+
+
+class RequestIdMiddleware:
+    """ASGI middleware: sets the request id of the task, and with `logs_access` logs each call at its end."""
+
+    def __init__(self, app: ASGIApp, config: AccessConfig, *, logs_access: bool) -> None:
+        self._app = app
+        self._proxies = config.proxies
+        self._logs_access = logs_access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request_id = request_id_of(scope) or f"req-{uuid.uuid4().hex}"
+        with request_context(request_id):
+            if self._logs_access:
+                await self._logged(scope, receive, send, request_id)
+            else:
+                await self._app(scope, receive, send)
+
+    async def _logged(self, scope: Scope, receive: Receive, send: Send, request_id: str) -> None:
+        began_s = time.monotonic()
+        status: int | None = None
+        complete = False
+
+        async def watched(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        failed = 500
+        try:
+            await self._app(scope, receive, watched)
+            failed = CLIENT_GONE  # the application has sent no answer
+        finally:
+            log_access(
+                client=self._client(scope),
+                method=scope["method"],
+                path=scope["path"],
+                status=failed if status is None else status,
+                seconds=time.monotonic() - began_s,
+                request_id=request_id,
+                complete=complete or status is None,
+            )
+
+    def _client(self, scope: Scope) -> str:
+        if scope["client"] is None:
+            return "unknown"
+        return client_address(scope["client"][0], Headers(scope=scope).getlist("x-forwarded-for"), self._proxies)

@@ -277,6 +277,7 @@ class ReasoningBody(msgspec.Struct):
 
     text: str
     reasoning_parser: str | None = None
+    return_blocks: bool | None = None
 
 
 class PauseBody(msgspec.Struct):

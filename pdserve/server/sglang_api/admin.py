@@ -85,6 +85,7 @@ def _internal_state(state: EngineState) -> dict[str, Any]:
         **fields,
         "max_total_num_tokens": state.max_total_tokens,
         "effective_max_running_requests_per_dp": state.memory.get("rows_total"),
+        "last_gen_throughput": state.gen_throughput,
         "load": state.num_running_reqs + state.num_queue_reqs,
         "memory_usage": {"kvcache": kv_gb, "token_capacity": state.max_total_tokens},
     }

@@ -6,7 +6,9 @@ They read text with the same formats as chat completions.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -17,7 +19,7 @@ from pdserve.server.http.json_http import convert, json_response, read_json_obje
 from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, plan_tools
 from pdserve.server.request.schemas import ChatBody, FunctionCallBody, ReasoningBody
 from pdserve.server.text.chat_formats import HARMONY, REASONING_NAMES, TOOL_FORMATS, TOOL_NAMES
-from pdserve.server.text.parsers.feed import ParsedAnswer, join_deltas
+from pdserve.server.text.parsers.feed import Content, Delta, Reasoning, join_deltas
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
 
@@ -41,7 +43,7 @@ async def parse_function_call(context: ServerContext, request: Request) -> Respo
     tool_format = _tool_format(context, body.tool_call_parser)
     schemas = plan_tools(ChatBody(tools=body.tools), tool_format).schemas
     plan = ReadPlan(tools=schemas, reading=tool_format, native=tool_format, show_reasoning=False)
-    answer = await _parse(plan, body.text)
+    answer = join_deltas(await _parse(plan, body.text))
     calls = [
         {"tool_index": index, "name": call.name, "parameters": call.arguments}
         for index, call in enumerate(answer.calls)
@@ -52,14 +54,43 @@ async def parse_function_call(context: ServerContext, request: Request) -> Respo
 async def separate_reasoning(context: ServerContext, request: Request) -> Response:
     """Return `{reasoning_text, text}`; both are empty texts where there is none.
 
+    With `return_blocks` also `blocks`, `{type, text}` in the order of the text with `type` `reasoning` or `text`, and
+    the texts of either type as `reasoning_blocks` and `text_blocks`. The last block is a text, if need be an empty one.
+
     Raises:
         RequestError: the body is invalid; the error names the field.
     """
     body = convert(await read_json_object(request, context.max_body_bytes), ReasoningBody)
     plan = _reasoning_plan(context, body.reasoning_parser)
     _check_length(body.text, MAX_CALL_CHARS if plan.harmony else MAX_REASONING_CHARS)
-    answer = await _parse(plan, body.text)
-    return json_response({"reasoning_text": answer.reasoning or "", "text": answer.content or ""})
+    deltas = await _parse(plan, body.text)
+    answer = join_deltas(deltas)
+    found: dict[str, Any] = {"reasoning_text": answer.reasoning or "", "text": answer.content or ""}
+    if body.return_blocks:
+        found |= _blocks(deltas)
+    return json_response(found)
+
+
+def _blocks(deltas: Sequence[Delta]) -> dict[str, Any]:
+    blocks: list[tuple[str, str]] = []
+    for delta in deltas:
+        match delta:
+            case Reasoning(text):
+                kind = "reasoning"
+            case Content(text):
+                kind = "text"
+            case _:
+                continue
+        if blocks and blocks[-1][0] == kind:
+            text = blocks.pop()[1] + text
+        blocks.append((kind, text))
+    if not blocks or blocks[-1][0] != "text":
+        blocks.append(("text", ""))
+    return {
+        "reasoning_blocks": [text for kind, text in blocks if kind == "reasoning"],
+        "text_blocks": [text for kind, text in blocks if kind == "text"],
+        "blocks": [{"type": kind, "text": text} for kind, text in blocks],
+    }
 
 
 def _check_length(text: str, most: int) -> None:
@@ -89,10 +120,10 @@ def _no_parser(field: str, name: str | None, names: tuple[str, ...]) -> RequestE
     return RequestError(f"{field} {problem}; known are {', '.join(names)}", field=field)
 
 
-async def _parse(plan: ReadPlan, text: str) -> ParsedAnswer:
-    def parse() -> ParsedAnswer:
+async def _parse(plan: ReadPlan, text: str) -> list[Delta]:
+    def parse() -> list[Delta]:
         reader = ChatReader(plan)
-        return join_deltas([*reader.push(text), *reader.finish()])
+        return [*reader.push(text), *reader.finish()]
 
     if len(text) <= LARGE_CHARS:
         return parse()

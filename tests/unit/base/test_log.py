@@ -17,7 +17,9 @@ from collections.abc import Iterator
 import pytest
 
 from pdserve.base.log import (
+    JsonLabel,
     LogOrigin,
+    TextLabel,
     about,
     chosen_format,
     current_request_id,
@@ -25,7 +27,6 @@ from pdserve.base.log import (
     request_context,
     setup_logging,
 )
-from pdserve.base.log_labels import JsonLabel, TextLabel
 
 
 @pytest.fixture(autouse=True)

@@ -88,6 +88,8 @@ def test_what_fails_is_not_told_as_done() -> None:
     assert lines == []
     with told(lines.append, "converting"):
         pass
+    with told(lines.append, "checking", least_s=60.0):
+        pass
     assert lines == ["converting: 0.0 s"]
 
 

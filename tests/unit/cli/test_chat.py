@@ -218,6 +218,19 @@ def test_a_service_that_is_busy_is_asked_again(
     assert "answers 503: no" in capsys.readouterr().err
 
 
+def test_without_an_address_the_first_default_one_that_listens_is_used(
+    endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("pdserve.cli.chat.DEFAULT_URLS", ("http://127.0.0.1:1", endpoint.url))
+    pipe(monkeypatch, "hi")
+    assert main([]) == 0
+    assert capsys.readouterr().out == "Hello there\n"
+    monkeypatch.setattr("pdserve.cli.chat.DEFAULT_URLS", ("http://127.0.0.1:1", "http://127.0.0.1:2"))
+    pipe(monkeypatch, "hi")
+    assert main([]) == 1
+    assert "nothing answers at http://127.0.0.1:1 " in capsys.readouterr().err
+
+
 def test_without_a_service_the_answer_says_how_to_start_one(
     endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

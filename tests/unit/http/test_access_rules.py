@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
-from pdserve.http.access import AccessRules, Keys, framing_refusal, has_dots, parse_networks
+from pdserve.http.access import AccessRules, Cors, Keys, framing_refusal, has_dots, parse_networks
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.openapi import openapi_document, openapi_operation
 
@@ -19,7 +19,8 @@ def rules(
     origins: Sequence[str] = (),
     proxies: str | None = None,
 ) -> AccessRules:
-    return AccessRules(Keys.of(api, admin), origins, parse_networks("--forwarded-allow-ips", proxies), 1, 1 << 20)
+    networks = parse_networks("--forwarded-allow-ips", proxies)
+    return AccessRules(Keys.of(api, admin), Cors(origins, ("GET", "POST")), networks, 1, 1 << 20)
 
 
 def test_a_request_without_a_valid_key_is_told_how_to_send_it() -> None:
@@ -66,6 +67,27 @@ def test_a_client_is_its_key_or_its_address(
     access: AccessRules, authorization: str | None, peer: str | None, client: str
 ) -> None:
     assert access.client(authorization, peer, ["2.2.2.2"]) == client
+
+
+def test_cors_answers_preflight_requests_of_the_named_origins() -> None:
+    here, there = {"Origin": "http://here"}, {"Origin": "http://there"}
+    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "x-a"}
+    cors = Cors(["http://here"], ("GET", "POST"))
+    assert cors.preflight_answer("OPTIONS", here | asked) == {
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": "x-a",
+        "Access-Control-Max-Age": "600",
+    }
+    assert cors.preflight_answer("OPTIONS", there | asked) == {}
+    assert cors.preflight_answer("OPTIONS", here) is None and cors.preflight_answer("POST", here | asked) is None
+    assert Cors([], ("GET",)).preflight_answer("OPTIONS", here | asked) is None
+    assert cors.response_headers("http://here") == {
+        "Vary": "Origin",
+        "Access-Control-Allow-Origin": "http://here",
+        "Access-Control-Expose-Headers": "X-Request-Id",
+    }
+    assert cors.response_headers("http://there") == {"Vary": "Origin"} and cors.response_headers(None) == {}
+    assert Cors(["*"], ("GET",)).response_headers("http://any")["Access-Control-Allow-Origin"] == "http://any"
 
 
 def test_a_client_has_one_slot_at_a_time() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import signal
 import socket
 import threading
@@ -241,12 +242,17 @@ def test_what_the_hub_refuses_is_one_sentence(cache: Path, hub_of_models: FakeHu
     assert "\n" not in str(caught.value) and "resolve" not in " ".join(hub_of_models.asked)
 
 
-def test_a_hub_that_does_not_answer_is_given_up(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_that_does_not_answer_is_given_up_and_named_before(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(hub, "LOOK_UP_S", 0.2)
+    caplog.set_level(logging.INFO)
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        monkeypatch.setenv("HF_ENDPOINT", endpoint)
         with pytest.raises(ModelError, match=r"cannot be reached \(.*\); check the network"):
             resolve_model_path(REPO)
+    assert f"model {REPO} is not in the cache {cache}; asking {endpoint}" in caplog.messages
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path, hub_of_models: FakeHub, tmp_path: Path) -> None:

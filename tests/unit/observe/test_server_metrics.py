@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.config.groups import DisaggMode
+from pdserve.config.schedule_group import MIN_PRIORITY, ScheduleConfig
 from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
 from pdserve.observe.metrics import TTFT_PARTS, RequestRecord, ServerMetrics
 from pdserve.protocol.messages import EngineState, FinishReason, Flow, GenerateRequest, PeerLoad
@@ -412,3 +413,37 @@ async def test_sglang_s_essential_metrics_are_exported_but_for_those_without_mea
 def test_the_page_says_why_some_of_sglang_s_metrics_do_not_exist() -> None:
     page = (Path(__file__).resolve().parents[3] / "docs" / "observability.md").read_text()
     assert all(f"`{name}`" in page for name in WITHOUT_MEANING)
+
+
+async def test_requests_are_labelled_with_their_priority(tokenizer: Tokenizer) -> None:
+    schedule = ScheduleConfig(enable_priority_scheduling=True)
+    async with bench(tokenizer, schedule=schedule) as b:
+        for priority in (1, 5, None):
+            asked = body("null", 1, max_tokens=2) | ({} if priority is None else {"priority": priority})
+            assert (await b.http.post("/v1/completions", json=asked)).status_code == 200
+        samples = await scrape(b)
+    for priority in ("", "1", "5"):
+        for name in ("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"):
+            assert value(samples, f"sglang:{name}_count", priority=priority) == 1, name
+        for name, number in (("num_requests_total", 1), ("generation_tokens_total", 2), ("prompt_tokens_total", 2)):
+            assert value(samples, f"sglang:{name}", priority=priority) == number, name
+    assert value(samples, "sglang:num_running_reqs", priority="") == 0
+
+
+def test_gauges_of_queues_have_a_sample_by_priority() -> None:
+    metrics = ServerMetrics("m", "decode", by_priority=True)
+    queues = {"num_decode_prealloc_queue_reqs": 3}
+    counts = {"num_running_reqs": {MIN_PRIORITY: 1, -7: 1}, "num_decode_prealloc_queue_reqs": {2: 3}}
+    samples = read(metrics.render(state(queues=queues, by_priority=counts)).decode())
+    name = "sglang:num_running_reqs"
+    found = {dict(labels)["priority"]: number for (sample, labels), number in samples.items() if sample == name}
+    assert found == {"": 2, "None": 1, "-7": 1}
+    assert value(samples, "sglang:num_decode_prealloc_queue_reqs", priority="2") == 3
+    samples = read(metrics.render(state(by_priority={"num_running_reqs": {0: 2}})).decode())
+    assert (value(samples, name, priority="-7"), value(samples, name, priority="0")) == (0, 2)
+    samples = read(metrics.render(state(by_priority={"num_running_reqs": dict.fromkeys(range(100), 1)})).decode())
+    assert (value(samples, name, priority="61"), value(samples, name, priority="other")) == (1, 36 + 1)
+
+
+def test_without_priority_scheduling_no_metric_has_the_label() -> None:
+    assert "priority" not in ServerMetrics("m", "unified").render(state()).decode()

@@ -6,9 +6,8 @@ import logging
 
 import pytest
 
-from pdserve.observe.interval_stats import IntervalStats, LatencyBuckets
+from pdserve.observe.interval_stats import IntervalStats, LatencyBuckets, server_fields, server_sentence
 from pdserve.protocol.messages import EngineState
-from pdserve.server.stats_log import fields_of, sentence
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 from tests.waiting import until
@@ -59,7 +58,7 @@ def test_a_line_has_the_load_of_all_replicas_and_dashes_for_what_is_not_known() 
     stats.started()
     interval = stats.take()
     assert interval is not None
-    unknown = sentence(fields_of(interval, None))
+    unknown = server_sentence(server_fields(interval, None))
     assert unknown.startswith("running -, queued -; in 0.0 tok/s, out 0.0 tok/s; KV used -; prefix hits -; TTFT p50 -")
     state = EngineState(
         queues={},
@@ -71,8 +70,8 @@ def test_a_line_has_the_load_of_all_replicas_and_dashes_for_what_is_not_known() 
         num_used_tokens=128,
         max_total_tokens=1024,
     )
-    assert sentence(fields_of(interval, state)).startswith("running 8, queued 2; in 0.0 tok/s")
-    assert "KV used 12.5 %" in sentence(fields_of(interval, state))
+    assert server_sentence(server_fields(interval, state)).startswith("running 8, queued 2; in 0.0 tok/s")
+    assert "KV used 12.5 %" in server_sentence(server_fields(interval, state))
 
 
 async def test_a_server_logs_its_statistics_while_requests_run(
@@ -94,7 +93,7 @@ async def test_a_server_logs_its_statistics_while_requests_run(
         await until(lambda: total("generated_tokens_per_s"))
     assert total("prompt_tokens_per_s") > 0
     assert total("ttft_p50_s") > 0
-    assert lines()[0].getMessage() == sentence(vars(lines()[0])["fields"])
+    assert lines()[0].getMessage() == server_sentence(vars(lines()[0])["fields"])
 
 
 async def test_without_an_interval_there_is_no_line(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:

@@ -257,7 +257,9 @@ def test_right_flags_are_not_refused(files: Path, flags: str) -> None:
         ("--tp-size 3", "does not divide the model's 4 attention heads"),
         ("--prefil 2", "did you mean --prefill"),
         ("--context-length 9999", "context_length must be in"),
-        ("--disaggregation-bootstrap-port 1", "launch_local chooses"),
+        ("--disaggregation-bootstrap-port 1", "launch_local chooses --disaggregation-bootstrap-port .*; leave it out"),
+        ("--port 9000", "launch_local chooses --port of each server itself; give --router-port for the service"),
+        ("--prot 9000", r"--prot: there is no such flag; did you mean --router-port or --router-host or --tp\?"),
     ],
 )
 def test_wrong_flags_are_refused_before_a_part_starts(files: Path, flags: str, says: str) -> None:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import BreakerConfig, LimitConfig, PolicyConfig, RouterConfig, WorkerRole, WorkerSpec
 from pdserve.router.policies import RoutedRequest
-from pdserve.router.workers.admission import Admission, PairSlots, QueueWaitEstimator, Refused, rids_of
+from pdserve.router.workers.admission import Admission, PairSlots, QueueWaitEstimator, rids_of
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.workers import BreakerState, LoadReport, Registry, Worker
 from tests.waiting import settle
@@ -49,9 +50,9 @@ class Desk(Admission):
         assert isinstance(entered, PairSlots), entered
         return entered
 
-    async def refused(self) -> Refused:
+    async def refused(self) -> Failure:
         entered = await self.enter(ANYTHING)
-        assert isinstance(entered, Refused), entered
+        assert isinstance(entered, Failure), entered
         return entered
 
     def loads(self) -> dict[str, int]:
@@ -91,7 +92,7 @@ async def test_an_open_breaker_on_either_side_keeps_the_pair_out_and_spends_noth
     well = "d0" if sick == "p0" else "p0"
     break_worker(desk, desk.worker(sick))
     refused = await desk.refused()
-    assert (refused.reason, refused.retry_after_s) == ("breaker_open", 10)
+    assert (refused.code, refused.retry_after_s) == ("breaker_open", 10)
     desk.clock_s += 5
     break_worker(desk, desk.worker(well))
     desk.clock_s += 6
@@ -107,7 +108,7 @@ async def test_one_request_probes_both_halves_of_a_pair() -> None:
         break_worker(desk, desk.worker(name))
     desk.clock_s += 10
     probe = await desk.places()
-    assert (await desk.refused()).reason == "breaker_open", "one probe at a time"
+    assert (await desk.refused()).code == "breaker_open", "one probe at a time"
     for place in probe:
         place.completed()
     probe.close()
@@ -145,7 +146,7 @@ async def test_full_workers_fill_a_queue_that_is_served_in_order_and_refuses_one
     calls = [asyncio.create_task(come(name)) for name in ("one", "two")]
     await settle()
     refused = await desk.refused()
-    assert (refused.status, refused.reason) == (503, "queue_full")
+    assert (refused.status, refused.code) == (503, "queue_full")
     assert desk.num_waiting == 2
     assert first.prefill is not None
     first.prefill.close()
@@ -195,7 +196,7 @@ async def test_a_wait_ends_in_time_and_says_so() -> None:
     desk = Desk(1, 1, max_inflight=1, queue_timeout_s=0.01)
     held = await desk.places()
     refused = await desk.refused()
-    assert (refused.status, refused.reason) == (503, "queue_timeout")
+    assert (refused.status, refused.code) == (503, "queue_timeout")
     assert desk.num_waiting == 0
     held.close()
 
@@ -226,8 +227,8 @@ async def test_those_who_wait_are_told_when_nobody_is_left() -> None:
     desk.worker("d0").healthy = False
     desk.wake()
     refused = await waits
-    assert isinstance(refused, Refused)
-    assert (refused.reason, refused.message) == ("no_worker", "no healthy decode worker")
+    assert isinstance(refused, Failure)
+    assert (refused.code, refused.message) == ("no_worker", "no healthy decode worker")
 
 
 async def test_a_new_worker_serves_those_who_wait() -> None:
@@ -250,8 +251,8 @@ async def test_an_aborted_request_does_not_wait_any_more() -> None:
     await settle()
     assert desk.abort("b") == 1
     refused = await waits
-    assert isinstance(refused, Refused)
-    assert (refused.status, refused.reason) == (400, "aborted")
+    assert isinstance(refused, Failure)
+    assert (refused.status, refused.code) == (400, "aborted")
     assert not other.done()
     assert desk.abort(None) == 1
     await other

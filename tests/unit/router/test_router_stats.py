@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ConfigError
+from pdserve.observe.interval_stats import RouterStats, router_sentence
 from pdserve.router.config.flags import config_from, make_parser
-from pdserve.router.stats_log import RouterStats, sentence
 from tests.waiting import until
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
@@ -34,7 +34,7 @@ def test_an_interval_has_its_requests_and_an_idle_router_has_none() -> None:
     assert last is not None
     assert (last["running"], last["failed"], last["first_byte_p50_s"]) == (0, 1, None)
     assert stats.take() is None
-    text = sentence(last | {"queued": 2, "workers": 3, "workers_up": 1})
+    text = router_sentence(last | {"queued": 2, "workers": 3, "workers_up": 1})
     assert text.startswith("running 0, queued 2; ")
     assert "1 failed; first byte p50 -, p99 -; whole p50 " in text
     assert text.endswith("workers 1 of 3 up")

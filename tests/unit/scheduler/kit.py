@@ -14,8 +14,7 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRe
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import WriteLine
-from pdserve.scheduler.priority import PriorityRules
-from pdserve.scheduler.request import WaitingQueue
+from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.scheduler.step_log import DecodeStepLog

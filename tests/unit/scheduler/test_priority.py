@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.base.clock import RATE_WINDOW_S
 from pdserve.protocol.messages import GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.priority import EVICTED_CODE, PriorityRules
+from pdserve.scheduler.request import EVICTED_CODE, PriorityRules
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, World, monolith_tokens
 from tests.unit.scheduler.kit import Mono
@@ -220,3 +221,32 @@ def test_a_full_queue_of_either_role_evicts_and_the_other_half_ends_too(mode: st
     told = other.halves["r0"].finish
     assert told is not None and (told.status_code, told.err_type, told.retry_after_s) == (503, EVICTED_CODE, 1)
     assert not world.prefill.leaks() and not world.decode.leaks()
+
+
+def test_the_state_counts_queues_by_priority_and_the_tokens_a_second() -> None:
+    mono = Mono(num_rows=1, rules=PriorityRules(enabled=True, preempts=False))
+    for rid, priority in (("a", 5), ("b", 1), ("c", 1)):
+        mono.post(rid, priority=priority)
+    mono.step()
+    state = mono.scheduler.state()
+    assert state.by_priority == {"num_running_reqs": {5: 1}, "num_queue_reqs": {1: 2}}
+    mono.run()
+    mono.clock.advance(1.0)
+    assert mono.scheduler.state().gen_throughput == 3 * 4 / RATE_WINDOW_S
+    mono.clock.advance(RATE_WINDOW_S + 1.0)
+    state = mono.scheduler.state()
+    assert state.gen_throughput == 0 and state.by_priority == {"num_running_reqs": {}, "num_queue_reqs": {}}
+    assert Mono().scheduler.state().by_priority == {}
+
+
+def test_queues_of_a_pair_are_counted_by_priority() -> None:
+    world = _world(PriorityRules(enabled=True, preempts=False))
+    _post(world, 0, 3)
+    _until(world, lambda: world.decode.scheduler.role.queues()["num_decode_transfer_queue_reqs"] == 1)
+    counts = world.decode.scheduler.state().by_priority
+    assert (counts["num_decode_transfer_queue_reqs"], counts["num_queue_reqs"]) == ({3: 1}, {3: 1})
+    assert counts.keys() >= {"num_decode_prealloc_queue_reqs", "num_running_reqs"}
+    assert world.prefill.scheduler.state().by_priority.keys() == {
+        *("num_queue_reqs", "num_running_reqs"),
+        *("num_prefill_bootstrap_queue_reqs", "num_prefill_inflight_queue_reqs"),
+    }

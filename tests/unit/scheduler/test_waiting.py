@@ -8,8 +8,7 @@ from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.priority import PriorityRules
-from pdserve.scheduler.request import LPM_TOKENS, RANDOM_MOST, EvictionOrder, Req, Times, WaitingQueue
+from pdserve.scheduler.request import LPM_TOKENS, RANDOM_MOST, EvictionOrder, PriorityRules, Req, Times, WaitingQueue
 from pdserve.sim.hash_lm import hash_layout
 
 AGING_S = 10.0

@@ -89,6 +89,8 @@ def state(num_running: int, **counters: float) -> EngineState:
         num_used_tokens=2,
         max_total_tokens=160,
         audit=["a page is lost"] if num_running == 5 else [],
+        by_priority={"num_running_reqs": {num_running % 2: num_running}},
+        gen_throughput=0.5,
     )
 
 
@@ -191,6 +193,7 @@ def test_one_answer_of_many() -> None:
         assert merged.memory == {"pages_total": 30} and merged.counters == {"steps": 3.0, "aborts": 1.0}
         assert [one.num_running_reqs for one in merged.replicas] == [1, 2, 5]
         assert merged.audit == ["replica 2: a page is lost"]
+        assert merged.by_priority == {"num_running_reqs": {1: 6, 0: 2}} and merged.gen_throughput == 1.5
         for pipe, ok in zip(pipes, (True, False, True), strict=True):
             pipe.up.put_nowait(CommandReply(query_id="f", ok=ok, message="m"))
         flushed = await channel.recv()

@@ -142,7 +142,8 @@ async def test_pages_of_other_origins_may_ask_only_where_they_are_named(tokenize
         assert not [name for name in answer.headers if name.startswith("access-control")]
     async with bench(tokenizer, access=AccessConfig(api_key=KEY, cors_allowed_origins="http://a, http://here")) as b:
         answer = await b.http.options("/generate", headers=here | preflight)
-        assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "http://here"
+        assert answer.status_code == 204 and answer.headers["access-control-allow-origin"] == "http://here"
+        assert answer.headers["access-control-allow-headers"] == "authorization"
         answer = await b.http.post("/generate", json=GENERATE, headers=here | bearer(KEY))
         assert answer.headers["access-control-allow-origin"] == "http://here"
         assert (await b.http.post("/generate", json=GENERATE, headers=here)).status_code == 401

@@ -132,6 +132,7 @@ async def test_server_info_has_sglangs_names(tokenizer: Tokenizer) -> None:
         (state,) = info["internal_states"]
         assert state["max_total_num_tokens"] == state["max_total_tokens"] == state["memory_usage"]["token_capacity"]
         assert state["load"] == state["num_running_reqs"] + state["num_queue_reqs"]
+        assert state["last_gen_throughput"] == 0
 
 
 async def test_a_ping_is_answered_before_the_engine_is_ready(tokenizer: Tokenizer) -> None:
@@ -187,7 +188,38 @@ async def test_reasoning_is_separated_from_text(
         answer = await b.http.post("/separate_reasoning", json={"text": text, "reasoning_parser": parser})
         assert answer.status_code == 200, answer.text
         found = answer.json()
-        assert (found["reasoning_text"].strip(), found["text"]) == (reasoning, rest)
+        assert (found["reasoning_text"].strip(), found["text"]) == (reasoning, rest) and len(found) == 2
         for name in ("cobol", None):
             answer = await b.http.post("/separate_reasoning", json={"text": text, "reasoning_parser": name})
             assert (answer.status_code, answer.json()["param"]) == (400, "reasoning_parser")
+
+
+INTERLEAVED = (
+    "<|channel|>analysis<|message|>one<|end|><|start|>assistant<|channel|>commentary<|message|>two<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>three<|end|>"
+)
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "blocks"),
+    [
+        ("qwen3", "<think>hm</think>yes", [("reasoning", "hm"), ("text", "yes")]),
+        ("qwen3", "yes", [("text", "yes")]),
+        ("qwen3", "<think>hm", [("reasoning", "hm"), ("text", "")]),
+        ("gpt-oss", INTERLEAVED, [("reasoning", "one"), ("text", "two"), ("reasoning", "three"), ("text", "")]),
+    ],
+    ids=["reasoning first", "text only", "reasoning only", "in turns"],
+)
+async def test_blocks_of_reasoning_and_text_are_in_the_order_of_the_text(
+    tokenizer: Tokenizer, parser: str, text: str, blocks: list[tuple[str, str]]
+) -> None:
+    async with bench(tokenizer) as b:
+        body = {"text": text, "reasoning_parser": parser, "return_blocks": True}
+        found = (await b.http.post("/separate_reasoning", json=body)).json()
+    assert found["blocks"] == [{"type": kind, "text": text} for kind, text in blocks]
+    assert found["reasoning_blocks"] == [text for kind, text in blocks if kind == "reasoning"]
+    assert found["text_blocks"] == [text for kind, text in blocks if kind == "text"]
+    assert (found["reasoning_text"], found["text"]) == (
+        "".join(found["reasoning_blocks"]),
+        "".join(found["text_blocks"]),
+    )

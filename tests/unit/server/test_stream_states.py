@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from pdserve.base.stream_state import DONE, EVENT_END, MARK, RESUME_FIELD, STATE_HEADER, split_event
+from pdserve.protocol.failure import Failure
 from pdserve.router.proxy.stream_retry import StreamProgress
-from pdserve.router.workers.outcome import WORKER_FAILED, EndedError
+from pdserve.router.workers.outcome import WORKER_FAILED
 from pdserve.server.engine_client import client as engine_client
 from pdserve.server.generation import Generation, GenerationUpdate
 from pdserve.server.text.tokenizer import Tokenizer
@@ -121,7 +122,7 @@ async def go_on(b: Bench, path: str, body: dict[str, Any], whole: list[bytes], c
     if stream.ending is not None:
         passed.append(stream.ending)
     else:
-        assert await stream.go_on(EndedError("gone", 502, WORKER_FAILED)) is None
+        assert await stream.go_on(Failure(code=WORKER_FAILED, message="gone")) is None
         passed += [event + EVENT_END for event in map(client_part, await told(b, path, bodies[0]))]
         (resume,) = [one[RESUME_FIELD] for one in bodies]
         assert b.scheduler.requests[-1].prior_output_ids == resume["token_ids"]

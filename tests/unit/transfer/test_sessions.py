@@ -10,7 +10,6 @@ import pytest
 
 from pdserve.errors import HandshakeError
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import (
     FrameArrived,
@@ -33,7 +32,6 @@ from pdserve.transfer.wire import (
     Packet,
     Ping,
     Pong,
-    PromptLogprobsPart,
     RankMemory,
     Refusal,
     Reset,
@@ -359,41 +357,6 @@ def test_a_peer_cannot_speak_for_another_without_the_number_of_its_session() -> 
         say(net, "decode-1", prefill, Abort(key=key, failure=failure, prompt_digest="d"), session=session)
     assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
     assert decode.free == (13, 3)
-
-
-def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing() -> None:
-    """It has sessions of its own with both servers, and says of another's key whatever there is to say."""
-    net, prefill, decode = meet()
-    pair = Pair(net, prefill, decode)
-    say(net, "thief-1", prefill, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=77))
-    say(net, "thief-1", decode, msgspec.structs.replace(hello_of(net, decode), endpoint="thief-1:1", session=78))
-    (info,) = [p.body for p in net.seen if isinstance(p.body, TransferInfo)]
-    failure = Failure(code="forged", message="")
-    for key in (info.key, msgspec.structs.replace(info.key, attempt=99)):
-        for to in (prefill, decode):
-            say(net, "thief-1", to, msgspec.structs.replace(info, key=key))
-            say(net, "thief-1", to, Abort(key=key, failure=failure, prompt_digest="d"))
-            say(net, "thief-1", to, TransferDone(key=key, stats=TransferStats()))
-            say(net, "thief-1", to, TransferEnded(key=key, failure=failure, quiesced=True))
-            say(
-                net,
-                "thief-1",
-                to,
-                PromptLogprobsPart(key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")),
-            )
-    pages = tuple(range(16))
-    stolen = msgspec.structs.replace(info, key=MemoryKey(info.key.room, 5, "thief-1"), pages=(pages,))
-    say(net, "thief-1", prefill, stolen)
-    assert isinstance(net.said(TransferEnded)[-1], TransferEnded), "the room is bound to the peer that came first"
-    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.WAITING_FOR_INPUT
-    pair.send()
-    assert {job.transport_address for job in prefill.engine.jobs} == {"decode-1"}
-    prefill.end_jobs()
-    net.pump()
-    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.SUCCESS
-    pair.drop_requests()
-    net.pass_time(60)
-    assert_quiet_and_free(prefill, decode)
 
 
 def test_a_peer_that_was_taken_for_gone_ends_its_session_too_and_is_taken_back() -> None:

@@ -2,17 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
+import pytest
 
 from pdserve.protocol.failure import Failure
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import FrameArrived, PeerGone, PrefillFound
 from pdserve.transfer.peers import MAX_ENDPOINTS, PeerState
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.sessions import MAX_ADDRESSES, MAX_PEERS
-from pdserve.transfer.wire import Body, Hello, Packet, Ping, Pong, TransferEnded, Wire
-from tests.unit.transfer.kit import ADDRESS, TOKEN, Net, Pair, Side, found, hello_of, meet, say, state_of
+from pdserve.transfer.wire import (
+    Abort,
+    Body,
+    Hello,
+    MemoryKey,
+    Packet,
+    Ping,
+    Pong,
+    PromptLogprobsPart,
+    Refusal,
+    Reset,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+    Wire,
+)
+from tests.unit.transfer.kit import (
+    ADDRESS,
+    BOOTSTRAP_S,
+    TOKEN,
+    Net,
+    Pair,
+    Side,
+    assert_quiet_and_free,
+    found,
+    hello_of,
+    meet,
+    say,
+    state_of,
+)
 
 EVIL = "evil:1"
+THIEF = "thief-1"
+FORGED = Failure(code="forged", message="")
+MESSAGES: dict[str, Callable[[TransferInfo, MemoryKey], Body]] = {
+    "TransferInfo": lambda info, key: msgspec.structs.replace(info, key=key),
+    "TransferInfo of another prompt": lambda info, key: msgspec.structs.replace(info, key=key, prompt_digest="e"),
+    "Abort": lambda info, key: Abort(key=key, failure=FORGED, prompt_digest=info.prompt_digest),
+    "PromptLogprobsPart": lambda info, key: PromptLogprobsPart(
+        key=key, index=0, part=PromptLogprobs(start=0, own=b"", ranks=b"")
+    ),
+    "TransferDone": lambda info, key: TransferDone(key=key, stats=TransferStats()),
+    "TransferEnded": lambda info, key: TransferEnded(key=key, failure=FORGED, quiesced=True),
+    "TransferEnded, redirected": lambda info, key: TransferEnded(key=key, failure=FORGED, quiesced=True, moved_to=0),
+    "Refusal": lambda info, key: Refusal(field="model", message=""),
+    "Reset": lambda info, key: Reset(endpoint=THIEF, quiesced=True, answer=True),
+}
+"""All messages that name a key with its pages or end a session, as a peer sends them that knows those of another."""
 
 
 def _frame(to: Side, sender: str, body: Body, session: int) -> None:
@@ -187,3 +236,51 @@ def test_a_name_that_leads_elsewhere_ends_no_session_with_a_peer_that_lives() ->
     net.pass_time(4)
     assert state_of(decode, "prefill-1") is PeerState.READY
     assert pair.receiver.poll() is KVPoll.WAITING_FOR_INPUT
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_a_peer_with_the_token_and_another_s_page_numbers_changes_nothing(message: str) -> None:
+    """It has sessions with both servers. It says the message of another's keys, and of its own in that room."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode, takes_logprobs=True)
+    for session, side in enumerate((prefill, decode), start=77):
+        hello = msgspec.structs.replace(hello_of(net, decode), endpoint=f"{THIEF}:1", session=session)
+        say(net, THIEF, side, hello)
+        assert state_of(side, THIEF) is PeerState.READY
+    (info,) = [packet.body for packet in net.seen if isinstance(packet.body, TransferInfo)]
+
+    def held() -> list[object]:
+        own = ("control_unacked", "keys_early")  # what the thief is answered, and what it offers itself
+        counts = [{name: n for name, n in side.kv.counts().items() if name not in own} for side in (prefill, decode)]
+        return [counts, prefill.free, decode.free, pair.sender.poll(), pair.receiver.poll(), pair.sender.key]
+
+    before = held()
+    for key in (info.key, msgspec.structs.replace(info.key, attempt=99), MemoryKey(info.key.room, 5, THIEF)):
+        for side in (prefill, decode):
+            say(net, THIEF, side, MESSAGES[message](info, key))
+            assert held() == before, (key, side.instance)
+    pair.send()
+    assert {job.transport_address for job in prefill.engine.jobs} == {"decode-1"}
+    prefill.end_jobs()
+    net.pump()
+    assert pair.receiver.poll() is pair.sender.poll() is KVPoll.SUCCESS
+    assert pair.receiver.take_logprobs() == []
+    pair.drop_requests()
+    net.pass_time(2 * BOOTSTRAP_S)
+    assert_quiet_and_free(prefill, decode)
+
+
+@pytest.mark.parametrize("digest", ["d", "e"])
+def test_a_room_is_its_first_receiver_s_with_the_right_prompt(digest: str) -> None:
+    """A peer that knows a room before its receiver has published takes it only if it knows the prompt as well."""
+    net, prefill, decode = meet()
+    say(net, THIEF, prefill, msgspec.structs.replace(hello_of(net, decode), endpoint=f"{THIEF}:1", session=77))
+    stolen = TransferInfo(key=MemoryKey(7, 5, THIEF), pages=((0, 1, 2),), aux_slot=0, prompt_digest=digest)
+    say(net, THIEF, prefill, stolen)
+    pair = Pair(net, prefill, decode)
+    assert pair.sender.key == (stolen.key if digest == "d" else pair.receiver.key)
+    (ended,) = {packet.body for packet in net.seen if isinstance(packet.body, TransferEnded)}
+    assert isinstance(ended, TransferEnded)
+    assert (ended.key, ended.failure.code) == (
+        (pair.receiver.key, "room_in_use") if digest == "d" else (stolen.key, "prompt_mismatch")
+    )
