@@ -14,14 +14,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pdserve.errors import ModelError, UnsupportedModelError
+from pdserve.errors import HandshakeError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind
 from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, MoeSpec
 from pdserve.model.loader import read_spec
+from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
 from tests.model_families import FAMILIES
 from tests.model_pair import running_models
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
 
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
@@ -68,7 +70,7 @@ def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_ne
     return found
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_slow(NAMES, keep=2))
 def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
@@ -89,8 +91,10 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
         pair.assert_idle()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunk", [-1, 50], ids=["whole prompts", "chunks"])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    rest_slow([("qwen3_5", -1), ("qwen3_5_moe", 50), *((name, chunk) for name in NAMES for chunk in (50, -1))], keep=2),
+)
 def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
     prompts = prompts_of((*LENGTHS, 64, 127, 5))
@@ -99,6 +103,21 @@ def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, chec
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
         assert server.generate(prompts, NEW_TOKENS) == expected, "eight at once"
         server.assert_idle()
+
+
+def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_field(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """transformers keeps one convolution state for q, k and v."""
+    facts = []
+    for impl in ("native", "transformers"):
+        built = build(checkpoint("qwen3_next"), dtype="float32", model_impl=impl)
+        facts.append(built.layout.fields())
+        built.executor.close()
+    for ours, theirs in (facts, facts[::-1]):
+        with pytest.raises(HandshakeError) as error:
+            check_facts(ours, theirs)
+        assert error.value.field in ("state.conv_q.num_heads", "state.conv0.num_heads")
 
 
 def test_layers_and_groups_follow_the_config(checkpoint: Callable[[str], Path]) -> None:
