@@ -70,7 +70,7 @@ def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_ne
     return found
 
 
-@pytest.mark.parametrize("name", rest_slow(NAMES, keep=2))
+@pytest.mark.parametrize("name", rest_slow(NAMES))
 def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
