@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,11 @@ from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, Moe
 from pdserve.model.loader import read_spec
 from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, LENGTHS, TinyFamily, prompts_of
 from tests.model_pair import running_models
 from tests.share import rest_slow
-from tests.tiny import VOCAB_SIZE
 
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
-LENGTHS = (1, 63, 64, 65, 300)
 NEW_TOKENS, LONG = 12, 100
 FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
@@ -47,27 +44,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def deeper(name: str) -> Any:
+def deeper(name: str) -> TinyFamily:
     """The family with three GatedDeltaNet layers before the attention layer."""
     family = FAMILIES[name]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     return dataclasses.replace(family, changes={**family.changes, "num_hidden_layers": 4, "layer_types": kinds})
-
-
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
-def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
-    """What transformers generates greedily, for each prompt alone."""
-    model_class = getattr(transformers, FAMILIES[name].architecture)
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
 
 
 @pytest.mark.parametrize("name", rest_slow(NAMES))
@@ -75,8 +56,8 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
     path, prompts, load = checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
-    long = reference_tokens(name, path, load, LONG)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
+    long = FAMILIES[name].reference_tokens(path, load, LONG)
     number = NAMES.index(name)
     impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
     with running_models(
@@ -98,7 +79,7 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
 def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
     prompts = prompts_of((*LENGTHS, 64, 127, 5))
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False, model_impl="native", chunk=chunk) as server:
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
         assert server.generate(prompts, NEW_TOKENS) == expected, "eight at once"
