@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.config import ServerConfig
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
@@ -36,9 +37,9 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory
 from tests.waiting import wait_until
 
 DEADLINE_S = 120.0
@@ -134,7 +135,7 @@ class ModelServer:
         args = KVArgs(
             instance=mode,
             layout=executor.layout,
-            ranks=(RankMemory.of("", executor.buffers),),
+            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
             aux=aux,
             facts={"model": self.built.spec.digest(), "weights": executor.weights_fingerprint},
             token="t",

@@ -39,7 +39,7 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout, PageSpace
+from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout, resolve_context_length
@@ -179,6 +179,7 @@ def build_executor(
             )
             give_back_freed()
         layout = kv_layout(spec, page_tokens, dtype)
+    layout = layout.with_stamps()
     held, max_pages = layout.of_rank(coord), layout.pages_for(context_length)
     num_sharing = local.count * config.parallel.dp_size
     reserved_bytes = 0
@@ -218,7 +219,8 @@ def build_executor(
     asked = config.kernels.attention_backend != "auto"
     if level is None and through is None:
         _LOG.info("attention backend: %s", choice)
-    attention = _attention(model, choice, pools, coord, device, was_asked_for=asked)
+    of_model = [pool for pool in pools if pool.group.kind is not GroupKind.STAMP]
+    attention = _attention(model, choice, of_model, coord, device, was_asked_for=asked)
     overlap = config.schedule.disable_overlap_schedule is False
     native = model if isinstance(model, NativeDecoder) else None
     executor = LocalExecutor(

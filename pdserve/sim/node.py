@@ -47,6 +47,7 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import MemoryKey, RankMemory
 
 
@@ -303,7 +304,7 @@ class SimNode:
 
     def _ranks(self) -> tuple[RankMemory, ...]:
         """Return the memory that peers write to."""
-        return (RankMemory.of(self.instance, self.executor.buffers),)
+        return (rank_memory(self.layout, SINGLE, self.instance, self.executor.buffers),)
 
     # ------------------------------------------------------------------ inside
 
