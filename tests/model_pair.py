@@ -165,6 +165,7 @@ class ModelServer:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= memory["pages_evictable"]
+        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
         lost |= {name: memory[name] for name in ("rooms_live", "reqs_live", "keys_writing") if name in memory}
         return {name: count for name, count in lost.items() if count}
 

@@ -193,6 +193,7 @@ def build_executor(
     group_sizes = group_pool_sizes(
         config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=num_sharing,
         reserved_bytes=reserved_bytes, step_tokens=longest_chunk(config, context_length) if can_split else None,
+        caches_states=config.wants_prefix_cache and can_split and not layout.window,
     )  # fmt: skip
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=context_length, max_rows=max_rows, num_sharing=num_sharing,

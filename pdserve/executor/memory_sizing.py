@@ -123,6 +123,10 @@ def pool_tokens(
     return layout.round_down(wanted)
 
 
+CACHED_STATES = 2
+"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
+
+
 def group_pool_sizes(
     memory: MemoryConfig,
     layout: KVLayout,
@@ -133,20 +137,29 @@ def group_pool_sizes(
     step_tokens: int | None,
     num_sharing: int = 1,
     reserved_bytes: int = 0,
+    caches_states: bool = False,
 ) -> GroupPoolSizes:
-    """Return the window pages and state slots of the pool: for `max_rows` requests, in at most half of its memory.
+    """Return the window pages and state slots of the pool: for `max_rows` requests, in about half of its memory.
 
-    At least one request gets them. `step_tokens`: see `GroupPoolSizes`. Other arguments: see `pool_tokens`.
+    At least one request gets them. `max_mamba_cache_size` sets the number of slots, `mamba_full_memory_ratio` their
+    share of the memory. With `caches_states` there are slots for `CACHED_STATES` states of the prefix cache for each
+    row, as far as that share allows. `step_tokens`: see `GroupPoolSizes`. Other arguments: see `pool_tokens`.
     """
     if not (layout.window or layout.has_state):
         return GroupPoolSizes()
     sizes = GroupPoolSizes(step_tokens=step_tokens)
     window_pages = GroupPools(layout, sizes).most_window_pages(context_length)
     one = dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
-    half = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes) // 2
-    num_requests = max(1, min(max_rows, half // group_bytes(layout, one)))
+    available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
+    ratio = memory.mamba_full_memory_ratio if layout.has_state else 1.0
+    share = int(available * ratio / (1.0 + ratio))
+    most = share // group_bytes(layout, one)
+    num_requests = max(1, min(max_rows, most))
+    num_slots = memory.max_mamba_cache_size
+    if num_slots is None:
+        num_slots = max(num_requests, min(max_rows * (1 + CACHED_STATES), most)) if caches_states else num_requests
     return dataclasses.replace(
-        one, num_window_pages=window_pages * num_requests, num_slots=num_requests if layout.has_state else 0
+        one, num_window_pages=window_pages * num_requests, num_slots=num_slots if layout.has_state else 0
     )
 
 

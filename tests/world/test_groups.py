@@ -49,6 +49,7 @@ def play_pressed(seed: int) -> Counter[str]:
     for node in (world.prefill, world.decode):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     counts = world.decode.scheduler.context.counters + world.prefill.scheduler.context.counters
+    assert not counts["state_mismatches"], f"seed {seed}: a state of another request or position arrived"
     counts["aborts"] = world.num_aborts
     return counts
 
@@ -116,6 +117,25 @@ def the_state_is_sent_with_the_first_pages(patch: Patch) -> None:
         return numbers(layout, group, pages, num_tokens)
 
     patch.setattr(sender_module, "numbers_with", early)
+
+
+def the_state_of_another_slot_is_sent(patch: Patch) -> None:
+    pages = group_pools.pages_at
+
+    def another(group: KVGroup, lease: Lease, numbers: range) -> list[int]:
+        found = pages(group, lease, numbers)
+        return [slot - 1 if slot else slot for slot in found] if group.space is PageSpace.SLOTS else found
+
+    patch.setattr(sender_module, "pages_at", another)
+
+
+def the_state_is_not_sent(patch: Patch) -> None:
+    numbers = group_pools.numbers_with
+
+    def none(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
+        return range(0) if group.space is PageSpace.SLOTS else numbers(layout, group, pages, num_tokens)
+
+    patch.setattr(sender_module, "numbers_with", none)
 
 
 def the_first_window_page_is_not_sent(patch: Patch) -> None:
@@ -196,6 +216,8 @@ PRESSED = (
     a_retracted_state_is_not_restored,
     a_slot_is_free_although_it_is_sent,
     the_state_is_sent_with_the_first_pages,
+    the_state_of_another_slot_is_sent,
+    the_state_is_not_sent,
     the_first_window_page_is_not_sent,
     a_group_is_left_out,
     a_window_page_returns_while_a_step_reads_it,

@@ -280,8 +280,15 @@ class DecodeRole(MixedBatchRole):
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
+        most_cached = req.num_input_tokens - memory.layout.has_state  # the state comes with the last page
         lease = memory.reserve_tokens(
-            req.num_input_tokens, req.rid, prompt, req.num_input_tokens, max_len=req.max_len, decode_only=True
+            req.num_input_tokens,
+            req.rid,
+            prompt,
+            most_cached,
+            max_len=req.max_len,
+            decode_only=True,
+            needs_state=False,
         )
         if lease is None:
             return False
