@@ -64,7 +64,8 @@ class _LocalDirectory:
 class ModelServer:
     """One scheduler in a thread, over a model of a checkpoint.
 
-    `max_total_tokens`: tokens of the pool. `layerwise`: prefill sends by groups of layers while it computes.
+    `max_total_tokens`: tokens of the pool; `num_slots`: state slots, None: by memory. `layerwise`: prefill sends by
+    groups of layers while it computes.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class ModelServer:
         offload: bool,
         layerwise: bool,
         model_impl: str,
+        num_slots: int | None,
     ) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -87,7 +89,7 @@ class ModelServer:
         self._stack = contextlib.ExitStack()
         config = ServerConfig(
             model=ModelConfig(model_path=str(path), dtype="float32", model_impl=model_impl),  # type: ignore[arg-type]
-            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens),
+            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
                 chunked_prefill_size=chunk,
@@ -249,6 +251,7 @@ def running_models(
     chunk: int = 96,
     offload: bool = False,
     layerwise: bool = True,
+    num_slots: int | None = None,
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -257,7 +260,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: str) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl,
+            model_impl=impl, num_slots=num_slots,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:
