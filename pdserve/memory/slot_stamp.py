@@ -41,6 +41,11 @@ class SlotStamp:
         return np.array(self.words, dtype=_WORDS).tobytes()
 
     def fills(self, slot: bytes | npt.NDArray[np.uint8]) -> bool:
-        """Return whether `slot`, the bytes of all layers of a slot of the STAMP group, has this stamp in each."""
+        """Return whether `slot`, the bytes of all layers of a slot of the STAMP group, has this stamp in each.
+
+        True on a rank without such layers.
+        """
+        if not len(slot):
+            return True
         layers = np.frombuffer(slot, dtype=_WORDS).reshape(-1, 2)
         return bool((layers == np.array(self.words, dtype=_WORDS)).all())

@@ -65,7 +65,7 @@ def test_hybrid_models_under_memory_pressure(case: int) -> None:
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 300), marks=pytest.mark.slow)], ids=len)
 def test_hybrid_models_on_unequal_splits_with_all_kinds_of_faults(seeds: range) -> None:
-    tally = campaign.tally_of(seeds, 1, groups=True)
+    tally = campaign.tally_of(seeds, 1, model="groups")
     assert not tally.failures, tally.failures[0]
     assert tally.counts["replicas of several ranks"] and tally.counts["requests with the monolith's tokens"]
 
@@ -241,7 +241,7 @@ def test_planes_cut_at_the_wrong_heads_are_caught(monkeypatch: Patch) -> None:
     all_planes_are_cut_like_the_first(monkeypatch)
     for seed in range(MAX_SEEDS):
         try:
-            campaign.play(seed, "ranks", groups=True)
+            campaign.play(seed, "ranks", model="groups")
         except (AssertionError, ValueError):
             return
     pytest.fail(f"not caught in {MAX_SEEDS} seeds")
