@@ -75,6 +75,7 @@ def _frame(**changes: object) -> bytes:
         "pages": [[0]],
         "aux_slot": 0,
         "prompt_digest": "d",
+        "cached_tokens": 0,
     }
     packet = {"sender": "a", "receiver": "b", "seq": 1, "body": body | changes}
     return _seal(bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode(packet))
