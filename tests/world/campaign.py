@@ -145,6 +145,7 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, mode
     if model != "full":
         counts += _events(cluster)
         assert "damage" in it.kinds or not counts["state mismatches"], "a state of another request or position"
+        assert not counts["aux records of other KV or state"]
     counts["simulated seconds"] = round(cluster.clock.now())
     counts["requests"] = len(answers)
     counts["requests after all had healed"] = len(it.late)
@@ -164,6 +165,7 @@ EVENTS = {
     "states_copied": "requests that continued from a cached state",
     "states_kept": "states kept for the cache",
     "state_mismatches": "state mismatches",
+    "metadata_mismatches": "aux records of other KV or state",
 }
 
 

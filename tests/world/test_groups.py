@@ -18,6 +18,7 @@ from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease
+from pdserve.memory.prefix_cache import RadixNode
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.sim.network import Faults
@@ -49,7 +50,8 @@ def play_pressed(seed: int) -> Counter[str]:
     for node in (world.prefill, world.decode):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     counts = world.decode.scheduler.context.counters + world.prefill.scheduler.context.counters
-    assert not counts["state_mismatches"], f"seed {seed}: a state of another request or position arrived"
+    for name in ("state_mismatches", "metadata_mismatches"):
+        assert not counts[name], f"seed {seed}: {name}"
     counts["aborts"] = world.num_aborts
     return counts
 
@@ -190,8 +192,10 @@ def a_window_page_returns_while_a_step_reads_it(patch: Patch) -> None:
 def a_slot_belongs_to_two_requests(patch: Patch) -> None:
     reserve = GroupPools.reserve
 
-    def shared(self: GroupPools, owner: str, max_len: int, *, decode_only: bool = False) -> GroupLease | None:
-        lease = reserve(self, owner, max_len, decode_only=decode_only)
+    def shared(
+        self: GroupPools, owner: str, max_len: int, *, decode_only: bool = False, source: RadixNode | None = None
+    ) -> GroupLease | None:
+        lease = reserve(self, owner, max_len, decode_only=decode_only, source=source)
         if lease is not None and lease.slot is not None:
             self.allocator_of(PageSpace.SLOTS).give_back([lease.slot])
         return lease

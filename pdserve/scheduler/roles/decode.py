@@ -41,8 +41,9 @@ from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
-WRONG_ROOM = Failure(
-    code="metadata_mismatch", message="the aux record that arrived belongs to another room, or to another prompt length"
+WRONG_RECORD = Failure(
+    code="metadata_mismatch",
+    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
 )
 
 WRONG_STATE = Failure(
@@ -314,7 +315,8 @@ class DecodeRole(MixedBatchRole):
         assert req.receiver is not None and req.aux is not None
         record = req.receiver.take(req.aux)
         if record is None:
-            self._lose(req, WRONG_ROOM)
+            self._context.counters["metadata_mismatches"] += 1
+            self._lose(req, WRONG_RECORD)
             return
         if not self._has_own_state(req):
             self._context.counters["state_mismatches"] += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from pdserve.base.clock import ManualClock
@@ -45,7 +46,7 @@ def occupy(node: SimNode) -> Lease:
 
 def begin(world: World, index: int = 0) -> None:
     for node in (world.prefill, world.decode):
-        node.mailbox.post(request(f"r{index}", PROMPTS[index], dataclasses.replace(ADDRESS, room=index + 1)))
+        node.mailbox.post(request(f"r{index}", PROMPTS[index], msgspec.structs.replace(ADDRESS, room=index + 1)))
 
 
 @pytest.mark.parametrize("shape", [SHAPE, CACHED], ids=["window", "cache"])
