@@ -12,10 +12,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pdserve.memory.prefix_cache import RadixNode
+from pdserve.memory.radix_node import RadixNode
 
 
 class CachedStates:

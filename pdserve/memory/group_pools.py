@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, PageAllocator
-from pdserve.memory.prefix_cache import RadixNode
+from pdserve.memory.radix_node import RadixNode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview
-from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
+from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
+from pdserve.memory.radix_node import RadixNode
 
 
 class KVMemory:

@@ -18,7 +18,8 @@ from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease
-from pdserve.memory.prefix_cache import RadixNode, RadixTree
+from pdserve.memory.prefix_cache import RadixTree
+from pdserve.memory.radix_node import RadixNode
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import Prompt, Shape, SimNode
