@@ -204,6 +204,11 @@ FAMILIES = {
             {**_GDN, "layer_types": _HYBRID, "head_dim": 16},
             {**_VISION, "num_position_embeddings": 16},
         ),
+        TinyFamily(
+            "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration",
+            {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16, "head_dim": 16},
+            {**_VISION, "num_position_embeddings": 16},
+        ),
     )
 }  # fmt: skip
 

@@ -43,7 +43,7 @@ import torch
 
 from benchmarks import first_token, report
 from benchmarks.answers import INCREMENTAL, Answer, equal_tokens, read_answer
-from benchmarks.gpu.shapes import MODELS, TINY_MODELS
+from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
 from pdserve.base.process import Child
 from pdserve.errors import PdserveError
 from pdserve.launch_local import SERVER_COMMAND, LocalConfig, LocalService
@@ -52,7 +52,7 @@ from tests.tiny import VOCAB_SIZE, make_tiny, tiny_tokenizer
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
 TINY = "tiny-fp32"
-SHAPES = MODELS | TINY_MODELS
+SHAPES = MODELS | HYBRID_MODELS | TINY_MODELS | TINY_HYBRID_MODELS
 MONOLITH = "monolith"
 LOADERS = {
     "mooncake": "import torch, mooncake.engine",

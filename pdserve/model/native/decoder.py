@@ -18,7 +18,7 @@ A new kind of operation needs a packed form in `packer` and a method here that r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import StepAttention
-from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.config import ModelSpec
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.config import ModelSpec, beyond_kernels
 from pdserve.model.decoder import Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import MoELayer
@@ -68,7 +68,10 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
         return f"the kernels are for the CPU, and the device is {device.type}"
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
-    heads = spec.attention
+    beyond = beyond_kernels(spec)
+    if beyond is not None:
+        return f"{beyond}, which the kernels do not have"
+    (heads,) = spec.attentions
     if heads.head_dim % 2 or heads.head_dim > MAX_HEAD_DIM:
         return f"heads of {heads.head_dim} are odd or larger than {MAX_HEAD_DIM}"
     if heads.num_heads > MAX_GROUP * heads.num_kv_heads:
@@ -138,11 +141,12 @@ class NativeDecoder:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
-    def bind(self, pool: KVPool) -> None:
-        """Build the program over this rank's KV pool. Called once."""
+    def bind(self, pools: Sequence[GroupPool]) -> None:
+        """Build the program over this rank's KV pools, one for each group of the layout. Called once."""
         model, spec = self._model, self._model.spec
+        (pool,), (heads,), (rotary,) = pools, spec.attentions, model.rotaries
         group = pool.group
-        num_heads = spec.attention.num_heads // self.parallel.coord.shape.tp_size
+        num_heads = heads.num_heads // self.parallel.coord.shape.tp_size
         shape = HeadShape(group.num_layers, num_heads, group.num_kv_heads, group.page_tokens, group.head_dim)
         self._program = program = Program(self._threads, self._level, shape, pool.pages)
         self._x = program.buffer(spec.hidden_size)
@@ -154,7 +158,7 @@ class NativeDecoder:
         if spec.moe is not None:
             self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
             self._routes = program.buffer(spec.moe.top_k, torch.int64)
-        program.angles(model.rotary.inverse, model.rotary.factor)
+        program.angles(rotary.inverse, rotary.factor)
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):

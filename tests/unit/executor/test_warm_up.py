@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from pdserve.executor.graphs import Padding
 from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
 from pdserve.model.attention.page_gather import KVPool
@@ -86,17 +87,17 @@ class Serving:
         self._model = Decoder(spec, torch.float16, device, TritonKernels())
         self._layout = kv_layout(spec, PAGE_TOKENS, "float16")
         self._pool = KVPool(self._layout.groups[0], 1, device)
-        self._attention = TritonAttention(self._pool, spec.attention.num_heads, device)
+        self._attention = TritonAttention(self._pool, spec.attentions[0].num_heads, device)
         self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
 
     def warm_up(self, max_rows: int) -> None:
         warm_up(
-            self._model, self._attention, self._tokens, layout=self._layout, null_page=self._pool.null_page,
+            self._model, self._attention, self._tokens, layout=self._layout, padding=Padding.of([self._pool], 0),
             max_rows=max_rows, chunk=CHUNK,
         )  # fmt: skip
 
     def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, layout=self._layout, null_page=self._pool.null_page, spare_row=0)
+        host = idle_batch(spans, layout=self._layout, padding=Padding.of([self._pool], 0))
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))
