@@ -19,6 +19,8 @@ from pdserve.errors import ModelError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
+EXPERT_SAMPLES = 2
+"""Values of each weight of an expert that are compared with other ranks and peers: a model has thousands of them."""
 _STRIDE = 2654435761
 """A prime near 2^32 / golden ratio: its multiples, modulo a tensor's size, spread over all rows and columns."""
 
@@ -75,7 +77,7 @@ class Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class ParamPiece:
+class Piece:
     """A parameter `name` of `shape` that is a part of a larger checkpoint tensor; see `ParamSlots.divide`.
 
     Its rows are blocks of `block` rows of the tensor, which begin at rows `first`, `first + stride`, and so on; None:
@@ -95,7 +97,7 @@ class _PieceSource:
     """Implements `TensorSource` for a piece of `whole`; reads only the requested rows."""
 
     whole: TensorSource
-    piece: ParamPiece
+    piece: Piece
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,7 +138,7 @@ class ParamSlots:
         self._device = device
         self._params: dict[str, Param] = {}
         self._slots: dict[str, Tensor] = {}
-        self._divided: dict[str, tuple[tuple[int, ...], Sequence[ParamPiece]]] = {}
+        self._divided: dict[str, tuple[tuple[int, ...], Sequence[Piece]]] = {}
         self._renamed: tuple[tuple[str, str], ...] = ()
         self._ignored: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
@@ -177,9 +179,9 @@ class ParamSlots:
             first += shape[0]
         return whole
 
-    def adopt(self, name: str, tensor: Tensor) -> None:
-        """Take over a parameter that is filled already, and that this rank holds whole."""
-        self._params[name] = Param(name, tuple(tensor.shape))
+    def adopt(self, name: str, tensor: Tensor, num_samples: int = _NUM_SAMPLES) -> None:
+        """Take over a parameter that is filled already, and that this rank holds whole. `num_samples`: see `Param`."""
+        self._params[name] = Param(name, tuple(tensor.shape), num_samples=num_samples)
         self._slots[name] = tensor
         self._filled.add(name)
 
@@ -191,7 +193,7 @@ class ParamSlots:
         """Accept and skip names that begin with one of `prefixes`; other ranks check them."""
         self._ignored_prefixes += tuple(prefixes)
 
-    def divide(self, name: str, shape: tuple[int, ...], pieces: Sequence[ParamPiece]) -> None:
+    def divide(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
         """Accept a checkpoint tensor `name` of `shape` that has the parameters `pieces`.
 
         A checkpoint has a parameter as a tensor of its own, or in one tensor that is divided.

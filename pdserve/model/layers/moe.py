@@ -18,10 +18,7 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import Param, ParamPiece, ParamSlots
-
-_NUM_SAMPLES = 2
-"""Weight samples per expert tensor. Small, because a model has thousands of these tensors."""
+from pdserve.model.params import EXPERT_SAMPLES, Param, ParamSlots, Piece
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +78,11 @@ class Experts:
         self._kernels = kernels
         wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
         pairs = [
-            Param(_weight(name, expert), wide, 0, inner, _NUM_SAMPLES)
+            Param(_weight(name, expert), wide, 0, inner, EXPERT_SAMPLES)
             for expert in held
             for name in (names.expert_gate, names.expert_up)
         ]
-        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, _NUM_SAMPLES) for expert in held]
+        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, EXPERT_SAMPLES) for expert in held]
         _accept_fused(params, names, hidden_size, moe)
         self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
         self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
@@ -156,15 +153,12 @@ def _accept_fused(params: ParamSlots, names: LayerNames, hidden_size: int, moe: 
     """Accept checkpoints that store each projection of all experts as one tensor, as Qwen3.5's do."""
     inner = moe.intermediate_size
     gates, ups = (
-        [
-            ParamPiece(_weight(name, expert), (inner, hidden_size), first, index=expert)
-            for expert in range(moe.num_experts)
-        ]
+        [Piece(_weight(name, expert), (inner, hidden_size), first, index=expert) for expert in range(moe.num_experts)]
         for name, first in ((names.expert_gate, 0), (names.expert_up, inner))
     )
     params.divide(names.experts_gate_up, (moe.num_experts, 2 * inner, hidden_size), [*gates, *ups])
     downs = [
-        ParamPiece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
+        Piece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
         for expert in range(moe.num_experts)
     ]
     params.divide(names.experts_down, (moe.num_experts, hidden_size, inner), downs)
