@@ -35,7 +35,7 @@ _PROBE_COUNTS = (1, 2, 5, 56)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class QueryPiece:
     """`T` new tokens of each of `B` requests, attended together in products of `size` query rows.
 
     A query row is one query head of one token. Rows that share a KV head are adjacent, token by token. `tokens`
@@ -65,7 +65,7 @@ class Gathered:
     num_blocks: int
     blocks: Tensor
     junk: Tensor | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[QueryPiece, ...]
 
 
 class BatchInvariantAttention:
@@ -117,7 +117,7 @@ class BatchInvariantAttention:
             pieces=self._pieces(rows.host.offsets[some], rows.starts[some], lengths),
         )
 
-    def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[Piece, ...]:
+    def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[QueryPiece, ...]:
         """Cut the new tokens of one gather into pieces. `starts` and `ends` count from each row's first page."""
         num_blocks = -(-int(ends.max()) // BLOCK)
         row_bytes = len(offsets) * self._pool.group.num_kv_heads * num_blocks * BLOCK * 4
@@ -129,7 +129,7 @@ class BatchInvariantAttention:
             pieces.append(self._piece(offsets[:, None] + new, starts[:, None] + new, widths[tile.size]))
         return tuple(pieces)
 
-    def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> Piece:
+    def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> QueryPiece:
         """Build the piece of the tokens at flat indices `tokens` and `positions`, `[B, T]` each."""
         num_blocks, begin, window = int(positions.max()) // BLOCK + 1, 0, self._window
         first = (int(positions.min()) + 1) // BLOCK
@@ -139,7 +139,7 @@ class BatchInvariantAttention:
         hidden = np.zeros((len(tokens), num_blocks - first, size, BLOCK), dtype=np.bool_)
         last = np.repeat(positions, self._group, axis=1)[:, None, :, None]
         hidden[:, :, : last.shape[2]] = keys > last if window is None else (keys > last) | (keys <= last - window)
-        return Piece(
+        return QueryPiece(
             tokens=self._gather.tensor(tokens.reshape(-1)),
             num_tokens=tokens.shape[1],
             size=size,
@@ -181,7 +181,7 @@ class BatchInvariantStep:
         keys, values = slots.reshape(*slots.shape[:3], gathered.num_blocks, BLOCK, slots.shape[-1])
         return keys, values
 
-    def _query_rows(self, q: Tensor, num_rows: int, piece: Piece) -> Tensor:
+    def _query_rows(self, q: Tensor, num_rows: int, piece: QueryPiece) -> Tensor:
         """Return the piece's scaled queries, float32 `[B, kv_heads, size, D]`; rows beyond its tokens are zero."""
         spec, used = self._pool.group, piece.num_tokens * self._group
         picked = q.index_select(0, piece.tokens).float() * self._scale
@@ -190,14 +190,14 @@ class BatchInvariantStep:
         rows[:, :, :used] = heads.reshape(num_rows, spec.num_kv_heads, used, spec.head_dim)
         return rows
 
-    def _tokens(self, mixed: Tensor, piece: Piece) -> Tensor:
+    def _tokens(self, mixed: Tensor, piece: QueryPiece) -> Tensor:
         """Invert `_query_rows`: `[B * T, num_heads, D]`."""
         used = mixed[:, :, : piece.num_tokens * self._group]
         heads = used.reshape(*mixed.shape[:2], piece.num_tokens, self._group, mixed.shape[-1]).transpose(1, 2)
         return heads.reshape(len(piece.tokens), -1, mixed.shape[-1])
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: Piece) -> Tensor:
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: QueryPiece) -> Tensor:
     """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, blocks, BLOCK, D]`)."""
     batch = keys.shape[:3]
     shared = rows[:, :, None].expand(*batch, -1, -1).reshape(-1, *rows.shape[2:])

@@ -19,7 +19,7 @@ def state_rows(host: HostRows, device: torch.device) -> StateRows:
     num_rows = len(host.starts)
     lengths = host.ends - host.starts
     packed = to_device(np.concatenate((host.slots, host.starts, [0], lengths.cumsum())).astype(np.int64), device)
-    slots, starts, offsets = packed.split((num_rows, num_rows, num_rows + 1))
+    slots, starts, offsets = packed[:num_rows], packed[num_rows : 2 * num_rows], packed[2 * num_rows :]
     return StateRows(slots, starts, offsets, host, is_decode=bool((lengths == 1).all()))
 
 

@@ -8,7 +8,15 @@ from typing import Any
 
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count, read_texts
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLPSpec, MoeSpec, SublayerSpec, WeightNames
+from pdserve.model.layer_spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    GatedDeltaSpec,
+    MLPSpec,
+    MoeSpec,
+    SublayerSpec,
+    WeightNames,
+)
 from pdserve.model.rope import RopeSpec
 
 HFConfig = Mapping[str, Any]
@@ -111,8 +119,8 @@ def read_moe(config: HFConfig, where: str) -> MoeSpec:
     )
 
 
-def pre_norm_layer(attention: AttentionSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
-    """Return Llama's layer: attention, then the feed-forward, each behind a norm of its own."""
+def pre_norm_layer(attention: AttentionSpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
+    """Return Llama's layer: attention of either kind, then the feed-forward, each behind a norm of its own."""
     return DecoderLayerSpec(
         (SublayerSpec("input_layernorm", attention), SublayerSpec("post_attention_layernorm", feed_forward))
     )

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import build_executor
 from pdserve.memory.layout import GroupKind
@@ -132,14 +132,14 @@ def test_the_cpu_kernels_leave_windows_to_torch_and_say_why(
     assert caught.value.field == "cpu_kernels"
 
 
-def test_window_pages_are_far_fewer_than_token_pages(checkpoint: Callable[[Family], Path]) -> None:
-    built = build(checkpoint("qwen3"), model_impl="native", max_total_tokens=8192, max_rows=2, context_length=4096)
-    _, window = built.executor.pools
-    assert window.num_pages == built.group_sizes.num_window_pages
-    driver = Driver(built)
-    row = driver.open(random_prompt(1000, VOCAB_SIZE), 1100)
-    for start in range(0, 1000, 50):
-        driver.step((row, start, start + 50, start == 950))
-    held = built.table.window[row, : 1000 // 16 + 1]
-    assert len(set(held.tolist())) < 16, "pages behind the window were given again"
-    assert torch.isfinite(built.executor.pools[0].pages[built.table.pages[row, :62].tolist()]).all()
+def test_the_pages_of_a_window_are_far_fewer_than_those_of_all_tokens(checkpoint: Callable[[Family], Path]) -> None:
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(checkpoint("qwen3")), model_impl="native"),
+        memory=MemoryConfig(page_size=16, max_total_tokens=4096),
+        schedule=ScheduleConfig(chunked_prefill_size=64),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+    )
+    built = build_executor(config, max_rows=2)
+    assert [pool.num_pages for pool in built.executor.pools] == [256, 24]
+    prompt = random_prompt(1000, VOCAB_SIZE)
+    assert Driver(built).generate([prompt], 2, chunk=64) == expected_of(checkpoint("qwen3"), [prompt], 2)
