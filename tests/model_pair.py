@@ -78,6 +78,7 @@ class ModelServer:
         offload: bool,
         layerwise: bool,
         model_impl: str,
+        dtype: str = "float32",
     ) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -85,7 +86,7 @@ class ModelServer:
         self._heard = threading.Condition()
         self._stack = contextlib.ExitStack()
         config = ServerConfig(
-            model=ModelConfig(model_path=str(path), dtype="float32", model_impl=model_impl),  # type: ignore[arg-type]
+            model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),  # type: ignore[arg-type]
             memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
@@ -247,6 +248,7 @@ def running_models(
     chunk: int = 96,
     offload: bool = False,
     layerwise: bool = True,
+    dtype: str = "float32",
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -255,7 +257,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: str) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl,
+            model_impl=impl, dtype=dtype,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:
