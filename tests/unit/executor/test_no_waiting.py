@@ -19,6 +19,8 @@ from pdserve.executor.graphs import EagerCapture
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE
 
@@ -95,10 +97,15 @@ def test_what_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             wait()
 
 
-def test_a_launch_never_waits(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_state", rest_slow([False, True]))
+def test_a_launch_never_waits(
+    tiny_checkpoint: Callable[[Family], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
     """A step with prompts, then steps by replays; one row asks for log probabilities, one follows a grammar."""
+    if has_state:
+        FAMILIES["qwen3_next"].write(tmp_path)
     built = build(
-        tiny_checkpoint("qwen3_moe"), dtype="float32", attention_backend="triton", context_length=64, max_rows=5,
+        tmp_path if has_state else tiny_checkpoint("qwen3_moe"), dtype="float32", attention_backend="triton", context_length=64, max_rows=5,
         device="cuda" if DEVICE == "cuda" else "cpu", disable_cuda_graph=DEVICE == "cpu",
     )  # fmt: skip
     if DEVICE == "cpu":
