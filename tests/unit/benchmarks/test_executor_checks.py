@@ -87,6 +87,8 @@ def test_the_floors_count_bytes_and_operations() -> None:
     shape = timings.Shape(num_layers=2, num_heads=4, head_dim=8, layer_params=1000, head_params=50)
     # 2 per weight and token, the head for one token, and QK and PV over the causal half
     assert timings.prefill_flop(shape, 10) == 2 * 1000 * 10 + 2 * 50 + 2 * 2 * 2 * 4 * 8 * 10 * 11 // 2
+    # states are read and written
+    assert timings.decode_floor_s(limits, weight_bytes=10**9, kv_bytes=0, state_bytes=10**9) == pytest.approx(3e-3)
 
 
 def test_floors_of_experts_count_those_that_are_chosen() -> None:
@@ -154,6 +156,18 @@ def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
     (written,) = tmp_path.glob("*.md")
     rows = [line for line in written.read_text().splitlines() if line.startswith("| tiny")]
     assert len(rows) == 2 * (1 + 2 * 2), "a prefill; a batch with and without graphs and overlap"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
+def test_the_program_for_hybrid_models_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert check_cuda.main(["--tiny", "--hybrid"]) == 0
+    printed = capsys.readouterr().out
+    assert "Checks: 6 of 6 passed" in printed and "| GatedDeltaNet, prefill 70 |" in printed
+    assert sum(line.startswith("| tiny-hybrid") for line in printed.splitlines()) == 1 + 2 * 2
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
