@@ -20,7 +20,9 @@ from pdserve.config.groups import (
 )
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
-from pdserve.memory.layout import pages_for
+from pdserve.memory.group_pools import GroupPools
+from pdserve.memory.layout import PageSpace, pages_for
+from pdserve.memory.lease import GroupLease
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -44,6 +46,7 @@ def build(
     disable_cuda_graph: bool = False,
     deterministic: bool = False,
     logprobs_mode: LogprobsMode = "raw",
+    model_impl: Literal["auto", "native", "transformers"] = "auto",
 ) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -55,6 +58,7 @@ def build(
                 context_length=context_length,
                 quantization=quantization,
                 logprobs_mode=logprobs_mode,
+                model_impl=model_impl,
             ),
             memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
             kernels=KernelConfig(
@@ -71,14 +75,19 @@ def build(
 
 
 class Driver:
-    """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere."""
+    """Requests on one executor. Pages are given out in a scattered order, and start as NaN everywhere.
+
+    Window pages become NaN again when they fall behind the window.
+    """
 
     def __init__(self, built: LoadedEngine, *, seed: int = 0) -> None:
         self.built = built
         for pool in built.executor.pools:
-            pool.pages.fill_(float("nan"))
+            pool.pages_as_bytes.fill_(255)
         self._free = list(range(built.num_pages))
         random.Random(seed).shuffle(self._free)
+        self._groups = GroupPools(built.layout, built.group_sizes, self._spoil)
+        self._leases: dict[int, GroupLease] = {}
         self._steps = itertools.count()
 
     def open(
@@ -97,12 +106,19 @@ class Driver:
         row = self.built.table.open(pages)
         assert row is not None
         prompt_length = len(tokens) if num_prompt is None else num_prompt
+        if self._groups.is_used:
+            lease = self._groups.reserve(str(row), max_tokens)
+            assert lease is not None, "group pools are sized for all rows"
+            self._leases[row] = lease
+            self.built.table.slots[row] = lease.slot or 0
         logprob_params = logprobs if top_logprobs is None else Logprobs(top=top_logprobs)
         self.built.executor.open_row(row, tokens, prompt_length, sampling, logprob_params)
         return row
 
     def close(self, row: int) -> None:
         """Give the row back (its pages are not used again)."""
+        if row in self._leases:
+            self._groups.end(self._leases.pop(row))
         self.built.executor.close_row(row)
         self.built.table.close(row)
 
@@ -114,9 +130,27 @@ class Driver:
         """The same, and all that it gives."""
         entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
         plan = BatchPlan(next(self._steps), entries)
+        windowed = self._leases if self.built.layout.window else {}
+        released = {row: self._cover(row, start, end) for row, start, end, _ in rows if row in windowed}
         result = run(self.built.executor, plan)
         assert result.step == plan.step
+        for row, pages in released.items():
+            self._groups.give_back(self._leases[row], pages)
         return result
+
+    def _cover(self, row: int, start: int, end: int) -> list[int]:
+        """Give the row the window pages of a step; returns those that fell behind the window."""
+        lease = self._leases[row]
+        new, released = self._groups.cover(lease, start, end)
+        for index in new:
+            self.built.table.window[row, index] = lease.window[index]
+        return released
+
+    def _spoil(self, space: PageSpace, pages: list[int]) -> None:
+        """Fill free pages with NaN."""
+        for pool in self.built.executor.pools:
+            if pool.group.space is space:
+                pool.pages_as_bytes[pages] = 255
 
     def generate(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, *, chunk: int | None = None

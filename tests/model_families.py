@@ -7,8 +7,10 @@ prints the table of docs/models.md; `--write` updates the page.
 from __future__ import annotations
 
 import dataclasses
+import random
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,18 @@ class TinyFamily:
         model.generation_config.eos_token_id = None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
+
+    def reference_tokens(self, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
+        """Return what transformers generates greedily in float32 from a checkpoint, for each prompt alone."""
+        import transformers
+
+        model_class = getattr(transformers, self.architecture)
+        model = model_class.from_pretrained(path, dtype=torch.float32).eval()
+        found = []
+        for prompt in prompts:
+            ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
+            found.append(ids[0, len(prompt) :].tolist())
+        return found
 
 
 FAMILIES = {
@@ -190,8 +204,23 @@ FAMILIES = {
             {**_GDN, "layer_types": _HYBRID, "head_dim": 16},
             {**_VISION, "num_position_embeddings": 16},
         ),
+        TinyFamily(
+            "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration",
+            {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16, "head_dim": 16},
+            {**_VISION, "num_position_embeddings": 16},
+        ),
     )
 }  # fmt: skip
+
+
+LENGTHS = (1, 63, 64, 65, 300)
+"""Tokens of prompts: about a page, and of several chunks."""
+
+
+def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
+    """Return random prompts of these lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
 
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -81,6 +81,7 @@ class ModelServer:
         layerwise: bool,
         model_impl: str,
         num_slots: int | None,
+        dtype: str = "float32",
     ) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
@@ -88,7 +89,7 @@ class ModelServer:
         self._heard = threading.Condition()
         self._stack = contextlib.ExitStack()
         config = ServerConfig(
-            model=ModelConfig(model_path=str(path), dtype="float32", model_impl=model_impl),  # type: ignore[arg-type]
+            model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),  # type: ignore[arg-type]
             memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
@@ -252,6 +253,7 @@ def running_models(
     offload: bool = False,
     layerwise: bool = True,
     num_slots: int | None = None,
+    dtype: str = "float32",
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -260,7 +262,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: str) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl, num_slots=num_slots,
+            model_impl=impl, num_slots=num_slots, dtype=dtype,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:

@@ -10,6 +10,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -19,9 +21,20 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"]
 DENSE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 FAMILIES: tuple[Family, ...] = (*DENSE_FAMILIES, "qwen3_moe")
+"""Families of which every layer attends to all tokens."""
+WINDOW = 24
+WINDOW_FAMILIES: dict[Family, dict[str, Any]] = {
+    "mistral": {"sliding_window": WINDOW},
+    "qwen2": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1},
+    "qwen3": {
+        "use_sliding_window": True, "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+}  # fmt: skip
+"""Changes of the config for layers that attend to a window: all of Mistral's, some of the others'."""
 VOCAB_SIZE = 320
 EOS_ID = 1
 
@@ -30,6 +43,7 @@ _CLASSES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
 }
 _CORPUS = [
     "The quick brown fox jumps over the lazy dog, and then there was another question about the weather.",

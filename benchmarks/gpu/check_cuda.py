@@ -1,12 +1,15 @@
 """One call on a machine with one GPU: is the CUDA path right, and how far is it from what the device can do?
 
-    python -m benchmarks.gpu.check_cuda [--write] [--skip-checks] [--skip-timings] [--models Qwen3-8B ...]
+    python -m benchmarks.gpu.check_cuda [--hybrid] [--write] [--skip-checks] [--skip-timings] [--models Qwen3-8B ...]
     python -m benchmarks.gpu.check_cuda --tiny          on a CPU, with tiny shapes: does the program work?
 
 First kernels beside torch's at the shapes of real models, then the checks of `executor_checks` and `ahead_checks` for
 tiny models against the CPU: with graphs and without, by each attention backend that is there. Then decode and prefill
 of models of the shapes of Qwen3-0.6B, 8B and 30B-A3B with random weights, with and without graphs and overlap, beside
 the copy bandwidth and the matmul rate of the same device in the same run, and where the time of a decode step goes.
+
+With `--hybrid` the same of models with recurrent layers or windows: kernels of GatedDeltaNet and of windows, tiny
+models, decode and prefill of Qwen3.5-0.8B and of 8 layers of Qwen3-Next.
 
 With `--tiny` kernels are run by Triton's interpreter, graphs are work that is done again, and of the checks there are
 those of kernels: for whole models there is nothing to compare with.
@@ -44,8 +47,9 @@ import torch
 from benchmarks import report
 from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_timings, timings
 from benchmarks.gpu import executor_checks as checks
-from benchmarks.gpu.shapes import MODELS, TINY_MODELS
+from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
 from pdserve.config.groups import AttentionBackend
+from tests import model_families
 from tests.tiny import FAMILIES, Family, make_tiny
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
@@ -55,6 +59,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "triton without graphs": {"attention_backend": "triton", "disable_cuda_graph": True},
 }
 """Besides `auto`; flashinfer has no float32."""
+HYBRID_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Of `tests.model_families`."""
 TINY_PLAN = timings.Plan(
     device="cpu", attention_backend="triton", page_size=4, batches=(2,), context=5, prefills=(6,), num_warm=0,
     num_timed=2,
@@ -151,6 +157,32 @@ def check_family(family: Family, deadline: float) -> tuple[list[Outcome], list[s
         return _run_until(checks_of(family, make_tiny(family, Path(directory)), "cuda"), deadline)
 
 
+def check_hybrid_kernels(deadline: float) -> tuple[list[Outcome], list[str]]:
+    """The checks of kernels that hybrid models need beside those of others."""
+    return _run_until(kernel_checks.hybrid_checks(torch.device("cuda")), deadline)
+
+
+def check_hybrid_family(name: str, deadline: float) -> tuple[list[Outcome], list[str]]:
+    """Tokens of a tiny hybrid model: those of the CPU, with graphs and without, in whole and mixed batches."""
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Path(directory)
+        model_families.FAMILIES[name].write(checkpoint)
+        expected = checks.greedy_tokens(checkpoint, "cpu", page_size=16, chunk=None, dtype="float32")
+        named: list[tuple[str, Callable[[], object]]] = [
+            (
+                f"{name}: greedy fp32 tokens, {how}",
+                partial(checks.check_greedy, checkpoint, "cuda", 16, expected, **flags),
+            )
+            for how, flags in VARIANTS.items()
+        ]
+        named += [
+            (f"{name}: seeded sampling", partial(checks.check_sampling, checkpoint, "cuda")),
+            (f"{name}: bf16 results are finite", partial(checks.check_finite_bf16, checkpoint, "cuda")),
+            (f"{name}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, "cuda")),
+        ]
+        return _run_until(named, deadline)
+
+
 def _run_until(
     named: Sequence[tuple[str, Callable[[], object]]], deadline: float
 ) -> tuple[list[Outcome], list[str]]:  # fmt: skip
@@ -168,6 +200,16 @@ def check_all(families: Sequence[Family], deadline: float) -> tuple[list[Outcome
     missing = [name for _, names in found for name in names]
     missing += [f"the family {family}" for family in FAMILIES if family not in families]
     return [outcome for outcomes, _ in found for outcome in outcomes], missing
+
+
+def check_all_hybrid(deadline: float) -> tuple[list[Outcome], list[str]]:
+    """Kernels and models with recurrent layers, each in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1 + len(HYBRID_FAMILIES), mp_context=context) as pool:
+        jobs = [pool.submit(check_hybrid_kernels, deadline)]
+        jobs += [pool.submit(check_hybrid_family, name, deadline) for name in HYBRID_FAMILIES]
+        found = [job.result() for job in jobs]
+    return [one for outcomes, _ in found for one in outcomes], [name for _, names in found for name in names]
 
 
 def document(facts: dict[str, Any], outcomes: Sequence[Outcome], timed: str) -> str:
@@ -195,7 +237,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="write into benchmarks/results when $OUT is not set")
     parser.add_argument("--skip-checks", action="store_true", help="only the timings")
     parser.add_argument("--skip-timings", action="store_true", help="only the checks")
-    parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS), help="those to time")
+    parser.add_argument("--hybrid", action="store_true", help="what models with recurrent layers or windows need")
+    parser.add_argument("--models", nargs="*", choices=MODELS | HYBRID_MODELS, help="those to time")
     parser.add_argument("--attention-backend", choices=("auto", "torch", *backends()), help="to time")
     parser.add_argument("--max-minutes", type=float, default=9.0, help="no check or measurement begins after so long")
     parser.add_argument("--families", nargs="*", choices=FAMILIES, default=list(FAMILIES), help="tiny models to check")
@@ -217,16 +260,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes, timed = [], ""
     if not args.skip_checks:
         if args.tiny:
-            outcomes = tiny_checks()
+            outcomes = tiny_checks(hybrid=args.hybrid)
         else:
             minutes = args.max_minutes if args.skip_timings else args.max_minutes / 2
-            outcomes, missing = check_all(args.families, began + 60 * minutes)
+            deadline = began + 60 * minutes
+            outcomes, missing = check_all_hybrid(deadline) if args.hybrid else check_all(args.families, deadline)
             facts["left_out"] += missing
     if not args.skip_timings:
         results = model_timings.Results(limits_of(args.tiny))
-        kernels = time_kernels(args.tiny, results.limits)
+        kernels = time_kernels(args.tiny, results.limits, hybrid=args.hybrid)
         model_timings.time_models(
-            TINY_MODELS if args.tiny else {name: MODELS[name] for name in args.models},
+            models_of(args.models, tiny=args.tiny, hybrid=args.hybrid),
             plan_of(args.tiny, args.attention_backend), results, out=directory,
             has_time=has_time,
         )  # fmt: skip
@@ -266,17 +310,32 @@ def plan_of(tiny: bool, backend: AttentionBackend | None) -> timings.Plan:
     return plan if backend is None else dataclasses.replace(plan, attention_backend=backend)
 
 
-def tiny_checks() -> list[Outcome]:
+def models_of(names: Sequence[str] | None, *, tiny: bool, hybrid: bool) -> dict[str, dict[str, Any]]:
+    """Models to time: those of these names, or all of the kind."""
+    if tiny:
+        return TINY_HYBRID_MODELS if hybrid else TINY_MODELS
+    known = MODELS | HYBRID_MODELS
+    return {name: known[name] for name in (names or (HYBRID_MODELS if hybrid else MODELS))}
+
+
+def tiny_checks(*, hybrid: bool = False) -> list[Outcome]:
     """The checks of kernels, where Triton's interpreter runs them."""
-    return run_checks(kernel_checks.checks(torch.device("cpu"), ("triton",), tiny=True))
+    cpu = torch.device("cpu")
+    if hybrid:
+        return run_checks(kernel_checks.hybrid_checks(cpu, tiny=True))
+    return run_checks(kernel_checks.checks(cpu, ("triton",), tiny=True))
 
 
-def time_kernels(tiny: bool, limits: timings.Limits) -> list[kernel_timings.KernelTiming]:
+def time_kernels(tiny: bool, limits: timings.Limits, *, hybrid: bool) -> list[kernel_timings.KernelTiming]:
     """Every kernel alone."""
     device = torch.device("cpu" if tiny else "cuda")
     sizes = kernel_timings.TINY_SIZES if tiny else kernel_timings.SIZES
     found = []
-    for case in kernel_timings.cases(sizes, ("triton",) if tiny else backends(), device):
+    if hybrid:
+        cases = kernel_timings.hybrid_cases(sizes, device)
+    else:
+        cases = kernel_timings.cases(sizes, ("triton",) if tiny else backends(), device)
+    for case in cases:
         found.append(kernel_timings.measure(case, limits, device))
         print(f"{case.name}: {found[-1].seconds * 1e6:.1f} us", flush=True)
     return found

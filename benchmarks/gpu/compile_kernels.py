@@ -30,17 +30,22 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks import report
-from benchmarks.gpu.kernel_checks import AttentionShape
-from pdserve.executor.backend_choice import make_attention, make_kernels
+from benchmarks.gpu import delta_checks
+from benchmarks.gpu.delta_checks import DeltaShape
+from benchmarks.gpu.kernel_checks import QWEN3_NEXT, WINDOW, AttentionShape, attention_of
+from pdserve.executor.backend_choice import make_kernels
 from pdserve.memory.layout import attention_group
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.gpu import (
+    causal_conv,
     decode_attention,
     elementwise,
     experts,
     extend_attention,
+    gated_delta,
+    gated_delta_prefill,
     routes,
     sampling,
     small_batch_gemm,
@@ -48,6 +53,7 @@ from pdserve.model.gpu import (
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
+from pdserve.model.triton_delta import TritonDelta
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 """Shared memory that a program may have, by compute capability."""
@@ -148,12 +154,20 @@ def launches(compiler: Compiler) -> Iterator[str]:
         AttentionShape("Qwen3-8B, page 1", 32, 8, 128, 1),
         AttentionShape("SmolLM2-135M", 9, 3, 64, 16),
         AttentionShape("Qwen3-8B, fp32", 32, 8, 128, 16, "float32"),
+        QWEN3_NEXT,
+        WINDOW,
     ]
     for shape in shapes:
         for step, spans in {"decode": [(4095, 4096)], "decode 256": [(99, 100)] * 256, "prefill": [(0, 300)]}.items():
             compiler.case = f"{shape.name}, {step}"
             yield compiler.case
             _attend(shape, spans)
+    deltas = [*delta_checks.SHAPES, dataclasses.replace(delta_checks.QWEN3_NEXT, name="fp32", dtype="float32")]
+    for delta in deltas:
+        for step, spans in {"decode": [(9, 10)], "decode 8": [(9, 10)] * 8, "prefill": [(0, 300)]}.items():
+            compiler.case = f"GatedDeltaNet, {delta.name}, {step}"
+            yield compiler.case
+            _delta(delta, spans)
     kernels = make_kernels("triton")
     for rows, hidden, inner in ((1, 1024, 3072), (64, 4096, 12288), (64, 2048, 6144)):
         compiler.case = f"{rows} rows of {hidden}"
@@ -161,7 +175,11 @@ def launches(compiler: Compiler) -> Iterator[str]:
         x = torch.empty(rows, hidden, dtype=torch.bfloat16)
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
+        kernels.add_norm(x, x, x[0], 1e-6, 1.0)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+        queries = torch.empty(rows, hidden // 256, 2, 256, dtype=torch.bfloat16)
+        kernels.gate(queries[:, :, 0].contiguous(), queries[:, :, 1])
+        kernels.gate(x, x[:, :1])
     for rows, num_out, num_in in (
         (1, 6144, 4096), (16, 4096, 12288), (2, 960, 576), (1, 151936, 4096),
         (64, 6144, 4096), (32, 4096, 12288), (17, 960, 576), (64, 151936, 4096),
@@ -209,11 +227,19 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     )
     zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
     batch = ForwardBatch(zeros.expand(4, -1).contiguous(), zeros, host)
-    norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels())
-    qkv = torch.empty(len(zeros), shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim, dtype=dtype)
-    angles = torch.empty(len(zeros), 1, shape.head_dim, dtype=dtype)
-    heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles)
-    make_attention("triton", KVPool(group, 4, cpu), shape.num_heads, cpu).begin(batch).attend(1, heads)
+    norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels(), shape.norm_offset)
+    num_heads = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
+    qkv = torch.empty(len(zeros), num_heads, shape.head_dim, dtype=dtype)
+    angles = torch.empty(len(zeros), 1, int(shape.head_dim * shape.rotary), dtype=dtype)
+    heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles, shape.has_gates)
+    attention_of("triton", KVPool(group, 4, cpu), shape, cpu).begin(batch).attend(1, heads)
+
+
+def _delta(shape: DeltaShape, spans: list[tuple[int, int]]) -> None:
+    """One GatedDeltaNet layer."""
+    inputs, states = delta_checks.delta_step(shape, tuple(spans), torch.device("cpu"))
+    found = TritonDelta().mix(inputs, states())
+    TritonDelta().norm(found, found, found[0, 0], 1e-6)
 
 
 def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
@@ -229,10 +255,13 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
     chained = {"CHAINED": True, "launch_pdl": True} if capability >= 90 else {"CHAINED": False}
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
-        chained_modules = (decode_attention, elementwise, experts, extend_attention, heads, routes, sampling)
-        for module in (*chained_modules, small_batch_gemm):
+        chained_modules = (
+            causal_conv, decode_attention, elementwise, experts, extend_attention, gated_delta, gated_delta_prefill,
+            heads, routes, sampling, small_batch_gemm,
+        )  # fmt: skip
+        for module in chained_modules:
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))
-        for module in (decode_attention, small_batch_gemm):
+        for module in (decode_attention, gated_delta, small_batch_gemm):
             patches.enter_context(mock.patch.object(module, "num_cores", return_value=_CORES))
         patches.enter_context(
             mock.patch.object(small_batch_gemm, "shared_bytes", return_value=SHARED_BYTES[capability])

@@ -13,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.config.groups import AttentionBackend
+from benchmarks.gpu.delta_checks import delta_checks
+from pdserve.config.groups import AttentionBackend as BackendFlag
 from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, attention_group, pages_for
-from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.interface import AttentionBackend, Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.dense import RMSNorm
@@ -33,7 +34,7 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-4}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Heads and pages."""
+    """Heads and pages. `window`: tokens that a query sees; None: all. The first `rotary` dimensions are rotated."""
 
     name: str
     num_heads: int
@@ -41,6 +42,10 @@ class AttentionShape:
     head_dim: int
     page_tokens: int
     dtype: str = "bfloat16"
+    window: int | None = None
+    rotary: float = 1.0
+    norm_offset: float = 0.0
+    has_gates: bool = False
 
 
 SHAPES = (
@@ -50,7 +55,14 @@ SHAPES = (
     AttentionShape("Qwen3-30B-A3B", 32, 4, 128, 64),
     AttentionShape("SmolLM2-135M", 9, 3, 64, 16),
 )
+QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0, has_gates=True)
+WINDOW = AttentionShape("Qwen3-0.6B with a window", 16, 8, 128, 16, window=512)
+HYBRID_SHAPES = (QWEN3_NEXT, WINDOW)
 TINY_SHAPES = (AttentionShape("tiny", 4, 2, 16, 4, "float32"),)
+TINY_HYBRID_SHAPES = (
+    AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0, has_gates=True),
+    AttentionShape("tiny, a window", 4, 2, 16, 4, "float32", window=6),
+)
 STEPS: dict[str, tuple[Span, ...]] = {
     "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16), (8000, 8001)),
     "prefill": ((0, 1000), (0, 1), (0, 130)),
@@ -60,11 +72,11 @@ TINY_STEPS: dict[str, tuple[Span, ...]] = {"decode": ((0, 1), (9, 10)), "mixed":
 
 
 def checks(
-    device: torch.device, backends: tuple[AttentionBackend, ...], *, tiny: bool = False
+    device: torch.device, backends: tuple[BackendFlag, ...], *, tiny: bool = False
 ) -> list[tuple[str, Callable[[], object]]]:
     """All checks, by name."""
 
-    def attention(backend: AttentionBackend, shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+    def attention(backend: BackendFlag, shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
         return lambda: check_attention(backend, shape, spans, device)
 
     shapes, steps = (TINY_SHAPES, TINY_STEPS) if tiny else (SHAPES, STEPS)
@@ -80,18 +92,35 @@ def checks(
     ]
 
 
-def check_attention(
-    backend: AttentionBackend, shape: AttentionShape, spans: tuple[Span, ...], device: torch.device
-) -> None:
+def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
+    """The checks of what hybrid models have: GatedDeltaNet, heads of which a part is rotated, windows."""
+
+    def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+        return lambda: check_attention("triton", shape, spans, device)
+
+    shapes, steps = (TINY_HYBRID_SHAPES, TINY_STEPS) if tiny else (HYBRID_SHAPES, STEPS)
+    return delta_checks(device, tiny=tiny) + [
+        (f"triton attention, {shape.name}, {step}", attention(shape, spans))
+        for shape in shapes
+        for step, spans in steps.items()
+    ]
+
+
+def check_attention(backend: BackendFlag, shape: AttentionShape, spans: tuple[Span, ...], device: torch.device) -> None:
     """Attention of a step, and what it leaves in the pages, are those of the torch backend."""
     batch, pool = step_of(shape, spans, device)
     theirs = pool()
-    expected = make_attention("torch", theirs, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
+    expected = attention_of("torch", theirs, shape, device).begin(batch).attend(1, heads_of(shape, batch))
     mine = pool()
     choice: Choice = "flashinfer" if backend == "flashinfer" else "triton"
-    got = make_attention(choice, mine, shape.num_heads, device).begin(batch).attend(1, heads_of(shape, batch))
+    got = attention_of(choice, mine, shape, device).begin(batch).attend(1, heads_of(shape, batch))
     _close(got, expected, shape.dtype, "attention")
     _close(mine.pages.nan_to_num(7.0), theirs.pages.nan_to_num(7.0), shape.dtype, "pages")
+
+
+def attention_of(choice: Choice, pool: KVPool, shape: AttentionShape, device: torch.device) -> AttentionBackend:
+    """The backend over `pool`."""
+    return make_attention(choice, pool, shape.num_heads, device, window=shape.window)
 
 
 def check_experts(num_tokens: int, device: torch.device, *, tiny: bool) -> None:
@@ -159,15 +188,18 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
     """The same random projections every time, with norms."""
     device = batch.positions.device
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
-    cos, sin = Rotary(RopeSpec(theta=1e6), shape.head_dim, dtype, device).tables(batch.positions)
-    num = shape.num_heads + 2 * shape.num_kv_heads
+    rope = RopeSpec(theta=1e6, partial_rotary_factor=shape.rotary)
+    cos, sin = Rotary(rope, shape.head_dim, dtype, device).tables(batch.positions)
+    num = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
     generator = torch.Generator(device).manual_seed(5)
     qkv = torch.randn(len(batch.positions), num, shape.head_dim, generator=generator, device=device).to(dtype)
     norms = [
-        RMSNorm(torch.linspace(low, 1.5, shape.head_dim, device=device).to(dtype), 1e-6, FastKernels())
+        RMSNorm(
+            torch.linspace(low, 1.5, shape.head_dim, device=device).to(dtype), 1e-6, FastKernels(), shape.norm_offset
+        )
         for low in (0.5, 1.0)
     ]
-    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin)
+    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin, shape.has_gates)
 
 
 def _close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:

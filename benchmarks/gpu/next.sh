@@ -1,10 +1,14 @@
 #!/usr/bin/env bash
-# What to run at once on a machine with one GPU, the most wanted first; eleven minutes at most, seven as a rule. A failure
-# of one step does not stop the next. Arguments choose steps: packages pair fence checks timings (all when absent).
+# What to run at once on a machine with one GPU, the most wanted first; sixteen minutes at most, ten as a rule. A failure
+# of one step does not stop the next. Arguments choose steps: packages pair hybrid hybrid-timings hybrid-pair fence checks
+# timings (all when absent). Where a call may take ten minutes: the first four, and the others in a second call.
 #
 #   packages   installs what build/gpu-wheels holds (`python -m benchmarks.gpu.wheels --make`, beforehand) into
 #              build/gpu-site, for the steps behind it
 #   pair       prefill, decode and router on the one GPU beside a monolith: equal tokens, TTFT, KV from GPU to GPU
+#   hybrid     kernels and tiny models with recurrent layers and windows, against torch and the CPU
+#   hybrid-timings   these kernels, and decode and prefill of Qwen3.5-0.8B and of 8 layers of Qwen3-Next
+#   hybrid-pair      the pair with a tiny Qwen3-Next, and random weights of Qwen3.5-0.8B: KV and states from GPU to GPU
 #   fence      no byte lands in the GPU's memory after a fence, whatever the sender does
 #   checks     kernels and tiny models against the CPU
 #   timings    decode and prefill of published shapes
@@ -21,7 +25,7 @@ DEVICE=${DEVICE:-cuda}
 FILES=$PWD/build/gpu
 KEEP=${OUT:-}
 SUMMARY=$FILES/summary.txt
-STEPS=${*:-packages pair fence checks timings}
+STEPS=${*:-packages pair hybrid hybrid-timings hybrid-pair fence checks timings}
 WORST=0
 unset OUT # each step is told where to write
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -46,7 +50,7 @@ note() {
         124 | 137) meaning="ran into its time limit" ;;
     esac
     [ "$2" -eq 0 ] || WORST=1
-    printf '%-10s %6s %8s  %s\n' "$1" "$2" "$3" "$meaning" >>"$SUMMARY"
+    printf '%-14s %6s %8s  %s\n' "$1" "$2" "$3" "$meaning" >>"$SUMMARY"
     save
 }
 
@@ -74,17 +78,23 @@ mkdir -p "$FILES"
 {
     echo "$(date -u +%FT%TZ), revision $(git rev-parse --short=12 HEAD 2>/dev/null || echo unknown)"
     nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
-    printf '%-10s %6s %8s\n' step status seconds
+    printf '%-14s %6s %8s\n' step status seconds
 } >"$SUMMARY"
 
 if [ "$DEVICE" = cpu ]; then
     pair=(--device cpu --models tiny-fp32 --prompts 4 --prompt-lens 17 300 --output-len 8)
     fence=(--device cpu --share-mb 16 --rounds 3 --wait 0.5)
+    hybrid_pair=(--device cpu --models tiny-hybrid-fp32 --prompts 4 --prompt-lens 17 300 --output-len 8)
+    hybrid=(--tiny --hybrid --skip-timings)
+    hybrid_timings=(--tiny --hybrid --skip-checks)
     checks=(--tiny --skip-timings)
     timings=(--tiny --skip-checks)
 else
     pair=(--max-minutes 3)
     fence=(--rounds 9)
+    hybrid_pair=(--models tiny-hybrid-fp32 Qwen3.5-0.8B --engines nixl --copies 1 --max-minutes 1.5)
+    hybrid=(--hybrid --skip-timings --max-minutes 1.5)
+    hybrid_timings=(--hybrid --skip-checks --max-minutes 1.6)
     checks=(--skip-timings --max-minutes 1.7)
     timings=(--skip-checks --models Qwen3-8B Qwen3-0.6B --max-minutes 1.8)
 fi
@@ -93,6 +103,9 @@ for name in $STEPS; do
     case $name in
         packages) install_packages ;;
         pair) step pair 250 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${pair[@]}" ;;
+        hybrid) step hybrid 110 "$PYTHON" -m benchmarks.gpu.check_cuda "${hybrid[@]}" ;;
+        hybrid-timings) step hybrid-timings 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${hybrid_timings[@]}" ;;
+        hybrid-pair) step hybrid-pair 160 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${hybrid_pair[@]}" ;;
         fence) step fence 110 "$PYTHON" -m benchmarks.gpu.fence_check "${fence[@]}" ;;
         checks) step checks 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${checks[@]}" ;;
         timings) step timings 130 "$PYTHON" -m benchmarks.gpu.check_cuda "${timings[@]}" ;;

@@ -48,6 +48,47 @@ QWEN3_30B_A3B: dict[str, Any] = _QWEN3 | {
     "mlp_only_layers": [],
     "tie_word_embeddings": False,
 }
+_QWEN3_HYBRID: dict[str, Any] = _QWEN3 | {
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "full_attention_interval": 4,
+    "num_key_value_heads": 2,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+QWEN3_NEXT_SLICE: dict[str, Any] = _QWEN3_HYBRID | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "hidden_size": 2048,
+    "intermediate_size": 5120,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "tie_word_embeddings": False,
+}
+"""8 of the 48 layers of Qwen3-Next-80B-A3B, 27 GB in bfloat16: all of them exceed one GPU."""
+QWEN35_SMALL: dict[str, Any] = _QWEN3_HYBRID | {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+"""A shape like that of Qwen3.5-0.8B."""
 _SMALL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -65,7 +106,27 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
 }
+HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3.5-0.8B": QWEN35_SMALL,
+    "Qwen3-Next-8-layers": QWEN3_NEXT_SLICE,
+}
 TINY_MODELS: dict[str, dict[str, Any]] = {
     "tiny": QWEN3_06B | _SMALL,
     "tiny-moe": QWEN3_30B_A3B | _SMALL | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+TINY_HYBRID_MODELS: dict[str, dict[str, Any]] = {
+    "tiny-hybrid": QWEN3_NEXT_SLICE
+    | _SMALL
+    | {
+        "num_hidden_layers": 2,
+        "full_attention_interval": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
 }

@@ -19,7 +19,8 @@ import torch
 from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
-from pdserve.memory.layout import DTYPE_BYTES, pages_for
+from pdserve.memory.layout import DTYPE_BYTES, PageSpace, pages_for
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt
 
@@ -57,7 +58,9 @@ class Limits:
 class Shape:
     """What is computed: weights applied to every token, those of the head, and those of all experts.
 
-    A token goes to `top_k` of `num_experts`; without experts both are 1 and `expert_params` is 0.
+    A token goes to `top_k` of `num_experts`; without experts both are 1 and `expert_params` is 0. `num_layers` are
+    those with attention. `state_bytes`: the recurrent states of a request; `state_flop`: the operations on them of a
+    token in a chunk of 64.
     """
 
     num_layers: int
@@ -68,6 +71,8 @@ class Shape:
     expert_params: int = 0
     num_experts: int = 1
     top_k: int = 1
+    state_bytes: int = 0
+    state_flop: int = 0
 
     def read_params(self, batch: int) -> float:
         """Weights that a decode step of `batch` tokens reads; of experts those that somebody chose, were it by lot."""
@@ -115,16 +120,16 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def decode_floor_s(limits: Limits, *, weight_bytes: float, kv_bytes: int) -> float:
-    """A decode step reads its weights and all KV once; at the copy's bytes a second."""
-    return (weight_bytes + kv_bytes) / limits.copy_bytes_s
+def decode_floor_s(limits: Limits, *, weight_bytes: float, kv_bytes: int, state_bytes: int = 0) -> float:
+    """A decode step reads its weights and all KV once, reads and writes all states; at the copy's bytes a second."""
+    return (weight_bytes + kv_bytes + 2 * state_bytes) / limits.copy_bytes_s
 
 
 def prefill_flop(shape: Shape, num_tokens: int) -> int:
     """Operations of a prompt alone: 2 per weight and token, QK and PV over the causal half, the head once."""
     attention = 2 * 2 * shape.num_layers * shape.num_heads * shape.head_dim * num_tokens * (num_tokens + 1) // 2
     applied = shape.layer_params + shape.expert_params * shape.top_k // shape.num_experts
-    return 2 * applied * num_tokens + 2 * shape.head_params + attention
+    return (2 * applied + shape.state_flop) * num_tokens + 2 * shape.head_params + attention
 
 
 def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> LoadedEngine:
@@ -164,7 +169,9 @@ class Timer:
 
     def fits(self, batch: int) -> bool:
         """Whether the pool has room for so many rows of decode."""
-        return batch * self._pages(self._plan.context + self._plan.num_steps + 1) <= self._built.num_pages
+        slots = batch if self._built.executor.layout.has_state else 0
+        pages = batch * self._pages(self._plan.context + self._plan.num_steps + 1)
+        return pages <= self._built.num_pages and slots <= self._built.group_sizes.num_slots
 
     def fits_prompt(self, num_tokens: int) -> bool:
         """Whether it has room for a prompt of so many tokens."""
@@ -179,7 +186,8 @@ class Timer:
         middle = self._plan.context + self._plan.num_warm + self._plan.num_timed // 2
         kv_bytes = batch * middle * self._built.executor.layout.token_bytes
         weights = self.shape.read_params(batch) * DTYPE_BYTES[self._built.dtype]
-        floor = decode_floor_s(self._limits, weight_bytes=weights, kv_bytes=kv_bytes)
+        states = batch * self.shape.state_bytes
+        floor = decode_floor_s(self._limits, weight_bytes=weights, kv_bytes=kv_bytes, state_bytes=states)
         return _timing(f"decode {batch}", times[self._plan.num_warm :], floor, batch)
 
     def decode_steps(
@@ -210,6 +218,7 @@ class Timer:
         assert (index + 1) * count <= self._built.num_pages, "the pool is too small for this measurement"
         row = self._built.table.open(range(index * count, (index + 1) * count))
         assert row is not None
+        self._built.table.slots[row] = index
         prompt = random_prompt(num_prompt + 1, self._vocab, seed=index)
         self._built.executor.open_row(row, prompt, num_prompt, GREEDY, None)
         return row
@@ -254,16 +263,28 @@ class Timer:
 def shape_of(built: LoadedEngine) -> Shape:
     """Counts for the floors; all weights but the embedding, the head and experts are applied to every token."""
     spec, width = built.spec, DTYPE_BYTES[built.dtype]
-    heads = spec.attention
+    heads = spec.attentions[0]
     head = spec.vocab_size * spec.hidden_size
     layers = built.executor.weight_bytes // width - head * (1 if spec.tied_embeddings else 2)
+    ops = [op for layer in spec.layers for op in layer.operations]
+    state_flop = sum(delta_flop(op) for op in ops if isinstance(op, GatedDeltaSpec))
+    shape = Shape(
+        sum(isinstance(op, AttentionSpec) for op in ops), heads.num_heads, heads.head_dim, layers, head,
+        state_bytes=built.executor.layout.space_bytes(PageSpace.SLOTS), state_flop=state_flop,
+    )  # fmt: skip
     if spec.moe is None:
-        return Shape(spec.num_layers, heads.num_heads, heads.head_dim, layers, head)
+        return shape
     moe = spec.moe
     experts = len(spec.moe_layers) * moe.num_experts * 3 * moe.intermediate_size * spec.hidden_size
-    return Shape(
-        spec.num_layers, heads.num_heads, heads.head_dim, layers - experts, head, experts, moe.num_experts, moe.top_k
+    return dataclasses.replace(
+        shape, layer_params=layers - experts, expert_params=experts, num_experts=moe.num_experts, top_k=moe.top_k
     )
+
+
+def delta_flop(op: GatedDeltaSpec) -> int:
+    """Operations on the states of a layer for a token in a chunk of 64."""
+    per_head = 6 * op.key_dim * op.value_dim + 2 * 64 * (3 * op.key_dim + 2 * op.value_dim)
+    return op.num_value_heads * per_head
 
 
 def _timing(name: str, times: list[float], floor_s: float, tokens: int) -> Timing:

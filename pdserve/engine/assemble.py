@@ -51,11 +51,12 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
     commit: Prefault | None = None
     if built.device.type == "cpu":
         held = built.layout.of_rank(built.coord)
-        num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // held.page_bytes)
+        num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // max(1, held.page_bytes))
         buffers = zip(held.groups, built.executor.buffers, strict=True)
-        of_tokens = [buffer for group, buffer in buffers if group.space is PageSpace.TOKENS]
-        commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
-        stack.callback(commit.close)
+        of_tokens = [buffer for group, buffer in buffers if group.space is PageSpace.TOKENS and group.layers]
+        if of_tokens:  # a stage may have no layer of these groups
+            commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
+            stack.callback(commit.close)
     return KVMemory(
         built.layout,
         built.num_pages,

@@ -143,7 +143,7 @@ def _serve(
         config,
         max_rows=max_rows,
         parallel=parallel,
-        agree_num_pages=leader.agree,
+        agree=leader.agree,
         returns_results=False,
         startup=startup,
     )

@@ -169,7 +169,8 @@ def open_workers(
     assert backend is not None, "resolve fills it in"
     transport = open_transport(backend, host, options)
     stack.callback(transport.close)
-    transport.register([MemoryRegion(*buffer) for buffer in (*built.executor.buffers, *more_memory)])
+    buffers = [buffer for buffer in built.executor.buffers if buffer[1]]  # a stage may have no layer of a group
+    transport.register([MemoryRegion(*buffer) for buffer in (*buffers, *more_memory)])
     submissions = submission_log(config, write_line, transport, dp_rank=dp_rank, device=str(built.device))
     workers = CopyWorkers(transport, post, disagg.disaggregation_transfer_threads, submissions)
     stack.callback(workers.close)

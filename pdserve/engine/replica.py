@@ -14,9 +14,10 @@ from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.factory import TORCH, LoadedEngine, build_executor, join_replica
+from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher, PoolHasher
+from pdserve.executor.model_loading import TORCH
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
@@ -168,7 +169,7 @@ def open_engine(
             parallel = join_replica(config, shape.coord(0), store, host=host, dp_rank=dp_rank)
         stack.callback(parallel.close)
         agree = None if met.followers is None else met.followers.agree
-        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree_num_pages=agree, startup=startup)
+        built = build_executor(config, max_rows=max_rows, parallel=parallel, agree=agree, startup=startup)
         stack.callback(built.executor.close)
         stack.callback(met.close)  # before the process groups close: a stopped rank does not report a lost peer
         with startup.part(RANKS):  # waits for ranks that load longer

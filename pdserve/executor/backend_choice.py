@@ -28,9 +28,11 @@ from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_ca
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
-from pdserve.model.config import ModelSpec
+from pdserve.model.config import ModelSpec, beyond_kernels
 from pdserve.model.decoder import Decoder
+from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
+from pdserve.model.layer_spec import GatedDeltaSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -51,6 +53,11 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
             raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
+        if any(isinstance(op, GatedDeltaSpec) for op in spec.operations):
+            raise ConfigError(
+                "--enable-deterministic-inference: the bits of gated delta layers depend on the chunks of a prompt",
+                field="enable_deterministic_inference",
+            )
         return "batch_invariant"
     if asked == "torch":
         return "torch"
@@ -66,19 +73,26 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
 
 
 def make_attention(
-    choice: Choice, pool: KVPool, num_heads: int, device: torch.device, *, was_asked_for: bool = True
+    choice: Choice,
+    pool: KVPool,
+    num_heads: int,
+    device: torch.device,
+    *,
+    was_asked_for: bool = True,
+    window: int | None = None,
 ) -> AttentionBackend:
-    """Make the backend over `pool`, for `num_heads` query heads.
+    """Make the backend over `pool`, for `num_heads` query heads. `window`: see `AttentionSpec`.
 
     Raises:
         ConfigError: flashinfer cannot build its kernels here and `was_asked_for`; without it Triton is used
             instead.
     """
     if choice == "batch_invariant":
-        return BatchInvariantAttention(pool, num_heads, device)
+        return BatchInvariantAttention(pool, num_heads, device, window)
     if choice == "torch":
-        return TorchAttention(pool, num_heads, device)
+        return TorchAttention(pool, num_heads, device, window)
     if choice == "flashinfer":
+        assert window is None, "choose_attention gives models with windows to other backends"
         try:
             backend = FlashInferAttention(pool, num_heads, device)
             backend.try_out()
@@ -88,8 +102,9 @@ def make_attention(
                 raise _refusal("flashinfer", f"{type(error).__name__}: {error}") from error
             _LOG.warning("flashinfer cannot run here, attention is by Triton: %s: %s", type(error).__name__, error)
     from pdserve.model.attention.triton_pages import TritonAttention
+    from pdserve.model.gpu.decode_attention import AttentionMask
 
-    return TritonAttention(pool, num_heads, device)
+    return TritonAttention(pool, num_heads, device, AttentionMask(window=window or 0))
 
 
 def make_kernels(choice: Choice) -> Kernels:
@@ -103,13 +118,26 @@ def make_kernels(choice: Choice) -> Kernels:
     return TritonKernels()
 
 
+def make_delta_kernels(choice: Choice) -> DeltaKernels:
+    """Make the kernels of gated delta layers of that choice."""
+    if choice in ("torch", "batch_invariant"):
+        return TorchDelta()
+    from pdserve.model.triton_delta import TritonDelta
+
+    return TritonDelta()
+
+
 def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
     """Return why flashinfer cannot run; None when it can."""
     if device.type != "cuda":
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
-    return flashinfer_cannot_run(spec.attention.head_dim, dtype)
+    beyond = beyond_kernels(spec)
+    if beyond is not None:
+        return f"{beyond}, which flashinfer is not called with"
+    (heads,) = spec.attentions
+    return flashinfer_cannot_run(heads.head_dim, dtype)
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:

@@ -2,8 +2,9 @@
 
 `LocalExecutor.capture_decode` captures them at start-up, when weights and KV pool have their addresses. `ModelRunner`
 uses them for decode steps. A step of n rows is padded to the next size. The inputs of a step lie in tensors at
-fixed addresses: tokens, positions and slots here, lengths and pages in the attention backend. Padding rows read the
-null page, write no KV, and take their token from a row of the token table that no request has.
+fixed addresses: tokens, positions and slots here, lengths, pages and state slots in the backends of the layers. Padding
+rows read the null page, write no KV and no state, and take their token from a row of the token table that no request
+has.
 
 Sizes are captured from the largest down, so that smaller graphs reuse the memory pool of the larger ones.
 """
@@ -18,19 +19,20 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdserve.executor.input_batch import HostBatch
+from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import CapturableBackend, CapturedAttention
-from pdserve.model.forward_batch import ForwardBatch, HostRows, fill
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.forward_batch import NOWHERE, ForwardBatch, HostRows, fill
 from pdserve.model.gpu import runtime
 from pdserve.model.interface import Model
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_ROWS = 256
-NOWHERE = -1
-"""The page of a token whose KV is not written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,19 +99,59 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in every if size < max_rows), max_rows)
 
 
-def padded(host: HostBatch, size: int, *, null_page: int, spare_row: int) -> HostBatch:
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """What rows of padding read: a row of the token table that no request has, and null pages; they have no slot.
+
+    `null_window_page`: None without WINDOW groups.
+    """
+
+    spare_row: int
+    null_page: int
+    null_window_page: int | None = None
+    has_state: bool = False
+
+    @staticmethod
+    def of(pools: Sequence[GroupPool], spare_row: int) -> Padding:
+        """Return the padding of steps over `pools`."""
+        nulls = {pool.group.space: pool.null_page for pool in pools}
+        return Padding(spare_row, nulls[PageSpace.TOKENS], nulls.get(PageSpace.WINDOW), PageSpace.SLOTS in nulls)
+
+    def pages(self, num_rows: int, num_pages: int) -> npt.NDArray[np.int32]:
+        """Return a page table of null pages."""
+        return np.full((num_rows, num_pages), self.null_page, dtype=np.int32)
+
+    def window(self, num_rows: int, num_pages: int) -> npt.NDArray[np.int32] | None:
+        """Return a table of null window pages; None without WINDOW groups."""
+        if self.null_window_page is None:
+            return None
+        return np.full((num_rows, num_pages), self.null_window_page, dtype=np.int32)
+
+    def slots(self, num_rows: int) -> npt.NDArray[np.int32] | None:
+        """Return the slots of rows of padding; None without STATE groups."""
+        return np.full(num_rows, NOWHERE, dtype=np.int32) if self.has_state else None
+
+
+def padded(host: HostBatch, size: int, padding: Padding) -> HostBatch:
     """Pad a decode step to `size` rows; the results of the padding rows are ignored."""
-    missing = size - len(host.table_rows)
+    num_rows, num_pages = host.rows.pages.shape
+    missing = size - num_rows
     assert missing >= 0, "a step is padded, never cut"
-    filler = np.array([spare_row, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
-    pages = np.full((size, host.rows.pages.shape[1]), null_page, dtype=np.int32)
-    pages[: len(host.table_rows)] = host.rows.pages
+    filler = np.array([padding.spare_row, 0, NOWHERE, 0], dtype=np.int64)[:, None].repeat(missing, 1)
+    pages, window, slots = padding.pages(size, num_pages), padding.window(size, num_pages), padding.slots(size)
+    pages[:num_rows] = host.rows.pages
+    if window is not None and host.rows.window is not None:
+        window[:num_rows] = host.rows.window
+    if slots is not None and host.rows.slots is not None:
+        slots[:num_rows] = host.rows.slots
     rows = HostRows(
         starts=np.concatenate((host.rows.starts, np.zeros(missing, dtype=np.int64))),
         ends=np.concatenate((host.rows.ends, np.ones(missing, dtype=np.int64))),
         offsets=np.arange(size),
         prompts=np.zeros(size, dtype=np.int64),
         pages=pages,
+        window=window,
+        slots=slots,
     )
     everyone = np.arange(size)
     table_rows = np.concatenate((host.table_rows, filler[0]))
@@ -131,7 +173,7 @@ class _Sized:
 
 
 class DecodeGraphs:
-    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `spare_row`."""
+    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `padding.spare_row`."""
 
     def __init__(
         self,
@@ -139,15 +181,14 @@ class DecodeGraphs:
         backend: CapturableBackend,
         tokens: Tensor,
         *,
-        spare_row: int,
-        null_page: int,
+        padding: Padding,
         max_pages: int,
         sizes: Sequence[int],
         capture: Capture,
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)), "sizes ascend"
         self._model, self._tokens = model, tokens
-        self._spare_row, self._null_page = spare_row, null_page
+        self._padding = padding
         self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
         self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, dtype=model.dtype, device=tokens.device)
         self._argmax = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
@@ -180,7 +221,7 @@ class DecodeGraphs:
     def run(self, host: HostBatch, size: int) -> DecodeOutput:
         """Compute a step whose `size_for` is `size`; does not wait for the device."""
         sized = self._sized[size]
-        filled = padded(host, size, null_page=self._null_page, spare_row=self._spare_row)
+        filled = padded(host, size, self._padding)
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
         num_rows = len(host.table_rows)
@@ -190,9 +231,9 @@ class DecodeGraphs:
         """Capture one size, filled with padding rows."""
         columns = self._facts[: 4 * size].view(4, size)
         nothing = np.empty(0, dtype=np.int64)
-        no_rows = HostRows(nothing, nothing, nothing, nothing, np.empty((0, 1), dtype=np.int32))
+        no_rows = HostRows(nothing, nothing, nothing, nothing, self._padding.pages(0, 1))
         none = HostBatch(np.empty((4, 0), dtype=np.int64), nothing, nothing, nothing, no_rows)
-        filled = padded(none, size, null_page=self._null_page, spare_row=self._spare_row)
+        filled = padded(none, size, self._padding)
         attention = backend.capturable(size, max_pages, columns[2], columns[3])
         fill([(columns, filled.columns), *attention.filling(filled.rows)])
         sample_index = torch.arange(size, device=columns.device)

@@ -25,7 +25,7 @@ from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
-from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture
+from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.executor.model_runner import (
@@ -162,6 +162,10 @@ class LocalExecutor:
         is_whole = self.coord.shape.num_ranks == 1 and self._model.parallel.dp_attention_group.size == 1
         return is_whole and self._attention.capturing() is not None
 
+    @property
+    def _padding(self) -> Padding:
+        return Padding.of(self.pools, self._table.num_rows)
+
     @torch.inference_mode()
     def warm_up(self, chunk: int) -> None:
         """Compile the kernels of all shapes of a step, with chunks of up to `chunk` tokens. Call once, before any step.
@@ -172,7 +176,7 @@ class LocalExecutor:
         with self._runner.behind():
             warm_up(
                 self._model, self._attention, self._tokens.tensor, layout=self._layout,
-                null_page=self.pools[0].null_page, max_rows=self._table.num_rows, chunk=chunk,
+                padding=self._padding, max_rows=self._table.num_rows, chunk=chunk,
             )  # fmt: skip
 
     @torch.inference_mode()
@@ -185,9 +189,8 @@ class LocalExecutor:
         assert backend is not None and self.can_capture, "not a model whose steps can be captured"
         with self._runner.behind():
             self._model_runner.graphs = DecodeGraphs(
-                self._model, backend, self._tokens.tensor, spare_row=self._table.num_rows,
-                null_page=self.pools[0].null_page, max_pages=self._table.pages.shape[1], sizes=sizes,
-                capture=capture or GraphCapture(),
+                self._model, backend, self._tokens.tensor, padding=self._padding,
+                max_pages=self._table.pages.shape[1], sizes=sizes, capture=capture or GraphCapture(),
             )  # fmt: skip
 
     @property

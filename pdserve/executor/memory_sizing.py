@@ -13,7 +13,7 @@ from pdserve.errors import ConfigError
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.model.config import ModelSpec
-from pdserve.model.layer_spec import AttentionSpec, MLPSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, Operation
 
 LIBRARIES_BYTES = 512 << 20
 """Workspaces of cuBLAS and attention, kernels loaded at first use, and fragmentation."""
@@ -60,20 +60,24 @@ def _columns(op: Operation, hidden_size: int) -> int:
     """Elements per token of the tensors inside one operation of a layer."""
     if isinstance(op, AttentionSpec):
         return op.qkv_width
+    if isinstance(op, GatedDeltaSpec):
+        return 4 * (2 * op.key_width + 2 * op.value_width)  # the projections, their convolution, and it in float32
     if isinstance(op, MLPSpec):
         return 3 * op.intermediate_size
-    return op.top_k * (3 * op.intermediate_size + 2 * hidden_size)
+    return op.top_k * (3 * op.intermediate_size + 2 * hidden_size) + 3 * op.shared_intermediate_size
 
 
 def graph_bytes(spec: ModelSpec, item_bytes: int, sizes: Sequence[int], max_pages: int, tp_size: int = 1) -> int:
     """Bytes of decode steps captured at batch sizes `sizes`, ascending.
 
-    All sizes share the tensors of the largest. Each has its own list of `max_pages` pages a row, and its kernels.
+    All sizes share the tensors of the largest. Each has its kernels, and for each kind of attention its own list of
+    `max_pages` pages a row.
     """
     if not sizes:
         return 0
     kernels = len(sizes) * spec.num_layers * KERNELS_PER_LAYER * KERNEL_BYTES
-    return step_bytes(spec, item_bytes, sizes[-1], sizes[-1], tp_size) + 4 * sum(sizes) * max_pages + kernels
+    tables = 4 * sum(sizes) * max_pages * max(1, len(spec.attentions))
+    return step_bytes(spec, item_bytes, sizes[-1], sizes[-1], tp_size) + tables + kernels
 
 
 CPU_CAP_BYTES = 4 << 30
@@ -112,7 +116,8 @@ def pool_tokens(
     if wanted is None:
         most = max_rows * layout.tokens_in(layout.pages_for(context_length))
         available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
-        wanted = min((available - group_bytes) // layout.token_bytes, most)
+        fitting = (available - group_bytes) // layout.token_bytes if layout.token_bytes else most
+        wanted = min(fitting, most)
     if wanted < page:
         raise ConfigError(
             f"the KV pool would hold {wanted} tokens, less than one page of {page}; raise max_total_tokens "
@@ -123,44 +128,43 @@ def pool_tokens(
     return layout.round_down(wanted)
 
 
-CACHED_STATES = 2
-"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
-
-
-def group_pool_sizes(
-    memory: MemoryConfig,
-    layout: KVLayout,
-    device: torch.device,
-    *,
-    context_length: int,
-    max_rows: int,
-    step_tokens: int | None,
-    num_sharing: int = 1,
-    reserved_bytes: int = 0,
-    caches_states: bool = False,
+def sizes_of_one(
+    layout: KVLayout, *, context_length: int, step_tokens: int | None, num_steps_ahead: int = 1
 ) -> GroupPoolSizes:
-    """Return the window pages and state slots of the pool: for `max_rows` requests, in about half of its memory.
-
-    At least one request gets them. `max_mamba_cache_size` sets the number of slots, `mamba_full_memory_ratio` their
-    share of the memory. With `caches_states` there are slots for `CACHED_STATES` states of the prefix cache for each
-    row, as far as that share allows. `step_tokens`: see `GroupPoolSizes`. Other arguments: see `pool_tokens`.
-    """
+    """Return the window pages and state slots that one request may have at a time; see `GroupPoolSizes`."""
     if not (layout.window or layout.has_state):
         return GroupPoolSizes()
-    sizes = GroupPoolSizes(step_tokens=step_tokens)
+    sizes = GroupPoolSizes(step_tokens=step_tokens, num_steps_ahead=num_steps_ahead)
     window_pages = GroupPools(layout, sizes).most_window_pages(context_length)
-    one = dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
+    return dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
+
+
+def sizes_of_many(one: GroupPoolSizes, num_requests: int) -> GroupPoolSizes:
+    """Return the window pages and state slots of `num_requests` requests."""
+    return dataclasses.replace(
+        one, num_window_pages=one.num_window_pages * num_requests, num_slots=one.num_slots * num_requests
+    )
+
+
+def most_requests(
+    memory: MemoryConfig,
+    layout: KVLayout,
+    one: GroupPoolSizes,
+    device: torch.device,
+    *,
+    max_rows: int,
+    num_sharing: int = 1,
+    reserved_bytes: int = 0,
+) -> int:
+    """Return how many requests could have window pages and state slots at a time, in about half of the pool's memory.
+
+    With STATE groups `mamba_full_memory_ratio` sets that share. Between 1 and `max_rows`. Other arguments: see
+    `pool_tokens`.
+    """
     available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
     ratio = memory.mamba_full_memory_ratio if layout.has_state else 1.0
     share = int(available * ratio / (1.0 + ratio))
-    most = share // group_bytes(layout, one)
-    num_requests = max(1, min(max_rows, most))
-    num_slots = memory.max_mamba_cache_size
-    if num_slots is None:
-        num_slots = max(num_requests, min(max_rows * (1 + CACHED_STATES), most)) if caches_states else num_requests
-    return dataclasses.replace(
-        one, num_window_pages=window_pages * num_requests, num_slots=num_slots if layout.has_state else 0
-    )
+    return max(1, min(max_rows, share // max(1, group_bytes(layout, one))))
 
 
 def group_bytes(layout: KVLayout, sizes: GroupPoolSizes) -> int:

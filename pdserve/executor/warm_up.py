@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.executor.graphs import NOWHERE
+from pdserve.executor.graphs import Padding
 from pdserve.executor.input_batch import HostBatch, build_batch
 from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.interface import AttentionBackend
-from pdserve.model.forward_batch import HostRows
+from pdserve.model.forward_batch import NOWHERE, HostRows
 from pdserve.model.interface import Model
 
 _LOG = logging.getLogger(__name__)
@@ -52,22 +52,25 @@ def spans_of(context: int, max_rows: int, chunk: int) -> list[list[Span]]:
     return steps
 
 
-def idle_batch(spans: Sequence[Span], *, layout: KVLayout, null_page: int, spare_row: int) -> HostBatch:
-    """Return a step over `spans` that reads the null page and writes no KV, with the tokens of row `spare_row`."""
+def idle_batch(spans: Sequence[Span], *, layout: KVLayout, padding: Padding) -> HostBatch:
+    """Return a step over `spans` whose rows are rows of padding."""
     starts, ends = (np.array(bounds, dtype=np.int64) for bounds in zip(*spans, strict=True))
     lengths = ends - starts
     offsets = np.cumsum(lengths) - lengths
     positions = np.arange(int(lengths.sum())) - np.repeat(offsets - starts, lengths)
-    table_rows = np.full(len(spans), spare_row, dtype=np.int64)
+    table_rows = np.full(len(spans), padding.spare_row, dtype=np.int64)
     token_rows, nowhere = np.repeat(table_rows, lengths), np.full(len(positions), NOWHERE, dtype=np.int64)
-    pages = np.full((len(spans), layout.pages_for(int(ends.max()))), null_page, dtype=np.int32)
+    size = len(spans), layout.pages_for(int(ends.max()))
     return HostBatch(
         columns=np.stack((token_rows, positions, nowhere, layout.page_and_slot(positions)[1])),
         sampled=np.arange(len(spans)),
         sample_index=offsets + lengths - 1,
         table_rows=table_rows,
-        rows=HostRows(starts=starts, ends=ends, offsets=offsets, prompts=np.zeros_like(starts), pages=pages),
-    )
+        rows=HostRows(
+            starts, ends, offsets, np.zeros_like(starts), padding.pages(*size), padding.window(*size),
+            padding.slots(len(spans)),
+        ),
+    )  # fmt: skip
 
 
 def warm_up(
@@ -76,15 +79,15 @@ def warm_up(
     tokens: Tensor,
     *,
     layout: KVLayout,
-    null_page: int,
+    padding: Padding,
     max_rows: int,
     chunk: int,
 ) -> None:
-    """Run the steps. `tokens` int32 `[rows, context + 1]`: no request has its last row."""
+    """Run the steps. `tokens` int32 `[rows, context + 1]`: no request has row `padding.spare_row`."""
     began, context = time.monotonic(), tokens.shape[1] - 1
     steps = spans_of(context, max_rows, chunk)
     for spans in steps:
-        host = idle_batch(spans, layout=layout, null_page=null_page, spare_row=len(tokens) - 1)
+        host = idle_batch(spans, layout=layout, padding=padding)
         batch = build_batch(host, tokens)
         model.forward(batch, attention.begin(batch)).argmax(-1)
     if tokens.device.type == "cuda":

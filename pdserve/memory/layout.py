@@ -185,7 +185,7 @@ class KVGroup:
 
     def pages_in(self, num_bytes: int) -> int:
         """Return how many pages fit in `num_bytes` bytes, at least 1."""
-        return max(1, num_bytes // self.page_bytes)
+        return max(1, num_bytes // max(1, self.page_bytes))
 
     def pages_for(self, num_tokens: Count) -> Count:
         """Return the pages that hold `num_tokens` tokens."""

@@ -16,13 +16,23 @@ from typing import Any
 
 from pdserve.base.parallel import ParallelShape, check_split
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
-from pdserve.memory.layout import KVLayout, attention_group
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import MAX_WIDTH, read_count, read_mapping, read_number, read_texts, read_token_ids
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MoeSpec, Operation, WeightNames
+from pdserve.model.layer_spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    GatedDeltaSpec,
+    MLPSpec,
+    MoeSpec,
+    Operation,
+    WeightNames,
+)
 from pdserve.model.rope import RopeSpec, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
+_SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config")
+"""Fields beside `text_config` that concern the language model."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +40,7 @@ class ModelSpec:
     """Configuration of a decoder. Sizes are element counts.
 
     `layers` are all layers of the model, in order. `dtype` is the checkpoint's dtype; None when the config names none.
+    `norm_offset` is added to the weights of RMS norms, those of gated norms excepted.
     """
 
     model_type: str
@@ -43,6 +54,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     dtype: str | None
     names: WeightNames = WeightNames()
+    norm_offset: float = 0.0
     config_digest: str = ""
     """Digest of all of `config.json`, for a model that runs through transformers; empty where `layers` say it all."""
 
@@ -58,10 +70,9 @@ class ModelSpec:
         return tuple(dict.fromkeys(op for layer in distinct for op in layer.operations))
 
     @property
-    def attention(self) -> AttentionSpec:
-        """The attention of the layers: one kind, which every layer has. `kv_layout` and the decoders rely on it."""
-        (attention,) = (op for op in self.operations if isinstance(op, AttentionSpec))
-        return attention
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        """The kinds of attention of the layers, each once, in the order of the layers."""
+        return tuple(op for op in self.operations if isinstance(op, AttentionSpec))
 
     @property
     def moe(self) -> MoeSpec | None:
@@ -120,13 +131,16 @@ def spec_from_config(
         ModelError: a field is out of range, or pdserve does not support the architecture or a feature.
     """
     family, architectures = _architecture(config, where)
-    _refuse_unsupported(config, where)
+    if family.text_config:
+        shared = {name: config[name] for name in _SHARED_FIELDS if name in config}
+        config = {**read_mapping(config, "text_config", where), **shared}
+    _refuse_unsupported(config, family, where)
     hidden_size = read_count(config, "hidden_size", where, most=MAX_WIDTH)
     max_positions = read_count(config, "max_position_embeddings", where, default=family.max_positions)
-    rope = read_rope(config, max_positions, where)
+    rope = read_rope(config, max_positions, where, may_be_partial=family.may_be_partial)
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
-    return ModelSpec(
+    spec = ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
         vocab_size=read_count(config, "vocab_size", where),
@@ -138,7 +152,12 @@ def spec_from_config(
         eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
         dtype=read_dtype(config, where),
         names=family.names,
+        norm_offset=family.norm_offset,
     )
+    lacking = _not_implemented(spec)
+    if lacking is not None:
+        raise UnsupportedModelError(f"{where}: {lacking} is not supported")
+    return spec
 
 
 def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
@@ -153,16 +172,62 @@ def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
 
 
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
-    """Return the KV layout of a model: one FULL group of all layers."""
-    heads = spec.attention
-    group = attention_group(
-        num_layers=spec.num_layers,
-        page_tokens=page_tokens,
-        num_kv_heads=heads.num_kv_heads,
-        head_dim=heads.head_dim,
-        dtype=dtype,
+    """Return the KV layout of a model: layers that cache the same planes form a group.
+
+    Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL. The attention
+    layers of a model without any full attention keep all tokens, whatever their window is. Layers with a recurrent
+    state have groups of kind STATE.
+
+    Raises:
+        UnsupportedModelError: the model has no attention.
+    """
+    keeps_all = all(op.window is not None for op in spec.attentions)
+    layers: dict[tuple[GroupKind, int | None, tuple[Plane, ...]], list[int]] = {}
+    for index, layer in enumerate(spec.layers):
+        for op in layer.operations:
+            if isinstance(op, AttentionSpec):
+                window = None if keeps_all else op.window
+                kind = GroupKind.FULL if window is None else GroupKind.WINDOW
+                planes = attention_group(
+                    page_tokens=page_tokens, num_kv_heads=op.num_kv_heads, head_dim=op.head_dim, dtype=dtype,
+                    num_layers=spec.num_layers,
+                ).planes  # fmt: skip
+                layers.setdefault((kind, window, planes), []).append(index)
+            elif isinstance(op, GatedDeltaSpec):
+                layers.setdefault((GroupKind.STATE, None, state_planes(op, dtype)), []).append(index)
+    order = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE)
+    groups: list[KVGroup] = []
+    for (kind, window, planes), numbers in sorted(layers.items(), key=lambda item: order.index(item[0][0])):
+        same = sum(group.kind is kind for group in groups)
+        groups.append(
+            KVGroup(
+                name=kind.value if same == 0 else f"{kind.value}{same + 1}",
+                kind=kind,
+                layers=tuple(numbers),
+                num_model_layers=spec.num_layers,
+                page_tokens=0 if kind is GroupKind.STATE else page_tokens,
+                planes=planes,
+                window=window,
+            )
+        )
+    if not groups or groups[0].kind is not GroupKind.FULL:
+        raise UnsupportedModelError("the model has recurrent layers only; at least one attention layer is needed")
+    return KVLayout(tuple(groups))
+
+
+def state_planes(op: GatedDeltaSpec, dtype: str) -> tuple[Plane, ...]:
+    """Return the planes of a layer's slot: the last inputs of the convolution, by head, and the recurrent state."""
+    columns = op.conv_kernel - 1
+    shapes = (
+        ("conv_q", op.num_key_heads, op.key_dim, columns, dtype, Shard.KEY_HEAD),
+        ("conv_k", op.num_key_heads, op.key_dim, columns, dtype, Shard.KEY_HEAD),
+        ("conv_v", op.num_value_heads, op.value_dim, columns, dtype, Shard.VALUE_HEAD),
+        ("state", op.num_value_heads, op.key_dim, op.value_dim, "float32", Shard.VALUE_HEAD),
     )
-    return KVLayout((group,))
+    return tuple(
+        Plane(name=name, num_heads=heads, num_heads_total=heads, rows=rows, width=width, dtype=kind, shard=shard)
+        for name, heads, rows, width, kind, shard in shapes
+    )
 
 
 def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing: int = 1) -> None:
@@ -172,18 +237,60 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
     """
     if ep_size > 1 and spec.moe is None:
         raise ConfigError(f"--ep-size {ep_size} is for models with experts, and this one has none", field="ep_size")
+    wide, tp = shape.tp_size * num_sharing, shape.tp_size
+    columns = []
     for op in spec.operations:
+        if isinstance(op, MLPSpec) or (isinstance(op, MoeSpec) and ep_size == 1):
+            columns.append(op.intermediate_size)
+        if isinstance(op, MoeSpec) and op.shared_intermediate_size and ep_size == 1:
+            columns.append(op.shared_intermediate_size)
+        if isinstance(op, GatedDeltaSpec) and (
+            op.num_value_heads % tp or (op.num_key_heads % tp and tp % op.num_key_heads)
+        ):
+            raise ConfigError(
+                f"--tp-size {tp} does not divide the model's {op.num_value_heads} value heads and {op.num_key_heads} "
+                "key heads",
+                field="tp_size",
+            )
+    for heads in spec.attentions:
+        for intermediate_size in columns or [wide]:
+            check_split(
+                shape,
+                num_heads=heads.num_heads,
+                num_kv_heads=heads.num_kv_heads,
+                num_layers=spec.num_layers,
+                intermediate_size=intermediate_size,
+                num_sharing=num_sharing,
+            )
+
+
+def beyond_kernels(spec: ModelSpec) -> str | None:
+    """Name the first feature of a model that the CPU kernels and flashinfer do not have; None: there is none."""
+    if len(spec.attentions) > 1:
+        return f"its layers have {len(spec.attentions)} kinds of attention"
+    for op in spec.operations:
+        if isinstance(op, GatedDeltaSpec):
+            return "it has gated delta layers"
+        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
+            return "it has shared experts"
         if isinstance(op, AttentionSpec):
-            continue
-        whole_experts = isinstance(op, MoeSpec) and ep_size > 1
-        check_split(
-            shape,
-            num_heads=spec.attention.num_heads,
-            num_kv_heads=spec.attention.num_kv_heads,
-            num_layers=spec.num_layers,
-            intermediate_size=shape.tp_size * num_sharing if whole_experts else op.intermediate_size,
-            num_sharing=num_sharing,
-        )
+            if op.window is not None:
+                return f"its layers attend to a window of {op.window} tokens"
+            if op.output_gate:
+                return "its attention has output gates"
+            if op.rope.partial_rotary_factor != 1.0:
+                return f"it rotates a part of each head (partial_rotary_factor {op.rope.partial_rotary_factor})"
+    return "its norms add an offset to their weights" if spec.norm_offset else None
+
+
+def _not_implemented(spec: ModelSpec) -> str | None:
+    """Name the first feature of the layers that no native code has; None: there is none."""
+    for op in spec.operations:
+        if isinstance(op, AttentionSpec) and op.softcap is not None:
+            return "attn_logit_softcapping"
+        if isinstance(op, AttentionSpec) and op.sinks:
+            return "attention with sinks"
+    return None
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[str, ...]]:
@@ -199,11 +306,12 @@ def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[
     return FAMILIES[names[0]], names
 
 
-def _refuse_unsupported(config: Mapping[str, Any], where: str) -> None:
-    """Raise ModelError for features that would silently change the generated tokens in any family."""
-    other = sorted({kind for kind in read_texts(config, "layer_types", where) if kind != "full_attention"})
+def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -> None:
+    """Raise ModelError for features that would silently change the generated tokens."""
+    other = sorted(set(read_texts(config, "layer_types", where)) - family.layer_types)
     if other:
-        raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; only full_attention is supported")
+        known = ", ".join(sorted(family.layer_types))
+        raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     if config.get("quantization_config"):

@@ -7,17 +7,19 @@ stage's layers, its share of their heads and feed-forward columns, and its share
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.model.attention.interface import Heads, StepAttention
+from pdserve.model.attention.layer_backends import states_of
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import MoELayer
-from pdserve.model.layer_spec import AttentionSpec, LayerNames, MLPSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
     FeedForward,
@@ -35,6 +37,7 @@ from pdserve.model.layers.moe import TPMoE
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import ExpertMap
+from pdserve.model.rope import RopeSpec
 
 
 class Decoder:
@@ -59,10 +62,12 @@ class Decoder:
         self.params = ParamSlots(dtype, device)
         self.parallel = parallel or SingleRank()
         self._coord = coord = self.parallel.coord
-        self.rotary = Rotary(spec.attention.rope, spec.attention.head_dim, dtype, device)
+        ropes = dict.fromkeys((op.rope, op.head_dim) for op in spec.attentions)
+        self.rotaries = tuple(Rotary(rope, head_dim, dtype, device) for rope, head_dim in ropes)
+        """Rotary angles of the kinds of attention, those that rotate alike once."""
         embedding = self._embedding_rows()
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
-        build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map)
+        build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, tuple(ropes))
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {
             index: op
@@ -73,6 +78,8 @@ class Decoder:
         """This rank's feed-forward layers with experts, by index in the model."""
         elsewhere = (index for index in range(spec.num_layers) if index not in mine)
         self.params.ignore_under(spec.names.layers.format(layer=index) for index in elsewhere)
+        self.params.ignore_under(spec.names.ignored)
+        self.params.rename_under(spec.names.renamed)
         self.embedding: VocabEmbedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
@@ -80,7 +87,8 @@ class Decoder:
             self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
         norm = f"{spec.names.norm}.weight"
         if coord.is_last_stage:
-            self.norm = RMSNorm(self.params.new(norm, spec.hidden_size), spec.rms_norm_eps, kernels)
+            weight = self.params.new(norm, spec.hidden_size)
+            self.norm = RMSNorm(weight, spec.rms_norm_eps, kernels, spec.norm_offset)
         else:
             self.params.ignore(norm)
         head = self._head_rows(embedding)
@@ -101,7 +109,7 @@ class Decoder:
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
         for layer in self.layers:
             for op in layer.operations:
-                if not isinstance(op, Attention):
+                if not isinstance(op, Attention | GatedDeltaNet):
                     op(nothing)
 
     def forward(
@@ -119,11 +127,13 @@ class Decoder:
         else:
             assert hidden is not None, "this stage takes hidden states"
             x = hidden
-        rotary = self.rotary
-        cos, sin = self._kernels.angles(batch.positions, rotary.inverse, rotary.factor, rotary.dtype)
+        angles = [
+            self._kernels.angles(batch.positions, rotary.inverse, rotary.factor, rotary.dtype)
+            for rotary in self.rotaries
+        ]
         rest: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            rest = layer(x, rest, cos, sin, attention)
+            rest = layer(x, rest, angles, attention)
             if on_layer is not None:
                 on_layer(index)
         if rest is not None:
@@ -156,41 +166,57 @@ class Decoder:
         return vocab_rows(self.params, name, self.spec.vocab_size, self.spec.hidden_size, coord)
 
 
+Angles = tuple[Tensor, Tensor]
+"""cos and sin of a step; see `angle_tables`."""
+
+
 class Attention:
     """Attention of this rank's heads, with the projections before and after it.
 
-    `local` is the layer's index on this rank. `q_norm` and `k_norm` are per-head norms, both or neither None.
+    `local` is the layer's index on this rank; `rotary` the index of its angles in `Decoder.rotaries`. `q_norm` and
+    `k_norm` are per-head norms, both or neither None.
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
         local: int,
+        rotary: int,
         hidden_size: int,
         eps: float,
+        norm_offset: float,
         names: LayerNames,
         params: ParamSlots,
         kernels: Kernels,
         parallel: Parallel,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
+        self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
+        outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads)
         queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
-        qkv = (queries, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
+        qkv = (outputs, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
         self.qkv = column_linear(kernels, params, qkv, hidden_size, spec.qkv_bias)
         first = parallel.coord.tp_rank == 0
         self.out = row_linear(kernels, params, names.o, hidden_size, queries, bias=spec.o_bias, adds_bias=first)
         self.q_norm = self.k_norm = None
         if spec.qk_norm:
-            self.q_norm = RMSNorm(params.new(f"{names.q_norm}.weight", spec.head_dim), eps, kernels)
-            self.k_norm = RMSNorm(params.new(f"{names.k_norm}.weight", spec.head_dim), eps, kernels)
+            self.q_norm, self.k_norm = (
+                RMSNorm(params.new(f"{name}.weight", spec.head_dim), eps, kernels, norm_offset)
+                for name in (names.q_norm, names.k_norm)
+            )
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, attention: StepAttention) -> Tensor:
-        """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `cos` and `sin` come from `Rotary.tables`."""
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
-        found = Heads(heads, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin)
-        return self._parallel.all_reduce(self.out(attention.attend(self._local, found)))
+    def __call__(self, x: Tensor, angles: Sequence[Angles], attention: StepAttention) -> Tensor:
+        """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
+        qkv, has_gates = self.qkv(x).view(x.shape[0], -1, self._head_dim), self.spec.output_gate
+        cos, sin = angles[self.rotary]
+        heads = Heads(qkv, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin, has_gates)
+        mixed = attention.attend(self._local, heads)
+        if has_gates:
+            gates = qkv[:, 1 : 2 * self.num_heads : 2]
+            mixed = self._kernels.gate(mixed.view(gates.shape), gates).flatten(1)
+        return self._parallel.all_reduce(self.out(mixed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +224,7 @@ class Sublayer:
     """Adds `op(norm(x))` to the hidden states `x`; see `SublayerSpec`."""
 
     norm: RMSNorm
-    op: Attention | FeedForward
+    op: Attention | GatedDeltaNet | FeedForward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +234,12 @@ class DecoderLayer:
     sublayers: tuple[Sublayer, ...]
 
     @property
-    def operations(self) -> tuple[Attention | FeedForward, ...]:
+    def operations(self) -> tuple[Attention | GatedDeltaNet | FeedForward, ...]:
         """The operations of the sublayers, in order."""
         return tuple(sublayer.op for sublayer in self.sublayers)
 
     def __call__(
-        self, x: Tensor, rest: Tensor | None, cos: Tensor, sin: Tensor, attention: StepAttention
+        self, x: Tensor, rest: Tensor | None, angles: Sequence[Angles], attention: StepAttention
     ) -> Tensor | None:
         """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero.
 
@@ -223,7 +249,12 @@ class DecoderLayer:
         for sublayer in self.sublayers:
             norm, op = sublayer.norm, sublayer.op
             normed = norm(x) if rest is None else norm.of_sum(x, rest)
-            rest = op(normed, cos, sin, attention) if isinstance(op, Attention) else op(normed)
+            if isinstance(op, Attention):
+                rest = op(normed, angles, attention)
+            elif isinstance(op, GatedDeltaNet):
+                rest = op(normed, states_of(attention, op.local))
+            else:
+                rest = op(normed)
         return rest
 
 
@@ -242,6 +273,8 @@ class _LayerBuilder:
     kernels: Kernels
     parallel: Parallel
     expert_map: ExpertMap | None
+    ropes: tuple[tuple[RopeSpec, int], ...]
+    """Rotation and head size of each of `Decoder.rotaries`."""
 
     def layer(self, index: int, local: int) -> DecoderLayer:
         """Build the layer with index `index` in the model and `local` on this rank."""
@@ -251,10 +284,12 @@ class _LayerBuilder:
         for sublayer in spec.layers[index].sublayers:
             op = self._operation(sublayer.op, index, local, names.layer.under(prefix))
             weight = self.params.new(f"{prefix}{sublayer.norm}.weight", spec.hidden_size)
-            built.append(Sublayer(RMSNorm(weight, spec.rms_norm_eps, self.kernels), op))
+            built.append(Sublayer(RMSNorm(weight, spec.rms_norm_eps, self.kernels, spec.norm_offset), op))
         return DecoderLayer(tuple(built))
 
-    def _operation(self, op: Operation, index: int, local: int, names: LayerNames) -> Attention | FeedForward:
+    def _operation(
+        self, op: Operation, index: int, local: int, names: LayerNames
+    ) -> Attention | GatedDeltaNet | FeedForward:
         """Build one operation. `names` are complete."""
         params, kernels, hidden_size, group = (
             self.params,
@@ -263,8 +298,14 @@ class _LayerBuilder:
             self.parallel.dp_attention_group,
         )
         if isinstance(op, AttentionSpec):
+            rotary, spec = self.ropes.index((op.rope, op.head_dim)), self.spec
+            return Attention(
+                op, local, rotary, hidden_size, spec.rms_norm_eps, spec.norm_offset, names, params, kernels,
+                self.parallel,
+            )  # fmt: skip
+        if isinstance(op, GatedDeltaSpec):
             eps = self.spec.rms_norm_eps
-            return Attention(op, local, hidden_size, eps, names, params, kernels, self.parallel)
+            return GatedDeltaNet(op, local, hidden_size, eps, names, params, kernels, self.parallel)
         if isinstance(op, MLPSpec):
             return DenseMLP(kernels, params, names, hidden_size, op, group)
         if self.expert_map is None:

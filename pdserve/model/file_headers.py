@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import IO
 
 from pdserve.errors import ModelError
+from pdserve.model.families import FAMILIES
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""HF architectures, by the name in the file."""
+ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
+"""HF architectures, by the name in a gguf file."""
 _LFS = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 IntArray = npt.NDArray[np.int64]
+NOWHERE = -1
+"""The page of a token whose KV is not written, and the slot of a row whose state is not kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class HostRows:
     Row r computes positions `[starts[r], ends[r])`; its first token has index `offsets[r]` in the flat batch.
     `prompts[r]` is its number of prompt tokens; kernels whose bits differ between prefill and decode read it.
     `pages[r]` is the row's page-table line, int32 `[max_pages]`; entries beyond the row's length are undefined.
-    `window` is the same for WINDOW groups, `slots` int32 `[num_rows]` the state slots; None without such groups.
+    `window` is the same for WINDOW groups: its entries are valid for the pages in the row's window. `slots` int32
+    `[num_rows]` are the state slots. Both are None without such groups.
     """
 
     starts: IntArray
@@ -31,6 +34,11 @@ class HostRows:
     pages: npt.NDArray[np.int32]
     window: npt.NDArray[np.int32] | None = None
     slots: npt.NDArray[np.int32] | None = None
+
+    def in_window(self) -> HostRows:
+        """Return the rows as backends over a WINDOW group see them: `pages` are the window's."""
+        assert self.window is not None, "the layout has no WINDOW group"
+        return dataclasses.replace(self, pages=self.window)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +77,20 @@ class ForwardBatch:
     def write_slots(self) -> Tensor:
         """Slot in the page of each token's KV, `[N]`."""
         return self.columns[3]
+
+    def in_window(self, page_tokens: int) -> ForwardBatch:
+        """Return the batch as backends over a WINDOW group see it: all pages are the window's.
+
+        A token whose KV is not written (`NOWHERE`) is not written there either.
+        """
+        host = self.host.in_window()
+        lengths = host.ends - host.starts
+        rows = np.arange(len(lengths)).repeat(lengths)
+        positions = np.arange(len(rows)) - (host.offsets - host.starts).repeat(lengths)
+        pages = to_device(host.pages[rows, positions // page_tokens].astype(np.int64), self.columns.device)
+        columns = self.columns.clone()
+        columns[2] = torch.where(columns[2] == NOWHERE, NOWHERE, pages)
+        return ForwardBatch(columns, self.sample_index, host)
 
 
 def to_device(

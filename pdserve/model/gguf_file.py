@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, spec_from_config
+from pdserve.model.families import FAMILIES
 from pdserve.model.fields import read_number
 from pdserve.model.file_headers import ARCHITECTURES, unsupported
 from pdserve.model.rope import yarn_attention_factor
@@ -120,7 +121,7 @@ def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
     facts = metadata(reader)
     eot = {"eos_token_id": facts.get("tokenizer.ggml.eot_token_id")}
     spec = spec_from_config(config, eot, where=str(path), freq_divisors=_freq_divisors(reader))
-    head_dim = spec.attention.head_dim
+    head_dim = spec.attentions[0].head_dim
     rotated = facts.get(f"{config['model_type']}.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(f"{path}: rope.dimension_count {rotated} differs from the head size {head_dim}")
@@ -169,13 +170,14 @@ class GgufSource:
 
 def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
     """Yield every parameter unread. `reader` as in `read_spec`. Raises ModelError for unknown tensors."""
+    heads, is_reordered = spec.attentions[0], FAMILIES[spec.architectures[0]].gguf_rotates_pairs
     for tensor in (reader or open_gguf(path)).tensors:
         if tensor.name == ROPE_DIVISORS:
             continue
         name = hf_name(tensor.name, path)
         num_heads = None
-        if spec.model_type == "llama" and ("q_proj" in name or "k_proj" in name):
-            num_heads = spec.attention.num_heads if "q_proj" in name else spec.attention.num_kv_heads
+        if is_reordered and ("q_proj" in name or "k_proj" in name):
+            num_heads = heads.num_heads if "q_proj" in name else heads.num_kv_heads
         yield GgufSource(path, name, tensor, num_heads)
 
 

@@ -16,9 +16,12 @@ from pdserve.model.rope import RopeSpec
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Softmax attention of a token over its own and all earlier positions; query heads share KV heads (GQA).
+    """Softmax attention of a token over its own and earlier positions; query heads share KV heads (GQA).
 
-    With `qk_norm` each head of Q and K has an RMS norm before the rotation. Sizes are of the whole model.
+    With `qk_norm` each head of Q and K has an RMS norm before the rotation. `window`: positions that a token sees, its
+    own included; None: all. `softcap`: a score s becomes `softcap * tanh(s / softcap)`; None: it stays. With `sinks`
+    each query head has a learned score of a key without a value. With `output_gate` the q projection gives a query and
+    a gate for each head, and the head's output is multiplied by `sigmoid(gate)`. Sizes are of the whole model.
     """
 
     num_heads: int
@@ -28,11 +31,50 @@ class AttentionSpec:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    output_gate: bool = False
+
+    @property
+    def q_width(self) -> int:
+        """Outputs of the q projection: queries, and gates with `output_gate`."""
+        return self.num_heads * self.head_dim * (2 if self.output_gate else 1)
 
     @property
     def qkv_width(self) -> int:
         """Outputs of the q, k and v projections together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return self.q_width + 2 * self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GatedDeltaSpec:
+    """Gated delta rule (arXiv:2412.06464): linear attention with a recurrent state instead of keys and values.
+
+    A depthwise causal convolution over the last `conv_kernel` tokens and SiLU give Q, K and V. Each value head has a
+    state `[key_dim, value_dim]`. Value heads `i * r` to `i * r + r - 1` share key head i, r being
+    `num_value_heads / num_key_heads`. Its output has an RMS norm with plain weights, times `silu(z)`.
+
+    With `interleaved` the checkpoint has the projections `delta_qkvz` and `delta_ba` of `LayerNames`, whose rows are
+    grouped by key head; without it `delta_qkv`, `delta_z`, `delta_b` and `delta_a`. Sizes are of the whole model.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_kernel: int
+    interleaved: bool = False
+
+    @property
+    def key_width(self) -> int:
+        """Outputs of the K projection, and of the Q projection."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Outputs of the V projection."""
+        return self.num_value_heads * self.value_dim
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -48,17 +90,20 @@ class MoeSpec:
     """Mixture of `num_experts` SiLU-gated feed-forwards of `intermediate_size` columns each, without biases.
 
     Each token is routed to `top_k` experts, weighted by router probability. With `norm_top_k` the weights of a token
-    add up to 1.
+    add up to 1. Every token also goes through a shared expert of `shared_intermediate_size` columns; 0: there is none.
+    With `shared_gate` its output is multiplied by the sigmoid of a linear layer with one output.
     """
 
     num_experts: int
     top_k: int
     intermediate_size: int
     norm_top_k: bool
+    shared_intermediate_size: int = 0
+    shared_gate: bool = False
 
 
-Operation = AttentionSpec | MLPSpec | MoeSpec
-"""What a sublayer computes. Planned kinds: sliding-window attention, MLA, linear attention with a state."""
+Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
+"""What a sublayer computes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +128,11 @@ class DecoderLayerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerNames:
-    """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's.
+    """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's and Qwen's.
 
-    `{expert}` stands for the index of an expert. Norms of sublayers are named in `SublayerSpec`.
+    `{expert}` stands for the index of an expert. Complete names are `delta_a_log` and `delta_dt_bias`, and
+    `experts_gate_up` and `experts_down`, which some checkpoints have in place of one tensor for each expert. Norms of
+    sublayers are named in `SublayerSpec`.
     """
 
     q: str = "self_attn.q_proj"
@@ -101,6 +148,23 @@ class LayerNames:
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
+    experts_gate_up: str = "mlp.experts.gate_up_proj"
+    experts_down: str = "mlp.experts.down_proj"
+    shared_gate: str = "mlp.shared_expert.gate_proj"
+    shared_up: str = "mlp.shared_expert.up_proj"
+    shared_down: str = "mlp.shared_expert.down_proj"
+    shared_router: str = "mlp.shared_expert_gate"
+    delta_qkvz: str = "linear_attn.in_proj_qkvz"
+    delta_ba: str = "linear_attn.in_proj_ba"
+    delta_qkv: str = "linear_attn.in_proj_qkv"
+    delta_z: str = "linear_attn.in_proj_z"
+    delta_b: str = "linear_attn.in_proj_b"
+    delta_a: str = "linear_attn.in_proj_a"
+    delta_conv: str = "linear_attn.conv1d"
+    delta_a_log: str = "linear_attn.A_log"
+    delta_dt_bias: str = "linear_attn.dt_bias"
+    delta_norm: str = "linear_attn.norm"
+    delta_out: str = "linear_attn.out_proj"
 
     def under(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""
@@ -112,6 +176,8 @@ class WeightNames:
     """Checkpoint names of a family's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
     `layers` is the prefix of a layer's names; `{layer}` stands for its index. `layer` are the names after it.
+    `ignored`: prefixes of tensors that the model does not use, such as a vision tower's. `renamed`: pairs of prefixes;
+    a checkpoint may have either, and the names here have the second.
     """
 
     embedding: str = "model.embed_tokens"
@@ -119,3 +185,5 @@ class WeightNames:
     head: str = "lm_head"
     layers: str = "model.layers.{layer}."
     layer: LayerNames = LayerNames()
+    ignored: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -74,6 +74,49 @@ class Param:
         return tuple(whole)
 
 
+@dataclasses.dataclass(frozen=True)
+class ParamPiece:
+    """A parameter `name` of `shape` that is a part of a larger checkpoint tensor; see `ParamSlots.divide`.
+
+    Its rows are blocks of `block` rows of the tensor, which begin at rows `first`, `first + stride`, and so on; None:
+    all rows from `first` on. With `index` the tensor has one more dimension in front, and the piece is there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first: int = 0
+    block: int | None = None
+    stride: int = 0
+    index: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _PieceSource:
+    """Implements `TensorSource` for a piece of `whole`; reads only the requested rows."""
+
+    whole: TensorSource
+    piece: ParamPiece
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.piece.shape
+
+    def read(self, part: tuple[slice, ...] | None) -> Tensor:
+        piece = self.piece
+        asked, *rest = part or [slice(0, size) for size in piece.shape]
+        block = piece.block or piece.shape[0]
+        lead = () if piece.index is None else (slice(piece.index, piece.index + 1),)
+        found, row = [], asked.start
+        while row < asked.stop:
+            number, within = divmod(row, block)
+            count = min(block - within, asked.stop - row)
+            start = piece.first + number * piece.stride + within
+            found.append(self.whole.read((*lead, slice(start, start + count), *rest)))
+            row += count
+        rows = found[0] if len(found) == 1 else torch.cat(found, len(lead))
+        return rows if piece.index is None else rows[0]
+
+
 @dataclasses.dataclass
 class _Waiting:
     """An action to run once all parameters in `missing` are filled."""
@@ -93,6 +136,8 @@ class ParamSlots:
         self._device = device
         self._params: dict[str, Param] = {}
         self._slots: dict[str, Tensor] = {}
+        self._divided: dict[str, tuple[tuple[int, ...], Sequence[ParamPiece]]] = {}
+        self._renamed: tuple[tuple[str, str], ...] = ()
         self._ignored: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
         self._filled: set[str] = set()
@@ -109,18 +154,18 @@ class ParamSlots:
         """Allocate the parameter `name`, which this rank holds whole."""
         return self.stacked(Param(name, shape))
 
-    def stacked(self, *params: Param, num_rows: int | None = None) -> Tensor:
+    def stacked(self, *params: Param, num_rows: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """Allocate one tensor whose row ranges are the held parts of `params`, in order.
 
-        With `num_rows` it has that many rows, and the rows after the last parameter are zero. Raises ModelError when
-        memory runs out.
+        With `num_rows` it has that many rows, and the rows after the last parameter are zero. `dtype` None stands for
+        the model's. Raises ModelError when memory runs out.
         """
         shapes = [param.held_shape for param in params]
         used = sum(shape[0] for shape in shapes)
         rows = used if num_rows is None else num_rows
         shape_of_all = (rows, *shapes[0][1:])
         try:
-            whole = torch.empty(shape_of_all, dtype=self._dtype, device=self._device)
+            whole = torch.empty(shape_of_all, dtype=dtype or self._dtype, device=self._device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"out of memory for {params[0].name}, {list(shape_of_all)}: {reason}") from error
@@ -146,8 +191,29 @@ class ParamSlots:
         """Accept and skip names that begin with one of `prefixes`; other ranks check them."""
         self._ignored_prefixes += tuple(prefixes)
 
+    def divide(self, name: str, shape: tuple[int, ...], pieces: Sequence[ParamPiece]) -> None:
+        """Accept a checkpoint tensor `name` of `shape` that has the parameters `pieces`.
+
+        A checkpoint has a parameter as a tensor of its own, or in one tensor that is divided.
+        """
+        self._divided[name] = shape, pieces
+
+    def rename_under(self, renamed: Iterable[tuple[str, str]]) -> None:
+        """Accept names that begin with the first text of a pair as names that begin with the second."""
+        self._renamed += tuple(renamed)
+
     def fill(self, name: str, source: TensorSource) -> None:
         """Copy the held part of parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
+        for old, new in self._renamed:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        if name in self._divided:
+            shape, pieces = self._divided[name]
+            if source.shape != shape:
+                raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
+            for piece in pieces:
+                self.fill(piece.name, _PieceSource(source, piece))
+            return
         slot = self._slots.get(name)
         if slot is None:
             if self._is_ignored(name):
@@ -176,7 +242,10 @@ class ParamSlots:
         """Raise ModelError when a parameter is not filled."""
         missing = sorted(self._slots.keys() - self._filled)
         if missing:
-            raise ModelError(f"{where}: {len(missing)} tensors are missing, the first is {missing[0]}")
+            first = missing[0]
+            wholes = [name for name, (_, pieces) in self._divided.items() if any(p.name == first for p in pieces)]
+            also = f", which may be a part of {wholes[0]}" if wholes else ""
+            raise ModelError(f"{where}: {len(missing)} tensors are missing, the first is {first}{also}")
 
     def fill_random(self, seed: int) -> None:
         """Fill with seeded random values: norms are 1, all others normal with standard deviation 0.02.

@@ -22,6 +22,7 @@ class RopeSpec:
     """Parameters of one RoPE variant. `attention_factor` multiplies cos and sin.
 
     `freq_divisors` has one divisor per pair of dimensions; gguf files store llama3 scaling this way. None otherwise.
+    `partial_rotary_factor`: share of a head's dimensions that are rotated, from the first one on.
     """
 
     type: RopeType = "default"
@@ -35,10 +36,17 @@ class RopeSpec:
     truncate: bool = True
     attention_factor: float = 1.0
     freq_divisors: tuple[float, ...] | None = None
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return how many dimensions of a head of `head_dim` are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
-def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> RopeSpec:
+def read_rope(config: Mapping[str, Any], max_positions: int, where: str, *, may_be_partial: bool = False) -> RopeSpec:
     """Read the variant of an HF config from new (`rope_parameters`) or old (`rope_theta`, `rope_scaling`) fields.
+
+    Without `may_be_partial` a config that rotates a part of each head is refused.
 
     Raises:
         ModelError: the variant or a partial rotation is not supported, or a number is missing.
@@ -46,12 +54,13 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rope
     old, new = read_mapping(config, "rope_scaling", where), read_mapping(config, "rope_parameters", where)
     params: dict[str, Any] = {**new, **old}
     kind = _rope_type(params, where)
-    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor"))
-    if partial is not None and partial != 1.0:
+    key = "partial_rotary_factor"
+    partial = read_number(params if params.get(key) else config, key, where, default=1.0)
+    if partial > 1.0 or (partial != 1.0 and not may_be_partial):
         raise UnsupportedModelError(f"{where}: partial_rotary_factor {partial} is not supported")
     theta = read_number(params if params.get("rope_theta") else config, "rope_theta", where, default=10000.0)
     if kind == "default":
-        return RopeSpec(theta=theta)
+        return RopeSpec(theta=theta, partial_rotary_factor=partial)
     key = "original_max_position_embeddings"
     original = read_count(config if config.get(key) else params, key, where, default=max_positions)
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
@@ -70,6 +79,7 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str) -> Rope
         beta_slow=read_number(params, "beta_slow", where, default=1.0),
         truncate=bool(params.get("truncate", True)),
         attention_factor=yarn_attention_factor(factor, params, where) if kind == "yarn" else 1.0,
+        partial_rotary_factor=partial,
     )
 
 

@@ -81,14 +81,16 @@ class WorkerLinks:
     def agree(self, num_pages: int) -> int:
         """Return the most pages that every rank can hold, and send the number to all; `num_pages` is ours.
 
-        Blocks until all have loaded.
+        Blocks until all have loaded. All ranks may call it again, with another number.
 
         Raises:
             ConfigError, ModelError: a rank could not be started with this configuration.
             RankError: a rank is lost.
         """
         self._changed.wait_until(lambda: len(self._capacities) == len(self._peers), "loaded its weights")
-        agreed = min(num_pages, *self._capacities.values())
+        with self._changed:
+            agreed = min(num_pages, *self._capacities.values())
+            self._capacities.clear()
         self.broadcast(PoolSize(agreed))
         return agreed
 

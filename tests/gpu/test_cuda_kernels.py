@@ -23,6 +23,7 @@ def checkpoint(request: pytest.FixtureRequest, tiny_checkpoint: Callable[[Family
 
 
 NAMED = dict(kernel_checks.checks(torch.device("cuda"), check_cuda.backends()))
+NAMED |= kernel_checks.hybrid_checks(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("name", NAMED)

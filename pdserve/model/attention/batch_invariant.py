@@ -4,7 +4,8 @@ Used with --enable-deterministic-inference. Keys are split into blocks of BLOCK 
 the page size. Every matrix product multiplies `size` query rows with one block. `layers/tiles.py` finds sizes for
 which a row's bits do not depend on the other rows. More rows, blocks and heads are more products of the same shape.
 The maximum over all keys is exact in any order. The blocks' sums are added in order. A masked block or key adds exactly
-zero, so blocks that only other queries of the batch see do not change a result.
+zero, so blocks that only other queries of the batch see do not change a result. With a window the blocks before a
+query's first key are masked, or left out where no query of a piece sees them.
 
 All arithmetic is in float32. Made by the executor factory. Runs on CPU and CUDA.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import torch
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from pdserve.errors import ConfigError
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.page_gather import KVPool, PageGather
+from pdserve.model.attention.page_gather import KVPool, PageGather, RowSpans
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 
@@ -33,17 +35,19 @@ _PROBE_COUNTS = (1, 2, 5, 56)
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class QueryPiece:
     """`T` new tokens of each of `B` requests, attended together in products of `size` query rows.
 
     A query row is one query head of one token. Rows that share a KV head are adjacent, token by token. `tokens`
-    `[B * T]` are flat indices. Blocks from `num_blocks` on are masked for all queries, and blocks before `first` for
-    none. Between them, `hidden` `[B, 1, num_blocks - first, size, BLOCK]` is true where a query row's key is masked.
+    `[B * T]` are flat indices. Blocks before `begin` and from `num_blocks` on are masked for all queries, blocks from
+    `begin` to `first` for none. From `first` to `num_blocks`, `hidden` `[B, 1, num_blocks - first, size, BLOCK]` is
+    true where a query row's key is masked.
     """
 
     tokens: Tensor
     num_tokens: int
     size: int
+    begin: int
     num_blocks: int
     first: int
     hidden: Tensor
@@ -61,18 +65,24 @@ class Gathered:
     num_blocks: int
     blocks: Tensor
     junk: Tensor | None
-    pieces: tuple[Piece, ...]
+    pieces: tuple[QueryPiece, ...]
 
 
 class BatchInvariantAttention:
     """The deterministic attention backend over one KV pool.
 
+    `window`: positions that a token sees, its own included; None: all.
+
     Raises:
         ConfigError: no product size is batch-invariant on this device.
     """
 
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, window: int | None = None) -> None:
         self._pool = pool
+        self._window = window
+        page_tokens = pool.group.page_tokens
+        self._page_step = math.lcm(BLOCK, page_tokens) // page_tokens
+        """Gathers begin at multiples of as many pages: at the start of a block and of a page."""
         self._gather = PageGather(pool, device)
         self._group = num_heads // pool.group.num_kv_heads
         self._sizes = _common_sizes(pool.group.head_dim, device)
@@ -83,31 +93,32 @@ class BatchInvariantAttention:
     def begin(self, batch: ForwardBatch) -> BatchInvariantStep:
         """Compute gather indices and masks for one step."""
         host = batch.host
+        firsts = None if self._window is None else np.maximum(0, host.starts - self._window + 1)
+        rows = RowSpans.of(host, self._pool.group, firsts, self._page_step)
         is_decode = (host.ends - host.starts) == 1
         decode, extend = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
-        together = [self._together(batch, rows) for rows in self._gather.buckets(host.ends, decode)]
-        alone = [self._together(batch, extend[i : i + 1]) for i in range(len(extend))]
+        together = [self._together(rows, some) for some in self._gather.buckets(rows.lengths, decode)]
+        alone = [self._together(rows, extend[i : i + 1]) for i in range(len(extend))]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
         return BatchInvariantStep(self._pool, self._group, writes, together + alone)
 
-    def _together(self, batch: ForwardBatch, rows: IntArray) -> Gathered:
-        """Plan one gather: rows with one new token each, or one row with several. `rows` are sorted by length."""
-        host = batch.host
-        lengths = host.ends[rows]
+    def _together(self, rows: RowSpans, some: IntArray) -> Gathered:
+        """Plan one gather: rows with one new token each, or one row with several. `some` are sorted by length."""
+        lengths = rows.lengths[some]
         num_blocks = -(-int(lengths[-1]) // BLOCK)
         num_pages = self._pool.group.pages_for(num_blocks * BLOCK)
-        pages = self._gather.row_pages(host, rows, num_pages)
+        pages = rows.pages(self._gather, some, num_pages)
         junk = self._gather.junk_slots(lengths, num_pages)
         return Gathered(
-            num_rows=len(rows),
+            num_rows=len(some),
             num_blocks=num_blocks,
             blocks=self._gather.tensor(self._gather.block_index(pages)),
             junk=self._gather.tensor(junk) if len(junk) else None,
-            pieces=self._pieces(host.offsets[rows], host.starts[rows], host.ends[rows]),
+            pieces=self._pieces(rows.host.offsets[some], rows.starts[some], lengths),
         )
 
-    def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[Piece, ...]:
-        """Cut the new tokens of one gather into pieces."""
+    def _pieces(self, offsets: IntArray, starts: IntArray, ends: IntArray) -> tuple[QueryPiece, ...]:
+        """Cut the new tokens of one gather into pieces. `starts` and `ends` count from each row's first page."""
         num_blocks = -(-int(ends.max()) // BLOCK)
         row_bytes = len(offsets) * self._pool.group.num_kv_heads * num_blocks * BLOCK * 4
         widths = {size // self._group: size for size in reversed(self._sizes) if size >= self._group}
@@ -118,17 +129,21 @@ class BatchInvariantAttention:
             pieces.append(self._piece(offsets[:, None] + new, starts[:, None] + new, widths[tile.size]))
         return tuple(pieces)
 
-    def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> Piece:
+    def _piece(self, tokens: IntArray, positions: IntArray, size: int) -> QueryPiece:
         """Build the piece of the tokens at flat indices `tokens` and `positions`, `[B, T]` each."""
-        num_blocks, first = int(positions.max()) // BLOCK + 1, (int(positions.min()) + 1) // BLOCK
+        num_blocks, begin, window = int(positions.max()) // BLOCK + 1, 0, self._window
+        first = (int(positions.min()) + 1) // BLOCK
+        if window is not None:
+            first = begin = max(0, int(positions.min()) - window + 1) // BLOCK
         keys = np.arange(first * BLOCK, num_blocks * BLOCK).reshape(-1, 1, BLOCK)
         hidden = np.zeros((len(tokens), num_blocks - first, size, BLOCK), dtype=np.bool_)
         last = np.repeat(positions, self._group, axis=1)[:, None, :, None]
-        hidden[:, :, : last.shape[2]] = keys > last
-        return Piece(
+        hidden[:, :, : last.shape[2]] = keys > last if window is None else (keys > last) | (keys <= last - window)
+        return QueryPiece(
             tokens=self._gather.tensor(tokens.reshape(-1)),
             num_tokens=tokens.shape[1],
             size=size,
+            begin=begin,
             num_blocks=num_blocks,
             first=first,
             hidden=self._gather.tensor(hidden)[:, None],
@@ -154,7 +169,8 @@ class BatchInvariantStep:
             keys, values = self._blocks(layer, gathered)
             for piece in gathered.pieces:
                 rows = self._query_rows(q, gathered.num_rows, piece)
-                mixed = _attend(rows, keys[:, :, : piece.num_blocks], values[:, :, : piece.num_blocks], piece)
+                seen = slice(piece.begin, piece.num_blocks)
+                mixed = _attend(rows, keys[:, :, seen], values[:, :, seen], piece)
                 out.index_copy_(0, piece.tokens, self._tokens(mixed, piece).to(q.dtype))
         return out.flatten(1)
 
@@ -165,7 +181,7 @@ class BatchInvariantStep:
         keys, values = slots.reshape(*slots.shape[:3], gathered.num_blocks, BLOCK, slots.shape[-1])
         return keys, values
 
-    def _query_rows(self, q: Tensor, num_rows: int, piece: Piece) -> Tensor:
+    def _query_rows(self, q: Tensor, num_rows: int, piece: QueryPiece) -> Tensor:
         """Return the piece's scaled queries, float32 `[B, kv_heads, size, D]`; rows beyond its tokens are zero."""
         spec, used = self._pool.group, piece.num_tokens * self._group
         picked = q.index_select(0, piece.tokens).float() * self._scale
@@ -174,20 +190,20 @@ class BatchInvariantStep:
         rows[:, :, :used] = heads.reshape(num_rows, spec.num_kv_heads, used, spec.head_dim)
         return rows
 
-    def _tokens(self, mixed: Tensor, piece: Piece) -> Tensor:
+    def _tokens(self, mixed: Tensor, piece: QueryPiece) -> Tensor:
         """Invert `_query_rows`: `[B * T, num_heads, D]`."""
         used = mixed[:, :, : piece.num_tokens * self._group]
         heads = used.reshape(*mixed.shape[:2], piece.num_tokens, self._group, mixed.shape[-1]).transpose(1, 2)
         return heads.reshape(len(piece.tokens), -1, mixed.shape[-1])
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: Piece) -> Tensor:
-    """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, num_blocks, BLOCK, D]`)."""
+def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: QueryPiece) -> Tensor:
+    """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, blocks, BLOCK, D]`)."""
     batch = keys.shape[:3]
     shared = rows[:, :, None].expand(*batch, -1, -1).reshape(-1, *rows.shape[2:])
     scores = torch.bmm(shared, keys.reshape(-1, *keys.shape[3:]).transpose(1, 2)).view(*batch, piece.size, BLOCK)
     if piece.first < piece.num_blocks:
-        scores[:, :, piece.first :].masked_fill_(piece.hidden, float("-inf"))
+        scores[:, :, piece.first - piece.begin :].masked_fill_(piece.hidden, float("-inf"))
     weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
     mixed = torch.bmm(weights.view(-1, piece.size, BLOCK), values.reshape(-1, *values.shape[3:]))
     return _in_order(mixed.view(*batch, piece.size, -1)) / _in_order(weights.sum(-1, keepdim=True))

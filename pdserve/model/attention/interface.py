@@ -1,9 +1,16 @@
-"""Interface between decoder layers and attention backends."""
+"""Interface between decoder layers and the backends over the pools of a rank.
+
+An attention backend belongs to one kind of attention over the pool of one FULL or WINDOW group; `StateSlots` in
+`state_slots.py` to the pool of one STATE group. `LayerBackends` in `layer_backends.py` joins them for models with
+several. A backend over a WINDOW group gets batches whose pages are the window's, see `ForwardBatch.in_window`: page
+numbers within a request count from its first token, and the entries of pages behind the window are undefined.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +19,17 @@ from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import rotate
 
+T = TypeVar("T")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Heads:
     """Output of a layer's q/k/v projection, and the inputs of the norm and rotation that precede attention.
 
-    `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. `q_norm` and `k_norm` are per-head norms, both
-    or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse norm, rotation and the KV write.
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. With `has_gates` it is
+    `[N, 2 * num_heads + 2 * num_kv_heads, head_dim]`: each query has a gate behind it, which backends skip. `q_norm`
+    and `k_norm` are per-head norms, both or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse
+    norm, rotation and the KV write.
     """
 
     qkv: Tensor
@@ -28,14 +39,18 @@ class Heads:
     k_norm: RMSNorm | None
     cos: Tensor
     sin: Tensor
+    has_gates: bool = False
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Apply norms and rotation in torch.
 
         Returns queries `[N, num_heads, head_dim]`, keys and values `[N, num_kv_heads, head_dim]`.
         """
-        num_rotated = self.num_heads + self.num_kv_heads
-        q_and_k, v = self.qkv[:, :num_rotated], self.qkv[:, num_rotated:]
+        num_rotated, qkv = self.num_heads + self.num_kv_heads, self.qkv
+        if self.has_gates:
+            behind = 2 * self.num_heads
+            qkv = torch.cat((qkv[:, :behind:2], qkv[:, behind:]), 1)
+        q_and_k, v = qkv[:, :num_rotated], qkv[:, num_rotated:]
         if self.q_norm is not None and self.k_norm is not None:
             normed = self.q_norm(q_and_k[:, : self.num_heads]), self.k_norm(q_and_k[:, self.num_heads :])
             q_and_k = torch.cat(normed, 1)
@@ -43,11 +58,66 @@ class Heads:
         return q_and_k[:, : self.num_heads], q_and_k[:, self.num_heads :], v
 
 
+class StateRows:
+    """The rows of a step, for layers with a recurrent state.
+
+    Row r computes the tokens `[offsets[r], offsets[r + 1])` of the flat batch, whose first position is `starts[r]`. A
+    row that starts at 0 begins from a zero state, whatever its slot holds. `slots[r]` is its index in the planes of
+    `LayerStates`. A negative one belongs to a row of padding: it reads no state, and none is kept of it. Tensors are
+    int64 on the device: `slots` and `starts` `[R]`, `offsets` `[R + 1]`.
+
+    `is_decode`: each row has one token. `host`: the same rows on the host; None in a captured step, whose rows change
+    between replays.
+    """
+
+    def __init__(
+        self, slots: Tensor, starts: Tensor, offsets: Tensor, host: HostRows | None, *, is_decode: bool
+    ) -> None:
+        self.slots, self.starts, self.offsets = slots, starts, offsets
+        self.host, self.is_decode = host, is_decode
+        self._made: dict[str, object] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.slots)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """Return `make()`, called by the first layer that asks for `name` in this step."""
+        if name not in self._made:
+            self._made[name] = make()
+        found: T = self._made[name]  # type: ignore[assignment]
+        return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LayerStates:
+    """What a step offers to one layer with a recurrent state.
+
+    `planes`: by name, a view `[num_slots + 1, heads, rows, width]` of the pool, which the layer reads and overwrites in
+    place. The last slot belongs to no request.
+    """
+
+    rows: StateRows
+    planes: Mapping[str, Tensor]
+
+
+class StepStates(Protocol):
+    """Recurrent states of one step."""
+
+    def states(self, layer: int) -> LayerStates:
+        """Return the states of this rank's layer `layer`."""
+        ...
+
+
 class StepAttention(Protocol):
     """Attention of one step. A layer calls it; the layers run in order."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Write the keys and values of `heads` into the pool, then attend with its queries.
+
+        `layer` counts the layers of the backend's pool; for `LayerBackends` and models with one group, those of this
+        rank.
 
         Every token sees its own row's positions up to and including itself. Returns `[N, num_heads * head_dim]`.
         """
@@ -75,7 +145,7 @@ class CapturedAttention(StepAttention, Protocol):
     def filling(self, rows: HostRows) -> list[Filling]:
         """Return the fillings for `fill` that set up the next replay. `rows` has as many rows as the captured size.
 
-        The fillings are enqueued after earlier replays.
+        For a WINDOW group they are `HostRows.in_window`. The fillings are enqueued after earlier replays.
         """
         ...
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -18,6 +19,40 @@ _SLACK_PAGES = 4
 """Rows join a gather while the longest row has at most twice the pages of the shortest, plus this many."""
 
 
+@dataclasses.dataclass(frozen=True)
+class RowSpans:
+    """The rows of a step, by what is gathered of them: each from a page `first_pages[r]` on, to its last token.
+
+    Row r has `lengths[r]` gathered tokens, of which those from `starts[r]` on are new. `valid_from[r]`: its first page
+    that is not behind the window. `first_pages` and `valid_from` are None where all rows begin with their first page.
+    """
+
+    host: HostRows
+    starts: IntArray
+    lengths: IntArray
+    first_pages: IntArray | None
+    valid_from: IntArray | None
+
+    @staticmethod
+    def of(host: HostRows, group: KVGroup, firsts: IntArray | None, step: int = 1) -> RowSpans:
+        """Return the rows. `firsts`: first position that each row sees; None: 0.
+
+        First pages are multiples of `step`.
+        """
+        if firsts is None:
+            return RowSpans(host, host.starts, host.ends, None, None)
+        valid_from = firsts // group.page_tokens
+        first_pages = valid_from // step * step
+        bases = first_pages * group.page_tokens
+        return RowSpans(host, host.starts - bases, host.ends - bases, first_pages, valid_from)
+
+    def pages(self, gather: PageGather, rows: IntArray, num_pages: int) -> IntArray:
+        """Return `num_pages` pages of each row to gather, `[B, num_pages]`; null pages for those that it lacks."""
+        if self.first_pages is None or self.valid_from is None:
+            return gather.row_pages(self.host, rows, num_pages)
+        return gather.row_pages(self.host, rows, num_pages, self.first_pages[rows], self.valid_from[rows])
+
+
 class PageGather:
     """Computes indices into one KV pool, for one device."""
 
@@ -28,10 +63,13 @@ class PageGather:
         self._layer_blocks = np.array([[pool.group.block(0, plane, head) for head in heads] for plane in planes])
         """Blocks of a page's first layer, `[k/v, kv_head]`."""
 
-    def buckets(self, ends: IntArray, rows: IntArray) -> list[IntArray]:
-        """Sort `rows` by length and cut them so that padding at most about doubles the gathered bytes."""
-        order = rows[np.argsort(ends[rows], kind="stable")]
-        num_pages = self._pool.group.pages_for(ends[order])
+    def buckets(self, lengths: IntArray, rows: IntArray) -> list[IntArray]:
+        """Sort `rows` by length and cut them so that padding at most about doubles the gathered bytes.
+
+        `lengths[r]`: tokens of row r that are gathered.
+        """
+        order = rows[np.argsort(lengths[rows], kind="stable")]
+        num_pages = self._pool.group.pages_for(lengths[order])
         buckets: list[IntArray] = []
         first = 0
         for i in range(1, len(order) + 1):
@@ -40,12 +78,32 @@ class PageGather:
                 first = i
         return buckets
 
-    def row_pages(self, host: HostRows, rows: IntArray, num_pages: int) -> IntArray:
-        """Return the first `num_pages` pages of each row, `[B, num_pages]`; null pages after the row's last one."""
+    def row_pages(
+        self,
+        host: HostRows,
+        rows: IntArray,
+        num_pages: int,
+        firsts: IntArray | None = None,
+        valid_from: IntArray | None = None,
+    ) -> IntArray:
+        """Return `num_pages` pages of each row, `[B, num_pages]`; null pages after the row's last one.
+
+        They begin with page `firsts[i]` of row `rows[i]`; None: with its first page. The null page also stands for
+        pages before `valid_from[i]`, which are behind the row's window.
+        """
         pages = np.full((len(rows), num_pages), self._pool.null_page, dtype=np.int64)
-        known = min(num_pages, host.pages.shape[1])
-        pages[:, :known] = host.pages[rows, :known]
-        pages[np.arange(num_pages) >= self._pool.group.pages_for(host.ends[rows])[:, None]] = self._pool.null_page
+        counts = self._pool.group.pages_for(host.ends[rows])[:, None]
+        if firsts is None:
+            known = min(num_pages, host.pages.shape[1])
+            pages[:, :known] = host.pages[rows, :known]
+            pages[np.arange(num_pages) >= counts] = self._pool.null_page
+            return pages
+        numbers = firsts[:, None] + np.arange(num_pages)
+        is_known = numbers < np.minimum(counts, host.pages.shape[1])
+        if valid_from is not None:
+            is_known &= numbers >= valid_from[:, None]
+        line, column = np.nonzero(is_known)
+        pages[line, column] = host.pages[rows[line], numbers[line, column]]
         return pages
 
     def block_index(self, pages: IntArray) -> IntArray:
@@ -80,6 +138,8 @@ _CUDA_ALIGN_BYTES = 2 << 20
 class GroupPool:
     """The pages of one layout group on a rank, with planes of any shapes and dtypes. For STATE the pages are slots.
 
+    A rank without layers of the group has a pool of no bytes.
+
     After the last page lies one more, the null page, which is always zero: padding of a gather reads it. The null page
     is outside `buffer`, so no peer can write it.
 
@@ -91,7 +151,7 @@ class GroupPool:
         self.group = group
         self.num_pages = num_pages
         self.null_page = num_pages
-        self._raw = _allocate(group.bytes_of(num_pages + 1), device, shareable)
+        self._raw = _allocate(max(1, group.bytes_of(num_pages + 1)), device, shareable)[: group.bytes_of(num_pages + 1)]
 
     @property
     def buffer(self) -> tuple[int, int]:

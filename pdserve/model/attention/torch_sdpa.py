@@ -1,7 +1,8 @@
 """Attention through torch's scaled_dot_product_attention (SDPA), on CPU and CUDA.
 
 Rows with few new tokens are gathered into groups of similar length, padded and masked. Rows with many new tokens are
-attended one by one. Contents of unwritten slots never reach a result, not even as NaN.
+attended one by one. With a window the gather of a row begins at the first page that its first new token sees. Contents
+of unwritten slots never reach a result, not even as NaN.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.page_gather import KVPool, PageGather
-from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
+from pdserve.model.attention.page_gather import KVPool, PageGather, RowSpans
+from pdserve.model.forward_batch import ForwardBatch, IntArray
 
-_QUERY_BLOCK = 512
-"""Query tokens per SDPA call under a mask: each block skips the keys after its last query."""
+QUERY_BLOCK = 512
+"""Query tokens per SDPA call under a mask: each block skips the keys that none of its queries sees."""
 MIN_ALONE_PRODUCT = 1 << 14
 """Product of new tokens and total tokens from which a row with several new tokens is attended alone. Grouping gains
 such a row nothing, and padding costs time.
@@ -30,7 +31,7 @@ MAX_GROUP_PRODUCT = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class RowGroup:
-    """B = `num_rows` gathered rows. Each row has T new tokens and as many pages as `length` tokens, which it sees.
+    """B = `num_rows` gathered rows. Each row has T new tokens and as many pages as `length` tokens.
 
     `tokens` `[B * T]` are flat indices; a row with fewer tokens repeats its last. `kept` `[N]` are the positions in
     `tokens` that are no repeats; None when all are kept. `into` `[N]` are their flat indices.
@@ -51,26 +52,45 @@ class RowGroup:
 
 
 @dataclasses.dataclass(frozen=True)
-class ExtendRow:
-    """One row with many (`num_tokens`) new tokens at flat index `offset`, ending at position `end`.
+class QueryBlock:
+    """The queries `[first, last)` of a row, and the gathered keys `[low, high)` that one of them sees.
 
-    `blocks` and `mask` (`[num_tokens, end]`) are None when the row starts at position 0: the new K and V are all.
+    `mask` `[last - first, high - low]` is true where a query sees a key.
+    """
+
+    first: int
+    last: int
+    low: int
+    high: int
+    mask: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ExtendRow:
+    """One row with many (`num_tokens`) new tokens at flat index `offset`, and `num_keys` keys before and of them.
+
+    `blocks` is None when the row starts at position 0: the new K and V are all. `parts` is None when, besides, all
+    queries see all earlier keys.
     """
 
     offset: int
     num_tokens: int
-    end: int
+    num_keys: int
     blocks: Tensor | None
-    mask: Tensor | None
+    parts: tuple[QueryBlock, ...] | None
 
 
 class TorchAttention:
-    """The `torch` attention backend over one KV pool."""
+    """The `torch` attention backend over one KV pool.
 
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+    `window`: positions that a token sees, its own included; None: all.
+    """
+
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, window: int | None = None) -> None:
         self._pool = pool
         self._num_heads = num_heads
         self._queries = num_heads // pool.group.num_kv_heads
+        self._window = window
         self._device = device
         self._gather = PageGather(pool, device)
 
@@ -81,63 +101,80 @@ class TorchAttention:
         """Compute gather indices and masks for one step."""
         host = batch.host
         widths = host.ends - host.starts
-        alone = (widths > 1) & (widths * host.ends >= MIN_ALONE_PRODUCT)
+        firsts = None if self._window is None else np.maximum(0, host.starts - self._window + 1)
+        rows = RowSpans.of(host, self._pool.group, firsts)
+        alone = (widths > 1) & (widths * rows.lengths >= MIN_ALONE_PRODUCT)
         kinds = np.where(alone, -1, np.ceil(np.log2(widths)))
         groups = [
-            self._group(batch, rows)
+            self._group(rows, some)
             for kind in np.unique(kinds[~alone])
-            for rows in self._together(host, np.flatnonzero(kinds == kind))
+            for some in self._together(rows, np.flatnonzero(kinds == kind))
         ]
-        rows = [self._extend_row(batch, int(row)) for row in np.flatnonzero(alone)]
+        by_themselves = [self._extend_row(rows, int(row)) for row in np.flatnonzero(alone)]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
-        return TorchStep(self._pool, self._num_heads, writes, groups, rows)
+        return TorchStep(self._pool, self._num_heads, writes, groups, by_themselves)
 
-    def _together(self, host: HostRows, rows: IntArray) -> Iterator[IntArray]:
-        """Group `rows`, which have similar numbers of new tokens. Groups of decode rows have no size limit."""
-        for bucket in self._gather.buckets(host.ends, rows):
-            width = int((host.ends - host.starts)[bucket].max())
-            most = len(bucket) if width == 1 else max(1, MAX_GROUP_PRODUCT // (width * int(host.ends[bucket[-1]])))
+    def _together(self, rows: RowSpans, some: IntArray) -> Iterator[IntArray]:
+        """Group the rows `some`, which have similar numbers of new tokens. Groups of decode rows have no size limit."""
+        for bucket in self._gather.buckets(rows.lengths, some):
+            width = int((rows.lengths - rows.starts)[bucket].max())
+            longest = int(rows.lengths[bucket[-1]])
+            most = len(bucket) if width == 1 else max(1, MAX_GROUP_PRODUCT // (width * longest))
             yield from (bucket[i : i + most] for i in range(0, len(bucket), most))
 
-    def _group(self, batch: ForwardBatch, rows: IntArray) -> RowGroup:
-        """Compute indices for one gather of `rows`, sorted by length."""
-        host = batch.host
-        lengths = host.ends[rows]
+    def _group(self, rows: RowSpans, some: IntArray) -> RowGroup:
+        """Compute indices for one gather of the rows `some`, sorted by length."""
+        lengths = rows.lengths[some]
         length = int(lengths[-1])
         num_pages = self._pool.group.pages_for(length)
-        pages = self._gather.row_pages(host, rows, num_pages)
+        pages = rows.pages(self._gather, some, num_pages)
         even = bool(lengths[0] == length)
-        widths = lengths - host.starts[rows]
+        widths = lengths - rows.starts[some]
         new = np.arange(int(widths.max()))
         within = np.minimum(new, widths[:, None] - 1)
-        tokens = (host.offsets[rows][:, None] + within).ravel()
+        tokens = (rows.host.offsets[some][:, None] + within).ravel()
         kept = np.flatnonzero(new < widths[:, None])
-        mask = None
-        if len(new) > 1 or not even:
-            last = np.repeat(host.starts[rows][:, None] + within, self._queries if len(new) > 1 else 1, axis=1)
-            mask = self._gather.tensor(np.arange(length) <= last[:, None, :, None])
+        mask, window = None, self._window
+        if len(new) > 1 or not even or (window is not None and length > window):
+            last = np.repeat(rows.starts[some][:, None] + within, self._queries if len(new) > 1 else 1, axis=1)
+            last, slots = last[:, None, :, None], np.arange(length)
+            seen = slots <= last
+            mask = self._gather.tensor(seen if window is None else seen & (slots > last - window))
         return RowGroup(
             tokens=self._gather.tensor(tokens),
             kept=None if len(kept) == len(tokens) else self._gather.tensor(kept),
             into=self._gather.tensor(tokens[kept]),
-            num_rows=len(rows),
+            num_rows=len(some),
             length=length,
             blocks=self._gather.tensor(self._gather.block_index(pages)),
             mask=mask,
             junk=None if even else self._gather.tensor(self._gather.junk_slots(lengths, num_pages)),
         )
 
-    def _extend_row(self, batch: ForwardBatch, row: int) -> ExtendRow:
+    def _extend_row(self, rows: RowSpans, row: int) -> ExtendRow:
         """Compute indices for one row with several new tokens."""
-        host = batch.host
-        start, end = int(host.starts[row]), int(host.ends[row])
-        blocks = mask = None
-        if start:
-            pages = self._gather.row_pages(host, np.array([row]), self._pool.group.pages_for(end))
+        start, num_keys = int(rows.starts[row]), int(rows.lengths[row])
+        blocks = parts = None
+        if rows.host.starts[row]:
+            pages = rows.pages(self._gather, np.array([row]), self._pool.group.pages_for(num_keys))
             blocks = self._gather.tensor(self._gather.block_index(pages))
-            ones = torch.ones(end - start, end, dtype=torch.bool, device=self._device)
-            mask = ones.tril(diagonal=start)
-        return ExtendRow(int(host.offsets[row]), end - start, end, blocks, mask)
+        if blocks is not None or (self._window is not None and num_keys > self._window):
+            parts = self._query_blocks(start, num_keys)
+        return ExtendRow(int(rows.host.offsets[row]), num_keys - start, num_keys, blocks, parts)
+
+    def _query_blocks(self, start: int, num_keys: int) -> tuple[QueryBlock, ...]:
+        """Cut queries at the gathered positions `[start, num_keys)` into blocks."""
+        blocks, window = [], self._window
+        for first in range(0, num_keys - start, QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, num_keys - start)
+            low = 0 if window is None else max(0, start + first - window + 1)
+            high = start + last
+            diagonal = start + first - low
+            mask = torch.ones(last - first, high - low, dtype=torch.bool, device=self._device).tril(diagonal)
+            if window is not None:
+                mask = mask.triu(diagonal - window + 1)
+            blocks.append(QueryBlock(first, last, low, high, mask))
+        return tuple(blocks)
 
 
 class TorchStep:
@@ -181,22 +218,20 @@ class TorchStep:
         if row.blocks is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
         else:
-            keys, values = self._pool.gathered(layer, row.blocks, 1, None)[:, 0, :, : row.end]
+            keys, values = self._pool.gathered(layer, row.blocks, 1, None)[:, 0, :, : row.num_keys]
         queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
         shared = (queries.shape[0], -1, -1, -1)
-        out = _causal(queries, keys.expand(shared), values.expand(shared), row.mask)
+        out = _causal(queries, keys.expand(shared), values.expand(shared), row.parts)
         return out.permute(2, 1, 0, 3).reshape(row.num_tokens, self._num_heads, spec.head_dim)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attend the last T positions `q` `[_, _, T, D]` to all keys. `mask` `[T, num keys]`; None when T is all keys."""
-    if mask is None:
+def _causal(q: Tensor, k: Tensor, v: Tensor, parts: tuple[QueryBlock, ...] | None) -> Tensor:
+    """Attend the queries `[_, _, T, D]` of a row to its keys. `parts` None: the queries are as many as the keys."""
+    if parts is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    num_queries, num_keys = mask.shape
     blocks = []
-    for first in range(0, num_queries, _QUERY_BLOCK):
-        last = min(first + _QUERY_BLOCK, num_queries)
-        seen = num_keys - num_queries + last
-        keys, values, part = k[:, :, :seen], v[:, :, :seen], mask[first:last, :seen]
-        blocks.append(F.scaled_dot_product_attention(q[:, :, first:last], keys, values, attn_mask=part))
+    for part in parts:
+        keys, values = k[:, :, part.low : part.high], v[:, :, part.low : part.high]
+        queries = q[:, :, part.first : part.last]
+        blocks.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=part.mask))
     return torch.cat(blocks, 2)

@@ -16,7 +16,14 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
-from pdserve.model.gpu.decode_attention import FreshKV, attend_decode, counters, num_parts
+from pdserve.model.gpu.decode_attention import (
+    EVERYTHING,
+    AttentionMask,
+    FreshKV,
+    attend_decode,
+    counters,
+    num_parts,
+)
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.fused_qk_norm_rope_cache import place_heads
 
@@ -40,11 +47,12 @@ class PagedRows:
 
 
 class TritonAttention:
-    """The `triton` attention backend over one KV pool. Implements `CapturableBackend`."""
+    """The `triton` attention backend over the pool of one FULL or WINDOW group. Implements `CapturableBackend`."""
 
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, mask: AttentionMask = EVERYTHING) -> None:
         self._pool = pool
         self._device = device
+        self._mask = mask
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
         self._through = counters(1, pool.group.num_kv_heads, device)
         self._captured: Tensor | None = None
@@ -53,7 +61,7 @@ class TritonAttention:
 
     def begin(self, batch: ForwardBatch) -> TritonStep:
         """See `AttentionBackend.begin`."""
-        return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots)
+        return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots, self._mask)
 
     def capturing(self) -> TritonAttention:
         """See `AttentionBackend.capturing`."""
@@ -74,7 +82,7 @@ class TritonAttention:
             parts=self._parts(num_rows, self._pool.group.tokens_in(max_pages)),
             through=self._counters(num_rows),
         )
-        return TritonCaptured(self._layers, rows, write_pages, write_slots)
+        return TritonCaptured(self._layers, rows, write_pages, write_slots, self._mask)
 
     def _rows(self, host: HostRows) -> PagedRows:
         """Send a step's rows to the device in one copy."""
@@ -115,15 +123,20 @@ class TritonAttention:
 
     def _parts(self, num_rows: int, max_tokens: int) -> int:
         """Return the number of programs that share a decode row."""
+        if self._mask.window:
+            max_tokens = min(max_tokens, self._mask.window)
         return num_parts(num_rows, self._pool.group.num_kv_heads, max_tokens, self._device)
 
 
 class TritonStep:
     """Attention of one step by Triton kernels."""
 
-    def __init__(self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor) -> None:
+    def __init__(
+        self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor, mask: AttentionMask
+    ) -> None:
         self._layers = layers
         self._rows = rows
+        self._mask = mask
         self._write_pages, self._write_slots = write_pages, write_slots
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
@@ -138,10 +151,12 @@ class TritonStep:
             q = fresh(heads, self._write_pages, self._write_slots)
         if num_decode:
             ends, tokens = rows.ends[:num_decode], rows.offsets[:num_decode]
-            attend_decode(q, out, kv, rows.table, ends, tokens, rows.through, scale=scale, parts=rows.parts)
+            attend_decode(
+                q, out, kv, rows.table, ends, tokens, rows.through, scale=scale, parts=rows.parts, mask=self._mask
+            )  # fmt: skip
         if isinstance(q, Tensor):
             attend_extend(
-                q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale
+                q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale, mask=self._mask
             )  # fmt: skip
         return out.flatten(1)
 
@@ -174,7 +189,7 @@ def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
     return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
+        *((0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)), heads.has_gates,
     )  # fmt: skip
 
 
@@ -184,5 +199,6 @@ def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -
     return place_heads(
         heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
-        0.0 if q_norm is None else q_norm.eps,
+        *((0.0, 0.0) if q_norm is None else (q_norm.eps, q_norm.offset)),
+        has_gates=heads.has_gates,
     )  # fmt: skip

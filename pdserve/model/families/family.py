@@ -1,4 +1,4 @@
-"""`Family`: what a file of this package gives for a model family, and what families read alike from an HF config."""
+"""`Family`: what a folder of this package gives for a model family, and what families read alike from an HF config."""
 
 from __future__ import annotations
 
@@ -7,12 +7,25 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pdserve.errors import ModelError, UnsupportedModelError
-from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLPSpec, MoeSpec, SublayerSpec, WeightNames
+from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count, read_texts
+from pdserve.model.layer_spec import (
+    AttentionSpec,
+    DecoderLayerSpec,
+    GatedDeltaSpec,
+    MLPSpec,
+    MoeSpec,
+    SublayerSpec,
+    WeightNames,
+)
 from pdserve.model.rope import RopeSpec
 
 HFConfig = Mapping[str, Any]
 """The JSON object in a checkpoint's `config.json`."""
+
+
+FULL_LAYERS = frozenset({"full_attention"})
+WINDOW_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Values of `layer_types` in a config."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,7 +33,11 @@ class Family:
     """Models of one HF architecture.
 
     `read_layers(config, rope, where)` returns the layers of a model; its errors are ModelErrors that name the file
-    `where` and the field. `max_positions` is the context length of a config that names none.
+    `where` and the field. `max_positions` is the context length of a config that names none. `layer_types`: values of
+    the config's field of that name that `read_layers` knows. `norm_offset` is added to the weights of RMS norms.
+    `may_be_partial`: a part of each head may be rotated. With `text_config` the fields are those of that object, as in
+    vision-language models. `gguf`: name of the architecture in gguf files; None: such files are not read. With
+    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs.
     """
 
     architecture: str
@@ -28,6 +45,12 @@ class Family:
     max_positions: int
     read_layers: Callable[[HFConfig, RopeSpec, str], tuple[DecoderLayerSpec, ...]]
     names: WeightNames = WeightNames()
+    layer_types: frozenset[str] = FULL_LAYERS
+    norm_offset: float = 0.0
+    may_be_partial: bool = False
+    text_config: bool = False
+    gguf: str | None = None
+    gguf_rotates_pairs: bool = False
 
 
 def read_num_layers(config: HFConfig, where: str) -> int:
@@ -44,14 +67,19 @@ def read_attention(
     o_bias: bool,
     qk_norm: bool = False,
     head_dim: int | None = None,
+    num_kv_heads: int | None = None,
+    window: int | None = None,
 ) -> AttentionSpec:
     """Read the heads. `head_dim` is the size of a head in a config that names none; None: hidden size / heads.
+
+    `num_kv_heads` are the KV heads in a config that names none; None: as many as query heads. `window`: see
+    `AttentionSpec`.
 
     Raises:
         ModelError: a number is out of range, or the query heads cannot share the KV heads equally.
     """
     num_heads = read_count(config, "num_attention_heads", where, most=MAX_HEADS)
-    num_kv_heads = read_count(config, "num_key_value_heads", where, default=num_heads)
+    num_kv_heads = read_count(config, "num_key_value_heads", where, default=num_kv_heads or num_heads)
     if head_dim is None:
         head_dim = read_count(config, "hidden_size", where, most=MAX_WIDTH) // num_heads
     head_dim = read_count(config, "head_dim", where, default=head_dim, most=MAX_HEAD_DIM)
@@ -67,6 +95,7 @@ def read_attention(
         qkv_bias=qkv_bias,
         o_bias=o_bias,
         qk_norm=qk_norm,
+        window=window,
     )
 
 
@@ -75,11 +104,50 @@ def read_mlp(config: HFConfig, where: str, *, bias: bool = False) -> MLPSpec:
     return MLPSpec(intermediate_size=read_count(config, "intermediate_size", where, most=MAX_WIDTH), bias=bias)
 
 
-def pre_norm_layer(attention: AttentionSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
-    """Return Llama's layer: attention, then the feed-forward, each behind a norm of its own."""
+def read_moe(config: HFConfig, where: str) -> MoeSpec:
+    """Read the experts of Qwen's configs. Newer configs use `num_local_experts`."""
+    name = "num_local_experts" if "num_experts" not in config else "num_experts"
+    num_experts = read_count(config, name, where, most=MAX_HEADS)
+    top_k = read_count(config, "num_experts_per_tok", where, default=8)
+    if top_k > num_experts:
+        raise ModelError(f"{where}: num_experts_per_tok is {top_k}, but there are {num_experts} experts")
+    return MoeSpec(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=read_count(config, "moe_intermediate_size", where, most=MAX_WIDTH),
+        norm_top_k=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def pre_norm_layer(attention: AttentionSpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
+    """Return Llama's layer: attention of either kind, then the feed-forward, each behind a norm of its own."""
     return DecoderLayerSpec(
         (SublayerSpec("input_layernorm", attention), SublayerSpec("post_attention_layernorm", feed_forward))
     )
+
+
+def read_window(config: HFConfig, where: str) -> int | None:
+    """Read the window of layers that have one, `sliding_window`; None: the config sets none."""
+    return None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
+
+
+def read_windows(config: HFConfig, where: str) -> tuple[int | None, ...]:
+    """Read the window of each layer, None for full attention.
+
+    `use_sliding_window` turns windows on. The layers with a window are named by `layer_types`, and without it they are
+    those from `max_window_layers` on.
+    """
+    num_layers = read_num_layers(config, where)
+    window = read_window(config, where) if config.get("use_sliding_window", False) else None
+    if window is None:
+        return (None,) * num_layers
+    kinds = read_texts(config, "layer_types", where)
+    if kinds:
+        if len(kinds) != num_layers:
+            raise ModelError(f"{where}: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
+        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    first = read_count(config, "max_window_layers", where, default=28, least=0)
+    return tuple(window if index >= first else None for index in range(num_layers))
 
 
 def refuse_windows(config: HFConfig, where: str, *, everywhere: bool = False) -> None:
@@ -92,4 +160,4 @@ def refuse_windows(config: HFConfig, where: str, *, everywhere: bool = False) ->
     )
     is_on = config.get("use_sliding_window", False) and config.get("sliding_window") is not None
     if is_on and (everywhere or some):
-        raise UnsupportedModelError(f"{where}: use_sliding_window is on; sliding-window attention is not supported")
+        raise UnsupportedModelError(f"{where}: use_sliding_window is on; this architecture has no windows")

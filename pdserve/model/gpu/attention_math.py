@@ -70,18 +70,33 @@ def online_softmax_update(total, top, weight, scores, values):
 
 
 @triton.jit
+def scaled_by_norm(x, scale, weight, dtype, NORM_OFFSET: tl.constexpr):
+    """Return `x * scale * weight`, float32 rounded to `dtype`.
+
+    Without an offset the product with `scale` is rounded to `dtype` first; with one, the weight is `NORM_OFFSET` more.
+    """
+    if NORM_OFFSET == 0.0:
+        return ((x * scale).to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
+    return (x * scale * (weight + NORM_OFFSET)).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def finished(
-    head_at, norm, angle, cos, sin, eps, mask, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, HAS_NORM: tl.constexpr
+    head_at, norm, angle, cos, sin, eps, mask, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, ROTARY: tl.constexpr,
+    HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Load heads at `head_at` `[M, 1]`, normalise and rotate them: `[M, BLOCK_DIM]`.
+    """Load heads at `head_at` `[M, 1]`, normalise them and rotate their first ROTARY dimensions: `[M, BLOCK_DIM]`.
 
     Computes the same as `fused_qk_norm_rope_cache._place`. `angle` is the offset of the token's line of `cos` and
     `sin`; the first half of `sin` is negated. `norm` is the norm's weights.
     """
-    HALF: tl.constexpr = DIM // 2
+    HALF: tl.constexpr = ROTARY // 2
     dims = tl.arange(0, BLOCK_DIM)
     is_dim = dims < DIM
+    is_rotated = dims < ROTARY
     across = tl.where(dims < HALF, dims + HALF, dims - HALF)
+    if ROTARY < DIM:
+        across = tl.where(is_rotated, across, dims)
     here = tl.load(head_at + dims[None, :], mask=mask, other=0.0)
     there = tl.load(head_at + across[None, :], mask=mask, other=0.0)
     dtype = here.dtype
@@ -90,8 +105,8 @@ def finished(
         rsqrt = (1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps))[:, None]
         of_x = tl.load(norm + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
         of_y = tl.load(norm + across, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-        x = ((x * rsqrt).to(dtype).to(tl.float32) * of_x).to(dtype).to(tl.float32)
-        y = ((y * rsqrt).to(dtype).to(tl.float32) * of_y).to(dtype).to(tl.float32)
-    c = tl.load(cos + angle + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle + dims, mask=is_dim, other=0.0).to(tl.float32)[None, :]
+        x = scaled_by_norm(x, rsqrt, of_x, dtype, NORM_OFFSET)
+        y = scaled_by_norm(y, rsqrt, of_y, dtype, NORM_OFFSET)
+    c = tl.load(cos + angle + dims, mask=is_rotated, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle + dims, mask=is_rotated, other=0.0).to(tl.float32)[None, :]
     return (x * c + y * s).to(dtype)

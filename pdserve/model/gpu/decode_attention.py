@@ -46,9 +46,16 @@ class AttentionMask:
     softcap: float = 0.0
 
 
+EVERYTHING = AttentionMask()
+"""No window and no cap."""
+
+
 @dataclasses.dataclass(frozen=True)
 class FreshKV:
-    """Unfinished heads and write targets of the new tokens; arguments as for `place_heads`."""
+    """Unfinished heads and write targets of the new tokens; arguments as for `place_heads`.
+
+    The first dimensions of a head, as many as `cos` and `sin` have, are rotated.
+    """
 
     qkv: Tensor
     write_pages: Tensor
@@ -58,6 +65,8 @@ class FreshKV:
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
+    norm_offset: float = 0.0
+    has_gates: bool = False
 
 
 def num_parts(num_rows: int, num_kv_heads: int, max_tokens: int, device: torch.device) -> int:
@@ -82,7 +91,7 @@ def attend_decode(
     *,
     scale: float,
     parts: int,
-    mask: AttentionMask = AttentionMask(),
+    mask: AttentionMask = EVERYTHING,
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.
@@ -91,7 +100,8 @@ def attend_decode(
     D]`, contiguous within a page. `table` int32 `[R, P]`: pages of each row. `ends` int32 `[R]`: number of positions.
     `tokens` int32 `[R]`: the row's index in `q` and `out`. `through`: `counters`. `sinks` float32 `[num_heads]`: logits
     that take softmax weight and add no value. `parts` is a power of two. A row with an end of 0 gets zeros; with
-    `FreshKV` each row has at least its new token.
+    `FreshKV` each row has at least its new token. With a window, only the pages of visible positions are read; other
+    entries of `table` may have any value.
     """
     num_rows, (num_heads, dim) = len(ends), out.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -113,7 +123,10 @@ def attend_decode(
         GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
         BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, MOST_PARTS=_MAX_PARTS, IS_WHOLE=parts == 1,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
+        QUERY_STEP=2 if fresh is not None and fresh.has_gates else 1,
+        ROTARY=dim if fresh is None else fresh.cos.shape[-1],
         HAS_NORM=fresh is not None and fresh.q_norm is not None,
+        NORM_OFFSET=0.0 if fresh is None else fresh.norm_offset,
         num_warps=tiling.warps, num_stages=3, **chaining(out.device),
     )  # fmt: skip
 
@@ -155,7 +168,8 @@ def _decode(
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, MOST_PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr,
-    HAS_NORM: tl.constexpr, CHAINED: tl.constexpr,
+    QUERY_STEP: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One row, one KV head with all query heads that share it, and one part of the keys."""
     row, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -192,7 +206,8 @@ def _decode(
             stored = tl.minimum(last, end - 1)
             angle = token * angle_stride
             queries = finished(
-                of_token + head[:, None] * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM, HAS_NORM
+                of_token + head[:, None] * QUERY_STEP * DIM, q_norm, angle, cos, sin, eps, cells, DIM, BLOCK_DIM,
+                ROTARY, HAS_NORM, NORM_OFFSET,
             )  # fmt: skip
         else:
             queries = tl.load(of_token + head[:, None] * DIM + dims[None, :], mask=cells, other=0.0)
@@ -201,11 +216,13 @@ def _decode(
         weight = tl.zeros((BLOCK_HEADS,), tl.float32)
         if IS_FRESH and stored < last:  # the new token comes first, because its key needs no load from a page
             one = tl.arange(0, 1)[:, None]
-            key_at = of_token + (tl.num_programs(1) * GROUP + kv_head) * DIM + one
+            key_at = of_token + (tl.num_programs(1) * GROUP * QUERY_STEP + kv_head) * DIM + one
             is_one = (one == 0) & is_dim[None, :]
             page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
             value = tl.load(key_at + tl.num_programs(1) * DIM + dims[None, :], mask=is_one, other=0.0)
-            key = finished(key_at, k_norm, angle, cos, sin, eps, is_one, DIM, BLOCK_DIM, HAS_NORM)
+            key = finished(
+                key_at, k_norm, angle, cos, sin, eps, is_one, DIM, BLOCK_DIM, ROTARY, HAS_NORM, NORM_OFFSET
+            )  # fmt: skip
             score = tl.sum(queries.to(tl.float32) * key.to(tl.float32), 1) * scale
             if HAS_CAP:
                 score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.gpu.attention_math import online_softmax_update, page_rows, scores_of
-from pdserve.model.gpu.decode_attention import LOG2_E, AttentionMask
+from pdserve.model.gpu.decode_attention import EVERYTHING, LOG2_E, AttentionMask
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
@@ -41,7 +41,7 @@ def attend_extend(
     tiles: Tensor,
     *,
     scale: float,
-    mask: AttentionMask = AttentionMask(),  # noqa: B008
+    mask: AttentionMask = EVERYTHING,
     sinks: Tensor | None = None,
 ) -> None:
     """Write the attention of rows into `out`.
@@ -126,6 +126,8 @@ def _extend(
     for begin in range(seen_by_all, high, BLOCK_KEYS):
         positions = begin + tl.arange(0, BLOCK_KEYS)
         is_read = positions < high
+        if HAS_WINDOW:  # pages behind the window belong to other rows, or to none
+            is_read = is_read & (positions > low - window)
         rows = page_rows(of_head, line, positions, is_read, page_stride, PAGE, DIM)
         cells_read = is_read[:, None] & is_dim[None, :]
         keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import key_row
+from pdserve.model.gpu.attention_math import key_row, scaled_by_norm
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _BLOCK_HEADS = 8
@@ -28,23 +28,30 @@ def place_heads(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    norm_offset: float = 0.0,
+    *,
+    has_gates: bool = False,
 ) -> Tensor:
     """Return the rotated queries, `[N, num_heads, D]`, and write K and V to the pool `kv`.
 
-    `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`; `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
-    of page `write_pages[n]`; a negative page skips the write: int64 `[N]` each. `cos`, `sin` `[N, 1, D]` come from
-    `Rotary.tables`. `q_norm`, `k_norm` `[D]` are weights of RMS norms with `eps`, both or neither None.
+    `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`, the last two dimensions contiguous; with `has_gates` a gate, which
+    is skipped, lies behind each query. `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
+    of page `write_pages[n]`; a negative page skips the write: int64 `[N]` each. `cos`, `sin` `[N, 1, rotary_dim]` come
+    from `Rotary.tables`; the other dimensions are not rotated. `q_norm`, `k_norm` `[D]` are weights of RMS norms with
+    `eps`, both or neither None; `norm_offset` is added to them.
     """
-    num_tokens, all_heads, dim = qkv.shape
+    num_tokens, _, dim = qkv.shape
     num_kv_heads, page_tokens = kv.shape[2:4]
+    all_heads = num_heads + 2 * num_kv_heads
     q: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None
     _place[(num_tokens, triton.cdiv(all_heads, _BLOCK_HEADS))](
         qkv, q, kv, write_pages, write_slots, cos, sin,
         q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos, eps,
         qkv.stride(0), cos.stride(0), kv.stride(0), kv.stride(1),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, PAGE=page_tokens, DIM=dim,
-        BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
+        NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, QUERY_STEP=1 + has_gates, PAGE=page_tokens, DIM=dim,
+        ROTARY=cos.shape[-1], BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
+        NORM_OFFSET=norm_offset,
         num_warps=2, **chaining(qkv.device),
     )  # fmt: skip
     return q
@@ -53,7 +60,7 @@ def place_heads(
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute `layers.kernels.angle_tables` in one launch."""
     num_tokens, half = len(positions), len(inverse)
-    cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
+    cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
     if num_tokens:
         _angles[(num_tokens,)](
             positions, inverse, cos, sin, factor, HALF=half, BLOCK=power_of_2(half), num_warps=1,
@@ -86,11 +93,15 @@ def _angles(positions, inverse, cos, sin, factor, HALF: tl.constexpr, BLOCK: tl.
 def _place(
     qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
     qkv_stride, angle_stride, page_stride, value_offset,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, QUERY_STEP: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    ROTARY: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
+    NORM_OFFSET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one token, each as two halves that are rotated into each other."""
+    """Some heads of one token, each as pairs of dimensions that are rotated into each other.
+
+    Pairs of dimensions that are not rotated come last, and have an angle of zero.
+    """
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -98,46 +109,49 @@ def _place(
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)
     HALF: tl.constexpr = DIM // 2
+    HALF_ROTARY: tl.constexpr = ROTARY // 2
     is_half = half < HALF
+    first, second = half, half + HALF
+    if ROTARY < DIM:
+        is_rotated = half < HALF_ROTARY
+        first = tl.where(is_rotated, half, half + HALF_ROTARY)
+        second = tl.where(is_rotated, half + HALF_ROTARY, half + HALF)
     cells = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & is_half[None, :]
     is_query = head < NUM_HEADS
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
-    at = qkv + token * qkv_stride + head[:, None] * DIM + half[None, :]
-    low = tl.load(at, mask=cells, other=0.0)
-    high = tl.load(at + HALF, mask=cells, other=0.0)
+    source = head + (QUERY_STEP - 1) * tl.minimum(head, NUM_HEADS)
+    at = qkv + token * qkv_stride + source[:, None] * DIM
+    low = tl.load(at + first[None, :], mask=cells, other=0.0)
+    high = tl.load(at + second[None, :], mask=cells, other=0.0)
     dtype = low.dtype
     x, y = low.to(tl.float32), high.to(tl.float32)
     if HAS_NORM:
         mean = (tl.sum(x * x, 1) + tl.sum(y * y, 1)) / DIM
-        rsqrt = 1.0 / tl.sqrt(mean + eps)
-        weight_x = _either(q_norm, k_norm, is_query, half, is_half)
-        weight_y = _either(q_norm + HALF, k_norm + HALF, is_query, half, is_half)
-        x = (x * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_x
-        y = (y * rsqrt[:, None]).to(dtype).to(tl.float32) * weight_y
-        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
-    angle = token * angle_stride + half + HALF  # the first half of sin is negated
-    c = tl.load(cos + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + angle, mask=is_half, other=0.0).to(tl.float32)[None, :]
+        rsqrt = (1.0 / tl.sqrt(mean + eps))[:, None]
+        x = scaled_by_norm(x, rsqrt, _either(q_norm, k_norm, is_query, first, is_half), dtype, NORM_OFFSET)
+        y = scaled_by_norm(y, rsqrt, _either(q_norm, k_norm, is_query, second, is_half), dtype, NORM_OFFSET)
+    angle = token * angle_stride + half + HALF_ROTARY  # the first half of sin is negated
+    c = tl.load(cos + angle, mask=half < HALF_ROTARY, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + angle, mask=half < HALF_ROTARY, other=0.0).to(tl.float32)[None, :]
     turned_low = tl.where(is_value[:, None], low, (x * c - y * s).to(dtype))
     turned_high = tl.where(is_value[:, None], high, (y * c + x * s).to(dtype))
 
-    to_q = q + (token * NUM_HEADS + head[:, None]) * DIM + half[None, :]
+    to_q = q + (token * NUM_HEADS + head[:, None]) * DIM
     are_queries = cells & is_query[:, None]
-    tl.store(to_q, turned_low, mask=are_queries)
-    tl.store(to_q + HALF, turned_high, mask=are_queries)
+    tl.store(to_q + first[None, :], turned_low, mask=are_queries)
+    tl.store(to_q + second[None, :], turned_high, mask=are_queries)
 
     page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
     to_plane = key_row(kv, page, kv_head, slot, page_stride, PAGE, DIM) + tl.where(is_value, value_offset, 0)
-    to_page = to_plane[:, None] + half[None, :]
     are_kept = cells & (head >= NUM_HEADS)[:, None] & (page >= 0)
-    tl.store(to_page, turned_low, mask=are_kept)
-    tl.store(to_page + HALF, turned_high, mask=are_kept)
+    tl.store(to_plane[:, None] + first[None, :], turned_low, mask=are_kept)
+    tl.store(to_plane[:, None] + second[None, :], turned_high, mask=are_kept)
 
 
 @triton.jit
-def _either(q_norm, k_norm, is_query, half, is_half):
+def _either(q_norm, k_norm, is_query, dims, is_half):
     """Return the weights of each head's norm, `[BLOCK_HEADS, BLOCK_HALF]`."""
-    of_q = tl.load(q_norm + half, mask=is_half, other=0.0).to(tl.float32)
-    of_k = tl.load(k_norm + half, mask=is_half, other=0.0).to(tl.float32)
+    of_q = tl.load(q_norm + dims, mask=is_half, other=0.0).to(tl.float32)
+    of_k = tl.load(k_norm + dims, mask=is_half, other=0.0).to(tl.float32)
     return tl.where(is_query[:, None], of_q[None, :], of_k[None, :])

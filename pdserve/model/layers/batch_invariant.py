@@ -49,6 +49,10 @@ class BatchInvariantKernels(TorchKernels):
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`. By exp, for the reason given in `swiglu`."""
+        return x * (1.0 / (1.0 + torch.exp(-gate.float()))).to(x.dtype)
+
 
 def _one(x: Tensor, tile: Tile, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the product of one tile, `[size, out]`."""

@@ -72,20 +72,24 @@ def row_linear(
 
 
 class RMSNorm:
-    """Normalises the last dimension in float32, then scales by `weight` in the input's dtype."""
+    """Normalises the last dimension in float32, then scales by `weight` in the input's dtype.
 
-    def __init__(self, weight: Tensor, eps: float, kernels: Kernels) -> None:
+    With `offset` other than 0 it scales by `offset + weight`, in float32.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels, offset: float = 0.0) -> None:
         self.weight = weight
         self.eps = eps
+        self.offset = offset
         self._kernels = kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         """Normalise `x`; keeps shape and dtype."""
-        return self._kernels.norm(x, self.weight, self.eps)
+        return self._kernels.norm(x, self.weight, self.eps, self.offset)
 
     def of_sum(self, x: Tensor, more: Tensor) -> Tensor:
         """Normalise `x + more`, and overwrite `x` with the sum."""
-        return self._kernels.add_norm(x, more, self.weight, self.eps)
+        return self._kernels.add_norm(x, more, self.weight, self.eps, self.offset)
 
 
 def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, coord: RankCoord) -> Tensor:

@@ -19,7 +19,7 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.eplb import Row, moves_between
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.layers.moe import Experts, LocalExperts, Router, Routes, count, new_counts
+from pdserve.model.layers.moe import Experts, LocalExperts, Router, Routes, count, new_counts, shared_expert
 from pdserve.model.params import ParamSlots
 from pdserve.model.placement import slots_of
 
@@ -97,6 +97,8 @@ class ExpertParallelMoe:
         held = slots_of(row, group.size, group.rank)
         inner = range(moe.intermediate_size)
         self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, held, inner)
+        self.shared: Callable[[Tensor], Tensor] | None = shared_expert(kernels, params, names, hidden_size, moe, 0, 1)
+        """The whole shared expert, which computes this rank's token share."""
         self.row = row
         self.counts = new_counts(moe, params.device)
         self._table = ExpertTable(row, group.size, moe.num_experts, params.device)
@@ -115,6 +117,8 @@ class ExpertParallelMoe:
         returned = self._group.all_to_all(computed, dispatch.receive, dispatch.send)
         outputs = torch.empty_like(returned).index_copy_(0, dispatch.rows, returned)
         mixed = self._kernels.weighted_sum(outputs.view(len(mine), top_k, x.shape[1]), routes.weights)
+        if self.shared is not None:
+            mixed += self.shared(mine)
         return self._group.rejoin(mixed, len(x))
 
     def move(self, row: Row) -> int:

@@ -32,9 +32,9 @@ class Rotary:
 
 
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Compute `(cos, sin)`, `[N, 1, head_dim]` each. The first half of sin is negated; `rotate` is then two products.
+    """Compute `(cos, sin)`, `[N, 1, rotary_dim]` each. The first half of sin is negated; `rotate` is then two products.
 
-    `inverse` float32 `[head_dim / 2]` comes from `inverse_frequencies`; `factor` multiplies both.
+    `inverse` float32 `[rotary_dim / 2]` comes from `inverse_frequencies`; `factor` multiplies both.
     """
     angles = positions.to(torch.float32)[:, None, None] * inverse
     cos, sin = angles.cos() * factor, angles.sin() * factor
@@ -42,12 +42,16 @@ def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate `[N, num_heads, head_dim]` by the angles of `Rotary.tables`."""
-    return torch.addcmul(heads * cos, heads.roll(heads.shape[-1] // 2, -1), sin)
+    """Rotate the first `rotary_dim` dimensions of `[N, num_heads, head_dim]` by the angles of `Rotary.tables`."""
+    rotary_dim = cos.shape[-1]
+    if rotary_dim < heads.shape[-1]:
+        return torch.cat((rotate(heads[..., :rotary_dim], cos, sin), heads[..., rotary_dim:]), -1)
+    return torch.addcmul(heads * cos, heads.roll(rotary_dim // 2, -1), sin)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> Tensor:
-    """Return radians per position of each pair of dimensions: float32 `[head_dim / 2]` on CPU."""
+    """Return radians per position of each pair of rotated dimensions: float32 `[rotary_dim / 2]` on CPU."""
+    head_dim = rope.rotary_dim(head_dim)
     wavelengths = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     inverse = 1.0 / wavelengths
     if rope.freq_divisors is not None:
@@ -104,11 +108,18 @@ class Kernels(Protocol):
         """Compute `silu(gate) * up`, all of one shape and dtype."""
         ...
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Compute RMS norm of the last dimension in float32, scaled by `weight` in the dtype of `x`."""
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Compute `x * sigmoid(gate)`: `[N, width]` or `[N, heads, width]`, contiguous; `gate` broadcasts to it."""
         ...
 
-    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """Compute RMS norm of the last dimension in float32, scaled by `weight` in the dtype of `x`.
+
+        With `offset` other than 0 it is scaled by `offset + weight`, in float32.
+        """
+        ...
+
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """Compute `norm` of `x + more`, `[N, width]` each, and overwrite `x` with the sum."""
         ...
 
@@ -146,21 +157,27 @@ class TorchKernels(abc.ABC):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
 
+    @abc.abstractmethod
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
+
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.gated`."""
         gate, up = self.linear(x, weight, bias).chunk(2, -1)
         return self.swiglu(gate, up)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        if offset:
+            return (wide * scale * (offset + weight.float())).to(x.dtype)
         return (wide * scale).to(x.dtype) * weight
 
-    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.add_norm`."""
         x += more
-        return self.norm(x, weight, eps)
+        return self.norm(x, weight, eps, offset)
 
     def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `Kernels.angles`."""
@@ -209,3 +226,7 @@ class FastKernels(TorchKernels):
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
         return F.silu(gate).mul_(up)
+
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
+        return x * gate.sigmoid()

@@ -1,7 +1,7 @@
 """Mixture of experts: the router, the experts' weights, and the tensor-parallel MoE layer.
 
 `TPMoE` is the layer without expert parallelism: each rank has some columns of every expert. `expert_parallel` has the
-layer with whole experts on each rank.
+layer with whole experts on each rank. A shared expert computes every token beside the routed ones.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from pdserve.base.parallel import part_of
 from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import LayerNames, MoeSpec
-from pdserve.model.layers.dense import Linear
+from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import Param, ParamSlots
+from pdserve.model.params import Param, ParamPiece, ParamSlots
 
 _NUM_SAMPLES = 2
 """Weight samples per expert tensor. Small, because a model has thousands of these tensors."""
@@ -86,6 +86,7 @@ class Experts:
             for name in (names.expert_gate, names.expert_up)
         ]
         downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, _NUM_SAMPLES) for expert in held]
+        _accept_fused(params, names, hidden_size, moe)
         self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
         self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
         for expert in set(range(moe.num_experts)).difference(held):
@@ -111,6 +112,62 @@ class Experts:
     def release_weights(self) -> None:
         """Drop the weights, which were repacked elsewhere. The object must not be called afterwards."""
         self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
+
+
+class SharedExpert:
+    """The expert that every token goes through: a rank's columns `inner` of it, and its gate if the model has one."""
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        params: ParamSlots,
+        names: LayerNames,
+        hidden_size: int,
+        moe: MoeSpec,
+        inner: range,
+    ) -> None:
+        self._kernels = kernels
+        gate, up = (Outputs(name, moe.shared_intermediate_size, inner) for name in (names.shared_gate, names.shared_up))
+        self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, bias=False)
+        self.down = row_linear(kernels, params, names.shared_down, hidden_size, gate, bias=False, adds_bias=False)
+        self.router: Linear | None = None
+        """The linear layer `[1, hidden]` of the gate."""
+        if moe.shared_gate:
+            self.router = Linear(kernels, params.new(f"{names.shared_router}.weight", 1, hidden_size))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return this rank's columns' part of the output, `[N, hidden]` to `[N, hidden]`."""
+        out = self.down(self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias))
+        return out if self.router is None else self._kernels.gate(out, self.router(x))
+
+
+def shared_expert(
+    kernels: Kernels, params: ParamSlots, names: LayerNames, hidden_size: int, moe: MoeSpec, rank: int, num_ranks: int
+) -> SharedExpert | None:
+    """Build the part of a rank of `num_ranks` that split the shared expert; None for a model without one."""
+    if not moe.shared_intermediate_size:
+        return None
+    return SharedExpert(
+        kernels, params, names, hidden_size, moe, part_of(moe.shared_intermediate_size, num_ranks, rank)
+    )
+
+
+def _accept_fused(params: ParamSlots, names: LayerNames, hidden_size: int, moe: MoeSpec) -> None:
+    """Accept checkpoints that store each projection of all experts as one tensor, as Qwen3.5's do."""
+    inner = moe.intermediate_size
+    gates, ups = (
+        [
+            ParamPiece(_weight(name, expert), (inner, hidden_size), first, index=expert)
+            for expert in range(moe.num_experts)
+        ]
+        for name, first in ((names.expert_gate, 0), (names.expert_up, inner))
+    )
+    params.divide(names.experts_gate_up, (moe.num_experts, 2 * inner, hidden_size), [*gates, *ups])
+    downs = [
+        ParamPiece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
+        for expert in range(moe.num_experts)
+    ]
+    params.divide(names.experts_down, (moe.num_experts, hidden_size, inner), downs)
 
 
 def _weight(name: str, expert: int) -> str:
@@ -150,10 +207,16 @@ class TPMoE:
         self.route: Callable[[Tensor], Routes] = self.router
         every = range(moe.num_experts)
         self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, every, inner)
+        self.shared: Callable[[Tensor], Tensor] | None = shared_expert(
+            kernels, params, names, hidden_size, moe, group.rank, group.size
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""
         x = self.group.gather(x)
         routes = self.route(x)
         count(self.counts, routes.experts)
-        return self.group.reduce_sum(self.experts.mixed(x, routes))
+        mixed = self.experts.mixed(x, routes)
+        if self.shared is not None:
+            mixed += self.shared(x)
+        return self.group.reduce_sum(mixed)

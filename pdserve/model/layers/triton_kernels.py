@@ -32,13 +32,19 @@ class TritonKernels(FastKernels):
         """See `Kernels.swiglu`."""
         return elementwise.swiglu(gate, up)
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `Kernels.norm`."""
-        return elementwise.rms_norm(x, weight, eps)
+    def gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """See `Kernels.gate`."""
+        if x.dim() == 2:
+            return elementwise.gate_by_sigmoid(x[:, None], gate[:, None])[:, 0]
+        return elementwise.gate_by_sigmoid(x, gate)
 
-    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+        """See `Kernels.norm`."""
+        return elementwise.rms_norm(x, weight, eps, offset)
+
+    def add_norm(self, x: Tensor, more: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.add_norm`."""
-        return elementwise.add_rms_norm(x, more, weight, eps)
+        return elementwise.add_rms_norm(x, more, weight, eps, offset)
 
     def angles(self, positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See `Kernels.angles`."""

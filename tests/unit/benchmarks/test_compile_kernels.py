@@ -34,5 +34,13 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
         "_route",
         "_order",
         "_angles",
+        "_sigmoid_gate",
+        "_conv_decode",
+        "_conv_chunks",
+        "_delta_decode",
+        "_gated_norm",
+        "_prepare",
+        "_pass_state",
+        "_outputs",
     ):
         assert f"| {kernel} " in done.stdout, f"{kernel} was not launched"

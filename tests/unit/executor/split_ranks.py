@@ -39,7 +39,7 @@ CHANCE = CoreSamplingParams(temperature=1.3, seed=7, top_p=0.9, repetition_penal
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What one rank has come to. `logprobs` `[vocab]` of one row, by token id; `pages` its whole pool."""
+    """What one rank has come to. `logprobs` `[vocab]` of one row, by token id; `pages` its whole pool of all tokens."""
 
     greedy: list[list[int]]
     chunked: list[list[int]]
@@ -62,7 +62,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, overlap: bool, load
         schedule=ScheduleConfig(disable_overlap_schedule=not overlap),
         kernels=KernelConfig(device="cpu", cpu_threads=1),
     )
-    built = build_executor(config, max_rows=8, parallel=parallel, agree_num_pages=lambda _: NUM_PAGES)
+    built = build_executor(config, max_rows=8, parallel=parallel, agree=lambda most: min(most, NUM_PAGES))
     driver = Driver(built)
     prompts = [random_prompt(length, vocab_size) for length in (1, 15, 40, 90)]
     greedy = driver.generate(prompts, NUM_TOKENS)
@@ -189,7 +189,7 @@ def marked(parallel: Parallel, path: Path) -> tuple[int, int, list[tuple[int, in
     model = load_model(path, spec, "float32", cpu, load_format="auto", seed=0, parallel=parallel)
     layout = kv_layout(spec, 16, "float32")
     pool = KVPool(layout.groups[0].of_rank(parallel.coord), 12, cpu)
-    attention, table = Recorded(TorchAttention(pool, spec.attention.num_heads, cpu)), PageTable(1, 12)
+    attention, table = Recorded(TorchAttention(pool, spec.attentions[0].num_heads, cpu)), PageTable(1, 12)
     row = table.open(list(range(12)))
     assert row is not None
     parts = cut_plan(BatchPlan(0, (BatchRow("r", row, 0, 150, True),)), parallel.coord.shape.pp_size, MIN_TOKENS["cpu"])

@@ -216,5 +216,5 @@ def test_a_model_that_python_has_a_part_in_computes_no_step_at_once(
     path = tiny_checkpoint("llama")
     decoder = empty_model(read_spec(path), "bfloat16", torch.device("cpu"), parallel=parallel)
     model = make_native(decoder, ModelConfig(model_path=str(path)), best_level(), nullcontext)
-    model.bind(KVPool(kv_layout(decoder.spec, 16, "bfloat16").groups[0], 4, torch.device("cpu")))
+    model.bind([KVPool(kv_layout(decoder.spec, 16, "bfloat16").groups[0], 4, torch.device("cpu"))])
     assert model.max_native_rows == most

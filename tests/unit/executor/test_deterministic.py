@@ -20,7 +20,7 @@ from pdserve.executor.factory import build_executor
 from pdserve.model.attention import batch_invariant as fixed_blocks
 from tests.driver import Driver
 from tests.share import rest_slow
-from tests.tiny import FAMILIES, VOCAB_SIZE, make_tiny
+from tests.tiny import FAMILIES, VOCAB_SIZE, WINDOW_FAMILIES, Family, make_tiny
 from tests.unit.executor.same_bits import LENGTH, NUM_NEW, PROMPT, SEEDED, TOP, Answer, answer, kv_of
 
 
@@ -151,6 +151,18 @@ def test_any_shape_of_heads_and_layers(tmp_path: Path, shape: dict[str, Any]) ->
     driver = make(make_tiny("llama", tmp_path, **shape))
     plain = answer(driver)
     assert answer(driver, others=8, chunk=40).same_bits(plain)
+    known = tuple(token.token_id for token in plain.tokens[:3])
+    assert answer(driver, known=known).same_bits(dataclasses.replace(plain, tokens=plain.tokens[3:]))
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen3"])
+def test_layers_with_a_window(tmp_path: Path, family: Family) -> None:
+    """In one group of all tokens, and in a group of their own."""
+    path = make_tiny(family, tmp_path, **WINDOW_FAMILIES[family])
+    driver = make(path)
+    plain = answer(driver)
+    assert answer(driver, others=7, chunk=40).same_bits(plain)
+    assert answer(make(path, page_size=48), others=3, chunk=7).same_bits(plain)
     known = tuple(token.token_id for token in plain.tokens[:3])
     assert answer(driver, known=known).same_bits(dataclasses.replace(plain, tokens=plain.tokens[3:]))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,21 +13,27 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
+from pdserve.executor import backend_choice
 from pdserve.executor.factory import LoadedEngine, build_executor, make_ready
-from pdserve.executor.graphs import EagerCapture, GraphCapture, Replay, graph_sizes, is_decode, padded
+from pdserve.executor.graphs import EagerCapture, GraphCapture, Padding, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.input_batch import read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.kv_memory import PageTable
+from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.torch_sdpa import TorchAttention
+from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_lm import hash_layout
-from tests.driver import Driver, random_prompt
+from tests.driver import Driver, build, random_prompt
 from tests.share import rest_slow
-from tests.tiny import VOCAB_SIZE, Family
+from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, Family, make_tiny
 from tests.unit.model.triton_kit import DEVICE
 
 
@@ -48,12 +55,26 @@ def test_padding_reads_the_null_page_and_writes_nowhere() -> None:
     )
     host = read_plan(plan, table, np.zeros(4, dtype=np.int64), hash_layout(4))
     assert is_decode(host)
-    filled = padded(host, 4, null_page=9, spare_row=4)
+    filled = padded(host, 4, Padding(spare_row=4, null_page=9))
     assert filled.columns.tolist() == [[*rows, 4, 4], [5, 3, 0, 0], [1, 2, -1, -1], [1, 3, 0, 0]]
     assert filled.rows.ends.tolist() == [6, 4, 1, 1] and filled.rows.starts.tolist() == [5, 3, 0, 0]
     assert filled.rows.pages[2:].tolist() == [[9, 9], [9, 9]]
     np.testing.assert_array_equal(filled.rows.pages[:2], host.rows.pages)
     assert filled.rows.offsets.tolist() == [0, 1, 2, 3]
+
+
+def test_padding_has_null_window_pages_and_no_slot() -> None:
+    table = PageTable(4, 5, has_window=True)
+    row = table.open([3, 1])
+    assert row is not None
+    table.window[row, :2], table.slots[row] = [7, 5], 2
+    plan = BatchPlan(0, (BatchRow("r", row, 5, 6, True),))
+    host = read_plan(plan, table, np.zeros(4, dtype=np.int64), hash_layout(4, window=8))
+    filled = padded(host, 3, Padding(spare_row=4, null_page=9, null_window_page=8, has_state=True))
+    assert filled.rows.window is not None and filled.rows.slots is not None
+    assert filled.rows.window.tolist() == [[7, 5], [8, 8], [8, 8]]
+    assert filled.rows.slots.tolist() == [2, -1, -1]
+    assert filled.rows.in_window().pages is filled.rows.window
 
 
 @pytest.mark.parametrize("rows", [(0, 4, True), (3, 4, False)], ids=["several tokens", "nothing sampled"])
@@ -150,6 +171,56 @@ def test_tokens_by_replays_are_those_of_launched_kernels(checkpoint: Path) -> No
     assert counted.replays == [2, 0, 0], "the largest is captured first"
     null_page = mine.executor.pools[0].layer(0)[-1]
     assert not null_page.any(), "padding was written to the null page"
+
+
+class Replanned(TorchAttention):
+    """A capturable backend on the host: each replay plans its step again."""
+
+    def capturing(self) -> Replanned:  # type: ignore[override]
+        return self
+
+    def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> ReplannedStep:
+        return ReplannedStep(self, write_pages, write_slots)
+
+
+class ReplannedStep:
+    """Attention of rows that are written; others are padding."""
+
+    def __init__(self, backend: Replanned, write_pages: Tensor, write_slots: Tensor) -> None:
+        self._backend, self._pages, self._slots = backend, write_pages, write_slots
+        self.rows: HostRows | None = None
+
+    def filling(self, rows: HostRows) -> list[Filling]:
+        self.rows = rows
+        return []
+
+    def attend(self, layer: int, heads: Heads) -> Tensor:
+        assert self.rows is not None
+        live = (self._pages >= 0).nonzero().flatten()
+        kept, host = live.numpy(), self.rows
+        rows = HostRows(host.starts[kept], host.ends[kept], np.arange(len(kept)), host.prompts[kept], host.pages[kept])
+        columns = torch.stack((self._pages, self._pages, self._pages, self._slots))[:, live]
+        own = dataclasses.replace(heads, qkv=heads.qkv[live], cos=heads.cos[live], sin=heads.sin[live])
+        out = heads.qkv.new_zeros(len(heads.qkv), heads.num_heads * heads.qkv.shape[-1])
+        if len(kept):
+            out[live] = self._backend.begin(ForwardBatch(columns, live, rows)).attend(layer, own)
+        return out
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the backend is for the host")
+def test_replays_of_a_model_with_windows_give_the_tokens_of_other_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_tiny("qwen3", tmp_path, **WINDOW_FAMILIES["qwen3"])
+    prompts = [random_prompt(length, VOCAB_SIZE) for length in (5, 30, 64)]
+    expected = Driver(build(path, model_impl="native", page_size=8, context_length=128)).generate(prompts, 12)
+    monkeypatch.setattr(backend_choice, "TorchAttention", Replanned)
+    mine, counted = build(path, model_impl="native", page_size=8, context_length=128), Counted()
+    mine.executor.capture_decode((1, 2, 4), counted)
+    assert Driver(mine).generate(prompts, 12) == expected
+    assert counted.replays == [11, 0, 0]
+    for pool in mine.executor.pools:
+        assert isinstance(pool, KVPool) and not pool.layer(0)[-1].any(), "padding was written to the null page"
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["float32", "float16"]))

@@ -149,7 +149,7 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
     layout = kv_layout(model.spec, 16, "bfloat16")
     pool = KVPool(layout.groups[0], 4, CPU)
     pool.pages[: pool.num_pages] = float("nan")
-    model.bind(pool)
+    model.bind([pool])
     table = PageTable(1, 3)
     row = table.open([2, 1, 0])
     assert row is not None

@@ -19,7 +19,7 @@ from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.share import rest_slow
-from tests.tiny import VOCAB_SIZE, Family, make_tiny
+from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, Family, make_tiny
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_ranks import LoadFormat, fixed_logprobs, in_bfloat16, in_turns, leave, marked, outcome
 
@@ -31,6 +31,7 @@ CASES: dict[str, tuple[ParallelShape, Family, dict[str, Any]]] = {
     "tp2, qkv bias, tied, vocabulary that does not divide": (
         TP2, "qwen2", {"tie_word_embeddings": True, "vocab_size": 321},
     ),
+    "pp3, stages without a layer of a group": (PP3, "qwen3", WINDOW_FAMILIES["qwen3"]),
     "tp4, fewer kv heads, qk norm": (TP4, "qwen3", {}),
     "tp4, one kv head, all biases": (TP4, "llama", {"num_key_value_heads": 1, **BIASES}),
     "tp4, a rank without vocabulary": (TP4, "llama", {"vocab_size": 9}),
@@ -40,10 +41,12 @@ CASES: dict[str, tuple[ParallelShape, Family, dict[str, Any]]] = {
     "pp3, tied": (PP3, "llama", {"tie_word_embeddings": True}),
     "tp2 x pp2, tied, qk norm": (BOTH, "qwen3", {"tie_word_embeddings": True}),
     "tp2 x pp2, biases": (BOTH, "llama", {**BIASES, "vocab_size": 323}),
+    "tp2 x pp2, windows": (BOTH, "qwen3", WINDOW_FAMILIES["qwen3"]),
+    "tp2, windows in all layers": (TP2, "mistral", WINDOW_FAMILIES["mistral"]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_slow(CASES, keep=3))
+@pytest.mark.parametrize("name", rest_slow(CASES, keep=4))
 def test_a_split_model_computes_what_the_whole_one_does(name: str, gang: Gang, tmp_path: Path) -> None:
     shape, family, overrides = CASES[name]
     path = make_tiny(family, tmp_path, seed=5, **overrides)
@@ -92,7 +95,8 @@ def _check(
         torch.testing.assert_close(rank.logprobs, whole.logprobs, atol=2e-4, rtol=0.0)
         for mine, others in zip(rank.prompt, whole.prompt, strict=True):
             torch.testing.assert_close(mine, others, atol=2e-4, rtol=0.0)
-        layers, (heads, _) = layout.layers_of(shape.coord(index)), layout.heads_of(shape.coord(index))
+        (heads, _), held_layers = layout.heads_of(shape.coord(index)), layout.layers_of(shape.coord(index))
+        layers = [layout.layers.index(layer) for layer in held_layers]
         held = whole.pages[:, layers][:, :, :, heads]
         torch.testing.assert_close(rank.pages, held, atol=2e-4, rtol=0.0, equal_nan=True)
         assert rank.num_bytes < whole.num_bytes

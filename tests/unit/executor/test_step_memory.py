@@ -10,9 +10,9 @@ import torch
 from pdserve.config.groups import KernelConfig, MemoryConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import ConfigError
-from pdserve.executor.factory import captured_sizes, longest_chunk
 from pdserve.executor.graphs import graph_sizes
 from pdserve.executor.memory_sizing import LIBRARIES_BYTES, graph_bytes, pool_tokens, step_bytes
+from pdserve.executor.pools import captured_sizes, longest_chunk
 from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families.family import pre_norm_layer
@@ -45,7 +45,7 @@ def test_a_step_holds_at_least_its_widest_activations_and_logits() -> None:
     assert gate_up_and_product + logits < step_bytes(spec, 2, 2048, 256) < 4 * (gate_up_and_product + logits)
     assert step_bytes(spec, 2, 2048, 0, tp_size=4) < step_bytes(spec, 2, 2048, 0)
     moe = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, norm_top_k=True)
-    layers = (pre_norm_layer(spec.attention, moe),) * 36
+    layers = (pre_norm_layer(spec.attentions[0], moe),) * 36
     routed = step_bytes(dataclasses.replace(spec, layers=layers), 2, 2048, 0)
     assert routed > 2048 * 8 * (3 * 768 + 2 * 4096) * 2, "each token's row for each of its experts"
 

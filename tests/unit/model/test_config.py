@@ -34,28 +34,28 @@ def test_old_and_new_names_mean_the_same() -> None:
     old = spec(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="bfloat16")
     new = spec(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, dtype="bfloat16")
     assert old == new
-    rope = old.attention.rope
+    rope = old.attentions[0].rope
     assert (rope.type, rope.theta, rope.original_max_positions) == ("llama3", 5e5, 64)
     assert old.dtype == "bfloat16"
 
 
 def test_the_oldest_scaling_name_is_read() -> None:
-    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).attention.rope.type == "linear"
+    assert spec(rope_scaling={"type": "linear", "factor": 2.0}).attentions[0].rope.type == "linear"
 
 
 def test_families_differ_in_their_options() -> None:
     qwen2 = spec(architectures=["Qwen2ForCausalLM"], model_type="qwen2")
     qwen3 = spec(architectures=["Qwen3ForCausalLM"], model_type="qwen3")
-    two, three = qwen2.attention, qwen3.attention
+    two, three = qwen2.attentions[0], qwen3.attentions[0]
     assert (two.qkv_bias, two.o_bias, two.qk_norm, two.head_dim) == (True, False, False, 16)
     assert (three.qkv_bias, three.qk_norm, three.head_dim) == (False, True, 128)
-    assert spec().attention.num_kv_heads == 4
+    assert spec().attentions[0].num_kv_heads == 4
 
 
 def test_every_family_may_say_its_head_size() -> None:
     names = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
     for kind, name in names.items():
-        assert spec(architectures=[name], model_type=kind, head_dim=24).attention.head_dim == 24
+        assert spec(architectures=[name], model_type=kind, head_dim=24).attentions[0].head_dim == 24
 
 
 @pytest.mark.parametrize(
@@ -87,6 +87,7 @@ def test_a_field_that_cannot_be_is_refused_by_its_name(field: str, value: Any) -
         spec(**{field: value})
 
 
+MISTRAL = {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
 MOE = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -101,7 +102,7 @@ def test_experts_are_read_by_both_names_of_their_number() -> None:
     old = spec(**MOE)
     new = spec(**{name: value for name, value in MOE.items() if name != "num_experts"}, num_local_experts=8)
     assert old.moe == new.moe == MoeSpec(num_experts=8, top_k=3, intermediate_size=24, norm_top_k=False)
-    assert (old.moe_layers, old.attention.qk_norm, old.attention.head_dim) == (tuple(range(7)), True, 16)
+    assert (old.moe_layers, old.attentions[0].qk_norm, old.attentions[0].head_dim) == (tuple(range(7)), True, 16)
     assert old.digest() != spec(**MOE, norm_topk_prob=True).digest()
 
 
@@ -126,6 +127,8 @@ def test_eos_ids_come_from_both_files() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ({"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "use_sliding_window"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+        (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         (MOE | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
         (MOE | {"num_experts": None}, "num_experts"),
         (MOE | {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),

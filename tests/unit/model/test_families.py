@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 from pathlib import Path
 from typing import Literal
@@ -10,10 +11,12 @@ from typing import Literal
 import pytest
 from safetensors.torch import load_file, save_file
 
+import pdserve
+from pdserve.errors import ModelError
 from pdserve.model.families import FAMILIES
-from pdserve.model.families.family import Family, HFConfig
+from pdserve.model.families.family import Family, HFConfig, read_windows
 from pdserve.model.families.llama import LLAMA
-from pdserve.model.families.qwen import QWEN3_MOE
+from pdserve.model.families.qwen3_moe import QWEN3_MOE
 from pdserve.model.layer_spec import DecoderLayerSpec, LayerNames, WeightNames
 from pdserve.model.loader import read_spec
 from pdserve.model.rope import RopeSpec
@@ -21,6 +24,7 @@ from tests.driver import Driver, build, random_prompt
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.model.native_kit import needs_kernels
 
+PACKAGE = Path(pdserve.__file__).parent
 PROMPT = random_prompt(50, VOCAB_SIZE)
 NAMES = WeightNames(
     embedding="transformer.wte",
@@ -107,3 +111,37 @@ def test_layers_of_equal_kinds_are_one_object(tmp_path: Path) -> None:
     assert len({id(layer) for layer in spec.layers}) == 2
     assert [type(op).__name__ for op in spec.operations] == ["AttentionSpec", "MoeSpec", "MLPSpec"]
     assert spec.moe_layers == (0, 1, 3)
+
+
+def test_a_family_is_found_by_its_folder_and_listed_nowhere_else() -> None:
+    folders = [path.parent.name for path in PACKAGE.glob("model/families/*/__init__.py")]
+    declared = [importlib.import_module(f"pdserve.model.families.{folder}").FAMILIES for folder in folders]
+    assert all(declared)
+    assert {family.architecture for families in declared for family in families} == FAMILIES.keys()
+    others = [path for path in PACKAGE.rglob("*.py") if "families" not in path.parts]
+    assert len(others) > 300
+    assert [path for path in others if any(name in path.read_text() for name in FAMILIES)] == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({}, (8, 8, None)),
+        ({"use_sliding_window": False}, (None, None, None)),
+        ({"sliding_window": None}, (None, None, None)),
+        ({"layer_types": None, "max_window_layers": 1}, (None, 8, 8)),
+        ({"layer_types": None}, (None, None, None)),
+    ],
+)
+def test_windows_are_read_by_layer(changes: dict[str, object], windows: tuple[int | None, ...]) -> None:
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    config = {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "layer_types": kinds}
+    assert read_windows(config | changes, "here") == windows
+
+
+def test_layer_types_that_are_not_as_many_as_the_layers_are_refused() -> None:
+    config = {
+        "num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 8, "layer_types": ["full_attention"],
+    }  # fmt: skip
+    with pytest.raises(ModelError, match="layer_types has 1 entries"):
+        read_windows(config, "here")

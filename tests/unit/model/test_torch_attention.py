@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pdserve.memory.layout import attention_group
 from pdserve.model.attention import torch_sdpa
+from pdserve.model.attention.batch_invariant import BatchInvariantAttention
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
@@ -24,10 +25,17 @@ ROWS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 60)), min_size=1, m
 SHAPES = {"heads": st.sampled_from([(1, 1), (4, 2), (3, 3), (6, 2)]), "page": st.sampled_from([1, 3, 16, 64])}
 
 
-def attended(spans: list[tuple[int, int]], heads: tuple[int, int], page: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """What the backend makes of rows that compute positions `[start, end)`, and the definition, in float64."""
+def attended(
+    spans: list[tuple[int, int]], heads: tuple[int, int], page: int, seed: int = 0, window: int | None = None,
+    make: type[TorchAttention | BatchInvariantAttention] = TorchAttention,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """What the backend makes of rows that compute positions `[start, end)`, and the definition, in float64.
+
+    The page table has no pages behind the window.
+    """
     torch.manual_seed(seed)
     batch, num_pages = batch_of(spans, page, seed=seed)
+    table = batch.host.pages.copy()
     group = attention_group(
         num_layers=2, page_tokens=page, num_kv_heads=heads[1], head_dim=DIM, dtype="float32",
     )  # fmt: skip
@@ -39,7 +47,7 @@ def attended(spans: list[tuple[int, int]], heads: tuple[int, int], page: int, se
     for row, (start, end) in enumerate(spans):
         keys, values = torch.randn(2, end, heads[1], DIM)
         for position in range(start):
-            where = int(batch.host.pages[row, position // page])
+            where = int(table[row, position // page])
             pool.layer(1)[where, :, :, position % page] = torch.stack((keys[position], values[position]))
         first = int(batch.host.offsets[row])
         new = qkv[first : first + end - start]
@@ -50,9 +58,12 @@ def attended(spans: list[tuple[int, int]], heads: tuple[int, int], page: int, se
         )
         scores = q @ k.transpose(1, 2) * DIM**-0.5
         hidden = torch.arange(end) > torch.arange(start, end)[:, None]
+        if window is not None:
+            hidden |= torch.arange(end) <= torch.arange(start, end)[:, None] - window
+            batch.host.pages[row, : max(0, start - window + 1) // page] = num_pages + 1000
         expected.append((scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(0, 1).flatten(1))
     cos, sin = torch.ones(num_tokens, 1, DIM), torch.zeros(num_tokens, 1, DIM)
-    step = TorchAttention(pool, heads[0], CPU).begin(batch)
+    step = make(pool, heads[0], CPU, window).begin(batch)
     got = step.attend(1, Heads(qkv, heads[0], heads[1], None, None, cos, sin))
     assert pool.layer(0)[:num_pages].isnan().all(), "the other layer is not written"
     return got, torch.cat(expected)
@@ -68,6 +79,30 @@ def test_it_is_the_definition(
         patch.setattr(torch_sdpa, "MIN_ALONE_PRODUCT", alone)
         patch.setattr(torch_sdpa, "MAX_GROUP_PRODUCT", together)
         got, expected = attended(spans, heads, page)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(rows=ROWS, alone=st.sampled_from([1, 400]), block=st.sampled_from([7, 512]), window=st.integers(1, 70), **SHAPES)
+def test_a_window_hides_earlier_tokens_and_their_pages_are_not_read(
+    rows: list[tuple[int, int]], alone: int, block: int, window: int, heads: tuple[int, int], page: int
+) -> None:
+    spans = [(start, start + count) for start, count in rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_sdpa, "MIN_ALONE_PRODUCT", alone)
+        patch.setattr(torch_sdpa, "QUERY_BLOCK", block)
+        got, expected = attended(spans, heads, page, window=window)
+    torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
+@given(
+    rows=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 150)), min_size=1, max_size=4),
+    window=st.sampled_from([1, 24, 127, 128, 129, 300]), page=st.sampled_from([1, 3, 16, 48, 128]),
+)  # fmt: skip
+def test_batch_invariant_attention_has_windows_too(rows: list[tuple[int, int]], window: int, page: int) -> None:
+    spans = [(start, start + count) for start, count in rows]
+    got, expected = attended(spans, (4, 2), page, window=window, make=BatchInvariantAttention)
     torch.testing.assert_close(got.double(), expected, atol=2e-5, rtol=2e-5)
 
 

@@ -19,7 +19,7 @@ from pdserve.model.gpu.decode_attention import (
 )
 from pdserve.model.gpu.extend_attention import attend_extend, tile_tokens
 from pdserve.model.gpu.fused_qk_norm_rope_cache import angle_tables, place_heads
-from tests.unit.model.triton_kit import DEVICE, attended, paged
+from tests.unit.model.triton_kit import DEVICE, attended, behind_window, paged
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (3, 3), (6, 2), (7, 1)])
@@ -46,6 +46,8 @@ def test_decode_attention_is_the_definition(
     parts: int, with_sinks: bool, seed: int,
 ) -> None:  # fmt: skip
     rows = paged(lengths, heads[1], dim, page, dtype, seed)
+    if mask.window:
+        behind_window(rows, [length - 1 for length in lengths], mask.window)
     q = torch.randn(len(lengths) + 1, heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     sinks = torch.linspace(-2, 3, heads[0], device=DEVICE) if with_sinks else None
     tokens = torch.arange(len(lengths), 0, -1, dtype=torch.int32, device=DEVICE)
@@ -92,25 +94,29 @@ def test_parts_of_long_rows_are_added_up() -> None:
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 2, 8]),
-    with_norm=st.booleans(), keys=st.sampled_from([16, 64]), seed=st.integers(0, 99),
+    with_norm=st.booleans(), offset=st.sampled_from([0.0, 1.0]), part=st.sampled_from([1, 1, 2]),
+    has_gates=st.booleans(), keys=st.sampled_from([16, 64]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: AttentionMask, dtype: torch.dtype,
-    parts: int, with_norm: bool, keys: int, seed: int,
+    parts: int, with_norm: bool, offset: float, part: int, has_gates: bool, keys: int, seed: int,
 ) -> None:  # fmt: skip
-    """Norms, rotation, and K and V in their pages, or nowhere, too."""
+    """Norms, rotation of all or the first dimensions, and K and V in their pages, or nowhere, too."""
     generator = torch.Generator().manual_seed(seed)
     rows = paged(lengths, heads[1], dim, page, dtype, seed)
     num_rows, device = len(lengths), torch.device(DEVICE)
-    qkv = torch.randn(num_rows, heads[0] + 2 * heads[1], dim, generator=generator).to(DEVICE, dtype)
+    num_queries = 2 * heads[0] if has_gates else heads[0]
+    qkv = torch.randn(num_rows, num_queries + 2 * heads[1], dim, generator=generator).to(DEVICE, dtype)
     at = torch.tensor(lengths, device=DEVICE) - 1
     pages, slots = rows.table[torch.arange(num_rows, device=DEVICE), at // page].long(), at % page
     norms = [torch.linspace(low, 1.5, dim, device=DEVICE).to(dtype) if with_norm else None for low in (0.5, 1.0)]
-    cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // 2, device=DEVICE), 1.0, dtype)
-    fresh = FreshKV(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
+    cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // part // 2, device=DEVICE), 1.0, dtype)
+    fresh = FreshKV(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6, offset, has_gates)
     through, tokens = counters(num_rows, heads[1], device), torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     theirs, mine = rows.kv.clone(), rows.kv.clone()
-    q = place_heads(qkv, heads[0], theirs, pages, slots, cos, sin, norms[0], norms[1], 1e-6)
+    q = place_heads(
+        qkv, heads[0], theirs, pages, slots, cos, sin, norms[0], norms[1], 1e-6, offset, has_gates=has_gates
+    )  # fmt: skip
     expected, got = torch.full_like(q, float("nan")), torch.full_like(q, float("nan"))
     scale = dim**-0.5
     attend_decode(q, expected, theirs, rows.table, rows.ends, tokens, through, scale=scale, parts=parts, mask=mask)
@@ -155,6 +161,8 @@ def test_extend_attention_is_the_definition(
 ) -> None:  # fmt: skip
     """Rows of a prefix and new tokens each, in one launch."""
     rows = paged([prefix + new for prefix, new in spans], heads[1], dim, page, dtype, seed)
+    if mask.window:
+        behind_window(rows, [prefix for prefix, _ in spans], mask.window)
     counts = [new for _, new in spans]
     q = torch.randn(sum(counts), heads[0], dim, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
     offsets = [sum(counts[:row]) for row in range(len(counts))]

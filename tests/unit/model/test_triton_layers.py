@@ -30,13 +30,15 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (3, 100), (0, 64), (2, 1000)])
-def test_norms_are_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_are_torch_s(rows: int, width: int, offset: float, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, more = torch.randn(2, rows, width, generator=generator).to(DEVICE, dtype)
     weight = torch.linspace(0.5, 1.5, width).to(DEVICE, dtype)
-    close(TritonKernels().norm(x, weight, 1e-6), FastKernels().norm(x, weight, 1e-6))
+    close(TritonKernels().norm(x, weight, 1e-6, offset), FastKernels().norm(x, weight, 1e-6, offset))
     mine, theirs = x.clone(), x.clone()
-    close(TritonKernels().add_norm(mine, more, weight, 1e-6), FastKernels().add_norm(theirs, more, weight, 1e-6))
+    expected = FastKernels().add_norm(theirs, more, weight, 1e-6, offset)
+    close(TritonKernels().add_norm(mine, more, weight, 1e-6, offset), expected)
     close(mine, theirs)
 
 
@@ -56,20 +58,37 @@ def test_the_gate_is_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(2, 3, 16), (1, 2, 640), (0, 2, 8)])
+def test_gates_by_a_sigmoid_are_torch_s(rows: int, heads: int, dim: int, dtype: torch.dtype) -> None:
+    """One gate for each output, beside the queries of a projection; and one for each row."""
+    generator = torch.Generator().manual_seed(heads)
+    x = torch.randn(rows, heads, dim, generator=generator).to(DEVICE, dtype)
+    projected = (torch.randn(rows, heads, 2, dim, generator=generator) * 20).to(DEVICE, dtype)
+    gate = projected[:, :, 1]
+    close(TritonKernels().gate(x, gate), FastKernels().gate(x, gate))
+    flat, one = x.flatten(1), projected.flatten(1)[:, :1]
+    close(TritonKernels().gate(flat, one), FastKernels().gate(flat, one))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (9, 3, 8)])
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize(
+    ("with_norm", "offset", "share", "has_gates"),
+    [(False, 0.0, 1.0, False), (True, 0.0, 0.5, False), (True, 1.0, 1.0, True)],
+)
 def test_heads_are_finished_and_placed(
-    heads: int, kv_heads: int, dim: int, with_norm: bool, dtype: torch.dtype
-) -> None:
+    heads: int, kv_heads: int, dim: int, with_norm: bool, offset: float, share: float, has_gates: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
     """Queries come out, keys and values lie in their pages, nothing else is touched, and a page of -1 takes nothing."""
     tokens, page_tokens = 3, 4
-    qkv = torch.randn(tokens, heads + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
+    qkv = torch.randn(tokens, heads * (1 + has_gates) + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
     norms = [None, None]
     if with_norm:
-        norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels()) for a in (0.5, 1.0)]
-    rotary = Rotary(RopeSpec(theta=100.0), dim, dtype, torch.device(DEVICE))
+        norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels(), offset) for a in (0.5, 1.0)]
+    rotary = Rotary(RopeSpec(theta=100.0, partial_rotary_factor=share), dim, dtype, torch.device(DEVICE))
     cos, sin = rotary.tables(torch.tensor([0, 5, 77], device=DEVICE))
-    found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin)
+    found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin, has_gates)
     pool = torch.full((4, 2, 2, kv_heads, page_tokens, dim), float("nan"), dtype=dtype, device=DEVICE)
     pages, slots = torch.tensor([2, -1, 0], device=DEVICE), torch.tensor([3, 1, 0], device=DEVICE)
     q = placed(found, pool[:, 1], pages, slots)

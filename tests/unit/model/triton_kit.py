@@ -54,6 +54,13 @@ def paged(lengths: list[int], kv_heads: int, dim: int, page_tokens: int, dtype: 
     return Paged(pool.to(DEVICE)[:, 1], table.to(DEVICE), keys, values)
 
 
+def behind_window(rows: Paged, starts: list[int], window: int) -> None:
+    """Table entries of pages that no query from `starts` on sees become a page of NaN."""
+    page_tokens = rows.kv.shape[3]
+    for row, start in enumerate(starts):
+        rows.table[row, : max(0, start - window + 1) // page_tokens] = len(rows.kv) - 1
+
+
 def attended(
     q: Tensor, keys: Tensor, values: Tensor, start: int, *, window: int, softcap: float, sinks: Tensor | None
 ) -> Tensor:

@@ -23,4 +23,12 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return (pre_norm_layer(attention, mlp),) * read_num_layers(config, where)
 
 
-LLAMA = Family(architecture="LlamaForCausalLM", model_type="llama", max_positions=2048, read_layers=_layers)
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    max_positions=2048,
+    read_layers=_layers,
+    gguf="llama",
+    gguf_rotates_pairs=True,
+)
+FAMILIES = (LLAMA,)

@@ -1,0 +1,141 @@
+"""GatedDeltaNet's kernels beside torch's at the shapes of real models: rows of a step with their states.
+
+Called by `kernel_checks.py`, `kernel_timings.py` and `compile_kernels.py`. Slots of rows that begin are NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.memory.layout import GroupKind, KVGroup
+from pdserve.model.attention.interface import LayerStates
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.state_slots import StateSlots, state_rows
+from pdserve.model.config import state_planes
+from pdserve.model.forward_batch import HostRows
+from pdserve.model.gated_delta_net import DeltaInputs, TorchDelta
+from pdserve.model.layer_spec import GatedDeltaSpec
+from pdserve.model.params import torch_dtype
+
+Span = tuple[int, int]
+"""Positions `[start, end)` that a row computes."""
+TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-4}
+"""Of the largest value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+    """Heads of a GatedDeltaNet layer."""
+
+    name: str
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: str = "bfloat16"
+
+    @property
+    def spec(self) -> GatedDeltaSpec:
+        """The layer."""
+        return GatedDeltaSpec(
+            num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads,
+            key_dim=self.key_dim, value_dim=self.value_dim, conv_kernel=4,
+        )  # fmt: skip
+
+
+QWEN3_NEXT = DeltaShape("Qwen3-Next", 16, 32, 128, 128)
+SHAPES = (QWEN3_NEXT, DeltaShape("Qwen3.5, a small one", 16, 16, 128, 128))
+TINY_SHAPE = DeltaShape("tiny", 2, 4, 16, 16, "float32")
+STEPS: dict[str, tuple[Span, ...]] = {
+    "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16)),
+    "prefill": ((0, 1000), (64, 65), (0, 130), (100, 163)),
+    "mixed": ((512, 1537), (99, 100), (0, 64), (3000, 3001)),
+}
+TINY_STEPS: dict[str, tuple[Span, ...]] = {"decode": ((0, 1), (9, 10)), "mixed": ((5, 12), (3, 4), (0, 70))}
+
+
+def delta_checks(device: torch.device, *, tiny: bool) -> list[tuple[str, Callable[[], object]]]:
+    """All checks, by name."""
+
+    def check(shape: DeltaShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+        return lambda: check_delta(shape, spans, device)
+
+    shapes, steps = ((TINY_SHAPE,), TINY_STEPS) if tiny else (SHAPES, STEPS)
+    return [
+        (f"GatedDeltaNet, {shape.name}, {step}", check(shape, spans))
+        for shape in shapes
+        for step, spans in steps.items()
+    ]
+
+
+def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device) -> None:
+    """Outputs, states, last inputs and the norm of a step are those of torch."""
+    from pdserve.model.triton_delta import TritonDelta
+
+    inputs, states = delta_step(shape, spans, device)
+    mine, theirs = states(), states()
+    got, expected = TritonDelta().mix(inputs, mine), TorchDelta().mix(inputs, theirs)
+    _close(got, expected, shape.dtype, "outputs")
+    for name, plane in mine.planes.items():
+        used = mine.rows.slots
+        _close(plane[used], theirs.planes[name][used], shape.dtype, name)
+    z = torch.randn(expected.shape, generator=torch.Generator(device).manual_seed(7), device=device).to(got.dtype)
+    weight = torch.linspace(0.5, 1.5, shape.value_dim, device=device).to(got.dtype)
+    normed = (kernels.norm(got, z, weight, 1e-6) for kernels in (TritonDelta(), TorchDelta()))
+    _close(*normed, shape.dtype, "norm")
+
+
+def delta_step(
+    shape: DeltaShape, spans: tuple[Span, ...], device: torch.device
+) -> tuple[DeltaInputs, Callable[[], LayerStates]]:
+    """Projections of these rows, and states before the step, all alike."""
+    spec, dtype = shape.spec, torch_dtype(shape.dtype)
+    group = KVGroup(
+        name="state", kind=GroupKind.STATE, layers=(0, 1), num_model_layers=2, page_tokens=0,
+        planes=state_planes(spec, shape.dtype),
+    )  # fmt: skip
+    starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
+    lengths, slots = ends - starts, np.arange(len(spans), 0, -1, dtype=np.int32)
+    host = HostRows(
+        starts=starts, ends=ends, offsets=np.cumsum(lengths) - lengths, prompts=ends,
+        pages=np.zeros((len(spans), 1), dtype=np.int32), slots=slots,
+    )  # fmt: skip
+    rows = state_rows(host, device)
+    generator = torch.Generator(device).manual_seed(5)
+
+    def states() -> LayerStates:
+        pool = GroupPool(group, len(spans) + 1, device)
+        pool.pages_as_bytes.fill_(255)
+        seeded = torch.Generator(device).manual_seed(3)
+        for plane in range(len(group.planes)):
+            of_plane = pool.plane(1, plane)
+            for start, slot in zip(starts.tolist(), slots.tolist(), strict=True):
+                if start > 0:
+                    one = torch.randn(of_plane.shape[1:], generator=seeded, device=device)
+                    of_plane[slot] = one.to(of_plane.dtype)
+        return StateSlots(pool, device).begin(rows).states(1)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, device=device)
+
+    channels, heads, num_tokens = 2 * spec.key_width + spec.value_width, spec.num_value_heads, int(lengths.sum())
+    wide = normal(num_tokens, channels + spec.value_width + 2 * heads).to(dtype)
+    qkv, _, b, a = wide.split((channels, spec.value_width, heads, heads), -1)
+    inputs = DeltaInputs(
+        qkv, b, a, conv_weight=(normal(channels, spec.conv_kernel) / 2).to(dtype),
+        a_log=torch.linspace(-3.0, 2.0, heads, device=device), dt_bias=normal(heads),
+        num_key_heads=spec.num_key_heads, num_value_heads=heads, key_dim=spec.key_dim, value_dim=spec.value_dim,
+    )  # fmt: skip
+    return inputs, states
+
+
+def _close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:
+    """Equal up to some roundings, and never NaN."""
+    assert got.isfinite().all(), f"{what}: not finite"
+    worst, most = float((got.float() - expected.float()).abs().max()), float(expected.abs().max())
+    assert worst <= TOLERANCE[dtype] * most, f"{what}: differs by {worst:.3g}, the largest value is {most:.3g}"

@@ -1,0 +1,268 @@
+"""Loads one rank's model: by native code with torch or with the CPU kernels, or through transformers.
+
+`factory` calls `read_model`, then `load`. Each way to run a model is a function in `LOADERS`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+
+from pdserve.base.host_memory import give_back_freed
+from pdserve.base.native import arithmetic_of
+from pdserve.base.parallel import layers_of
+from pdserve.base.startup_times import PACK, WEIGHTS, StartupTimes
+from pdserve.config.groups import ServerConfig
+from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
+from pdserve.executor.backend_choice import (
+    Choice,
+    choose_attention,
+    choose_level,
+    make_attention,
+    make_delta_kernels,
+    make_kernels,
+    make_native,
+)
+from pdserve.memory.layout import KVLayout
+from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.attention.layer_backends import make_backends
+from pdserve.model.attention.page_gather import GroupPool, KVPool
+from pdserve.model.config import ModelSpec, check_spec, kv_layout
+from pdserve.model.decoder import Decoder
+from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.interface import Model
+from pdserve.model.layer_spec import AttentionSpec
+from pdserve.model.layers.kernels import Kernels
+from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
+from pdserve.model.native.decoder import NativeDecoder
+from pdserve.model.native.packer import AttentionInProgram
+from pdserve.model.parallel import Parallel
+from pdserve.model.params import torch_dtype
+from pdserve.model.placement import ExpertMap, first_placement
+
+if TYPE_CHECKING:
+    from pdserve.model.hf.config import TransformersSource
+
+_LOG = logging.getLogger(__name__)
+TORCH = "torch"
+Way = Literal["torch", "kernels", "transformers"]
+"""What runs a model: torch, on CUDA with Triton and flashinfer; the CPU kernels; transformers' code."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelToLoad:
+    """A checkpoint whose config has been read. `source`: None where native code runs it. `dtype` is resolved."""
+
+    config: ServerConfig
+    path: Path
+    spec: ModelSpec
+    source: TransformersSource | None
+    dtype: str
+    device: torch.device
+    parallel: Parallel
+    startup: StartupTimes
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A rank's model with its weights. `layout` is the whole model's.
+
+    `bind` binds the model to this rank's pools, one for each group of the layout but STAMP, and returns the backend of
+    its layers. `arithmetic`: TORCH, or level and number format of the CPU kernels. `can_split_prompts`: False where a
+    prompt must be one chunk. `kernels`: the model, if the CPU kernels run it.
+    """
+
+    model: Model
+    layout: KVLayout
+    bind: Callable[[Sequence[GroupPool]], AttentionBackend]
+    arithmetic: str = TORCH
+    can_split_prompts: bool = True
+    kernels: NativeDecoder | None = None
+
+
+def read_model(
+    config: ServerConfig, path: Path, device: torch.device, parallel: Parallel, startup: StartupTimes
+) -> ModelToLoad:
+    """Read the checkpoint's config, and check that the model can be split over the ranks.
+
+    Raises:
+        ConfigError: the model cannot be split so.
+        ModelError: the checkpoint is missing, damaged, or of a model that runs in no way.
+    """
+    spec, source = _read_spec(config, path)
+    if source is None:
+        shape, group = parallel.coord.shape, parallel.dp_attention_group
+        check_spec(spec, shape, config.parallel.ep_size, group.size // shape.tp_size)
+    dtype = resolve_dtype(path, spec, config.model.dtype, load_format=config.model.load_format)
+    return ModelToLoad(config, path, spec, source, dtype, device, parallel, startup)
+
+
+def load(wanted: ModelToLoad) -> LoadedModel:
+    """Load this rank's part of the model.
+
+    Raises:
+        ConfigError: a flag does not fit the model or the machine.
+        ModelError: the weights are missing or damaged.
+    """
+    loaded = _load(wanted)
+    return dataclasses.replace(loaded, layout=loaded.layout.with_stamps())
+
+
+def _load(wanted: ModelToLoad) -> LoadedModel:
+    if wanted.source is not None:
+        return LOADERS["transformers"](wanted, "")
+    config, dtype = wanted.config, torch_dtype(wanted.dtype)
+    if config.kernels.enable_deterministic_inference:
+        _keep_bits(wanted.device)
+    level = choose_level(config.kernels, config.model, wanted.spec, dtype, wanted.device)
+    return LOADERS["torch"](wanted, "") if level is None else LOADERS["kernels"](wanted, level)
+
+
+def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
+    """Load for torch. The attention backend follows `--attention-backend`."""
+    kernels, device, spec = wanted.config.kernels, wanted.device, wanted.spec
+    choice = choose_attention(kernels, spec, torch_dtype(wanted.dtype), device)
+    with wanted.startup.part(WEIGHTS):
+        decoder = _empty_decoder(wanted, make_kernels(choice))
+        for op in (op for layer in decoder.layers for op in layer.operations):
+            if isinstance(op, GatedDeltaNet):
+                op.kernels = make_delta_kernels(choice)
+        _fill(decoder, wanted)
+    _LOG.info("attention backend: %s", choice)
+    bind = partial(_bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
+    return LoadedModel(decoder, kv_layout(spec, wanted.config.memory.page_size, wanted.dtype), bind)
+
+
+def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
+    """Load for the CPU kernels, which take over the weights during the load."""
+    model, page_tokens = wanted.config.model, wanted.config.memory.page_size
+    with wanted.startup.part(WEIGHTS):
+        decoder = _empty_decoder(wanted, make_kernels("torch"))
+        native = make_native(decoder, model, level, lambda: wanted.startup.part(PACK))
+        _fill(decoder, wanted)
+    arithmetic = f"{arithmetic_of(level)} {model.quantization or wanted.dtype}"
+    layout = kv_layout(wanted.spec, page_tokens, wanted.dtype)
+    return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native)
+
+
+def _load_transformers(wanted: ModelToLoad, level: str) -> LoadedModel:
+    """Load for transformers' code."""
+    from pdserve.executor.transformers_loading import plan_transformers  # its import takes seconds
+
+    assert wanted.source is not None
+    plan = plan_transformers(wanted.source, wanted.config, wanted.dtype)
+    with wanted.startup.part(WEIGHTS):
+        model = plan.load(wanted.config, wanted.dtype, wanted.device, wanted.parallel)
+    return LoadedModel(model, plan.layout, partial(_bind_program, model), can_split_prompts=model.can_split_prompts)
+
+
+LOADERS: Mapping[Way, Callable[[ModelToLoad, str], LoadedModel]] = {
+    "torch": _load_torch,
+    "kernels": _load_kernels,
+    "transformers": _load_transformers,
+}
+"""Functions of a model and the level of the CPU kernels, which is empty without them."""
+
+
+def _bind_decoder(
+    model: Decoder, choice: Choice, device: torch.device, was_asked_for: bool, pools: Sequence[GroupPool]
+) -> AttentionBackend:
+    """Make the backends of a `Decoder` over `pools`."""
+    coord = model.parallel.coord
+    mine = layers_of(model.spec.num_layers, coord.shape.pp_size, coord.pp_rank)
+
+    def make(pool: KVPool, op: AttentionSpec) -> AttentionBackend:
+        num_heads = op.num_heads // coord.shape.tp_size
+        return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for, window=op.window)
+
+    attended = [
+        next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec)), None) for i in mine
+    ]
+    return make_backends(attended, mine.start, pools, make, device)
+
+
+class _Bindable(Model, Protocol):
+    """A model that attends on its own."""
+
+    def bind(self, pools: Sequence[GroupPool]) -> None:
+        """Keep what the layers cache in `pools`."""
+        ...
+
+
+def _bind_program(model: _Bindable, pools: Sequence[GroupPool]) -> AttentionBackend:
+    """Bind a model that attends on its own."""
+    model.bind(pools)
+    return AttentionInProgram()
+
+
+def _empty_decoder(wanted: ModelToLoad, kernels: Kernels) -> Decoder:
+    return empty_model(
+        wanted.spec, wanted.dtype, wanted.device, kernels=kernels, parallel=wanted.parallel,
+        expert_map=_expert_map(wanted),
+    )  # fmt: skip
+
+
+def _fill(decoder: Decoder, wanted: ModelToLoad) -> None:
+    model = wanted.config.model
+    fill_model(
+        decoder, wanted.path, load_format=model.load_format, seed=model.random_seed, on_progress=wanted.startup.loaded
+    )
+    give_back_freed()
+
+
+def _read_spec(config: ServerConfig, path: Path) -> tuple[ModelSpec, TransformersSource | None]:
+    """Read the model's configuration, and decide by `--model-impl` what runs it: None stands for native code."""
+    impl = config.model.model_impl
+    refusal: ModelError | None = None
+    if impl != "transformers":
+        try:
+            return read_spec(path), None
+        except UnsupportedModelError as error:
+            if impl == "native" or path.suffix == ".gguf":
+                raise
+            refusal = error
+    from pdserve.executor.transformers_loading import find_source  # its import takes seconds
+
+    source = find_source(path, refusal)
+    return source.spec, source
+
+
+def _expert_map(wanted: ModelToLoad) -> ExpertMap | None:
+    """The initial placement of whole experts, equal on all ranks; None where each tensor rank has a part of every
+    expert.
+    """
+    config, spec, parallel = wanted.config.parallel, wanted.spec, wanted.parallel
+    if config.ep_size == 1 or spec.moe is None:
+        return None
+    leads = layers_of(spec.num_layers, parallel.coord.shape.pp_size, 0)
+    if config.enable_eplb and not any(layer in leads for layer in spec.moe_layers):
+        raise ConfigError(
+            f"--enable-eplb needs experts in the first stage; its layers {leads.start} to {leads.stop - 1} have none",
+            field="enable_eplb",
+        )
+    expert_map = first_placement(
+        spec.moe, spec.moe_layers, config.ep_size, config.ep_num_redundant_experts, config.init_expert_location
+    )
+    own = torch.tensor([expert_map.digest()], device=wanted.device)
+    if bool((parallel.dp_attention_group.all_gather_rows(own, [1] * parallel.dp_attention_group.size) != own).any()):
+        raise ConfigError(
+            f"--init-expert-location {config.init_expert_location} differs between the hosts of this server",
+            field="init_expert_location",
+        )
+    return expert_map
+
+
+def _keep_bits(device: torch.device) -> None:
+    """Disable reduced precision in torch's matrix products, for the deterministic mode."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

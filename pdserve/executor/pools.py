@@ -1,0 +1,139 @@
+"""Sizes and allocates the pools of a rank, one for each group of the KV layout. `factory` calls it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+
+import torch
+
+from pdserve.config.groups import KernelConfig, ServerConfig
+from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
+from pdserve.executor.memory_sizing import (
+    bytes_behind_pool,
+    group_bytes,
+    most_requests,
+    pool_tokens,
+    sizes_of_many,
+    sizes_of_one,
+)
+from pdserve.memory.group_pools import GroupPoolSizes
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
+from pdserve.model.attention.page_gather import GroupPool, KVPool
+from pdserve.model.config import ModelSpec
+from pdserve.model.params import torch_dtype
+
+_LOG = logging.getLogger(__name__)
+DEFAULT_CHUNK = 2048
+"""Tokens of the longest prefill chunk where no flag sets it."""
+CACHED_STATES = 2
+"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
+Agree = Callable[[int], int]
+"""Returns the smallest of the numbers that the ranks of a replica pass."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolSizes:
+    """Pages of all tokens, window pages and state slots: equal on all ranks of a replica."""
+
+    num_pages: int
+    groups: GroupPoolSizes
+
+    def pages_of(self, group: KVGroup) -> int:
+        """Return the pages of a group's pool."""
+        spaces = {PageSpace.WINDOW: self.groups.num_window_pages, PageSpace.SLOTS: self.groups.num_slots}
+        return spaces.get(group.space, self.num_pages)
+
+
+@dataclasses.dataclass(frozen=True)
+class PoolDemand:
+    """What the pools are for. `held`: this rank's part of the layout. `num_sharing`: ranks that share this host's RAM.
+
+    `can_split_prompts`: False where a prompt must be one chunk. `tp_size` and `pp_size` are the replica's.
+    """
+
+    spec: ModelSpec
+    held: KVLayout
+    dtype: str
+    device: torch.device
+    max_rows: int
+    context_length: int
+    num_sharing: int
+    can_split_prompts: bool
+    tp_size: int
+    pp_size: int
+
+
+def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) -> PoolSizes:
+    """Return the sizes of the pools. `agree` None: the rank is alone.
+
+    Raises:
+        ConfigError: not even one page fits.
+    """
+    agree = agree or _own
+    held, device, max_rows = demand.held, demand.device, demand.max_rows
+    chunk = longest_chunk(config, demand.context_length)
+    reserved_bytes = 0
+    if device.type == "cuda":
+        reserved_bytes = bytes_behind_pool(
+            demand.spec, torch_dtype(demand.dtype).itemsize, chunk=chunk, max_rows=max_rows,
+            sizes=captured_sizes(config.kernels, max_rows), max_pages=held.pages_for(demand.context_length),
+            tp_size=demand.tp_size,
+        )  # fmt: skip
+    one = sizes_of_one(
+        held, context_length=demand.context_length, step_tokens=chunk if demand.can_split_prompts else None,
+        num_steps_ahead=max(1, demand.pp_size - 1),
+    )  # fmt: skip
+    groups = one
+    if held.window or held.has_state:
+        num_requests = most_requests(
+            config.memory, held, one, device, max_rows=max_rows, num_sharing=demand.num_sharing,
+            reserved_bytes=reserved_bytes,
+        )  # fmt: skip
+        groups = sizes_of_many(one, agree(num_requests))
+    if held.has_state:
+        num_slots = config.memory.max_mamba_cache_size
+        if num_slots is None and config.wants_prefix_cache and demand.can_split_prompts and not held.window:
+            rows = max_rows * (1 + CACHED_STATES)
+            num_slots = most_requests(
+                config.memory, held, one, device, max_rows=rows, num_sharing=demand.num_sharing,
+                reserved_bytes=reserved_bytes,
+            )  # fmt: skip
+            num_slots = agree(num_slots)
+        groups = groups if num_slots is None else dataclasses.replace(groups, num_slots=num_slots)
+    num_tokens = pool_tokens(
+        config.memory, held, device, context_length=demand.context_length, max_rows=max_rows,
+        num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes, group_bytes=group_bytes(held, groups),
+    )  # fmt: skip
+    most_pages = held.whole_pages(num_tokens)
+    num_pages = agree(most_pages)
+    assert 0 < num_pages <= most_pages, "agreed on more pages than this rank can hold"
+    return PoolSizes(num_pages, groups)
+
+
+def make_pools(held: KVLayout, sizes: PoolSizes, device: torch.device, *, shareable: bool) -> tuple[GroupPool, ...]:
+    """Allocate the pools of a rank. `shareable`: see `GroupPool`."""
+    return tuple(_pool_class(group)(group, sizes.pages_of(group), device, shareable=shareable) for group in held.groups)
+
+
+def longest_chunk(config: ServerConfig, context_length: int) -> int:
+    """Tokens of the longest prompt, or prefill chunk, of a step."""
+    chunk = config.schedule.chunked_prefill_size or DEFAULT_CHUNK
+    return min(chunk, context_length) if chunk > 0 else context_length
+
+
+def captured_sizes(kernels: KernelConfig, max_rows: int) -> tuple[int, ...]:
+    """Batch sizes at which decode steps are captured, where they can be."""
+    if kernels.disable_cuda_graph:
+        return ()
+    return graph_sizes(min(max_rows, kernels.cuda_graph_max_bs or DEFAULT_MAX_ROWS))
+
+
+def _own(number: int) -> int:
+    return number
+
+
+def _pool_class(group: KVGroup) -> type[GroupPool]:
+    is_attention = group.kind in (GroupKind.FULL, GroupKind.WINDOW)
+    return KVPool if is_attention and group.is_uniform else GroupPool

@@ -1,0 +1,89 @@
+"""Qwen3-Next and Qwen3.5 in native code and real processes: a pair over Mooncake and NIXL gives transformers' tokens,
+whatever either side is split into, also when clients leave and memory is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pdserve.transfer.transports.nixl_engine import is_installed
+from tests.e2e.harness import assert_idle, generate_all, generate_batch, generate_while_some_leave, running_pair, until
+from tests.e2e.test_model_families import LONG, SHORT, bodies_of, tokens_of
+from tests.model_families import LENGTHS, prompts_of
+from tests.unit.model.test_hybrid_models import deeper
+
+NEW_TOKENS = 12
+COMMON = ("--dtype", "float32", "--chunked-prefill-size", "96", "--model-impl", "native", "--cpu-kernels", "torch")
+SPLITS = {
+    "qwen3_next, tp 1 to 2": ("qwen3_next", "--tp-size 1", "--tp-size 2"),
+    "qwen3_5_text, tp 2 to 1": ("qwen3_5_text", "--tp-size 2", "--tp-size 1"),
+    "qwen3_5, tp 2 to 4": ("qwen3_5", "--tp-size 2", "--tp-size 4"),
+    "qwen3_5_moe_text, tp 4 to 2": ("qwen3_5_moe_text", "--tp-size 4", "--tp-size 2"),
+    "qwen3_5_moe, pp 2 to 1": ("qwen3_5_moe", "--pp-size 2", "--pp-size 1"),
+}
+MOVING = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the checkpoint of a family with four layers, once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hybrids") / name
+            deeper(name).write(made[name])
+        return made[name]
+
+    return make
+
+
+def check_split(name: str, path: Path, prefill: str, decode: str, *flags: str) -> None:
+    prompts, load = prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
+    expected = deeper(name).reference_tokens(path, prompts, NEW_TOKENS)
+    long = deeper(name).reference_tokens(path, load, LONG)
+    sides = {"prefill_flags": prefill.split(), "decode_flags": (*decode.split(), *SHORT)}
+    with running_pair(str(path), *COMMON, *flags, **sides) as pair:
+        bodies = bodies_of(prompts, NEW_TOKENS)
+        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
+        assert tokens_of(generate_batch(pair.url, bodies)) == expected, "at once"
+        bodies = bodies_of(load, LONG)
+        assert tokens_of(generate_while_some_leave(pair.url, bodies, bodies[:2])) == long, "with too little memory"
+        assert pair.decode.counter("requests_retracted") > 0 and pair.decode.counter("requests_aborted") > 0
+        assert_idle(*pair.workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLITS)
+def test_split_models(split: str, checkpoint: Callable[[str], Path]) -> None:
+    name, prefill, decode = SPLITS[split]
+    check_split(name, checkpoint(name), prefill, decode)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
+@pytest.mark.parametrize("split", [split for split in SPLITS if "2 to" in split])
+def test_split_models_over_nixl(split: str, checkpoint: Callable[[str], Path]) -> None:
+    name, prefill, decode = SPLITS[split]
+    check_split(name, checkpoint(name), prefill, decode, "--disaggregation-transfer-backend", "nixl")
+
+
+@pytest.mark.slow
+def test_experts_move_while_requests_run(checkpoint: Callable[[str], Path]) -> None:
+    """On decode, every third step, with copies of experts; prefill has a part of every expert."""
+    name = "qwen3_next"
+    prompts = prompts_of(LENGTHS)
+    expected = deeper(name).reference_tokens(checkpoint(name), prompts, NEW_TOKENS)
+    with running_pair(str(checkpoint(name)), *COMMON, decode_flags=MOVING.split()) as pair:
+
+        def have_moved() -> bool:
+            """A thread plans while steps go on, so the number of requests that this takes varies."""
+            assert tokens_of(generate_batch(pair.url, bodies_of(prompts, NEW_TOKENS))) == expected
+            facts = pair.decode.state()["internal_states"][0]["facts"]
+            return facts["expert_rebalances"] > 1 and facts["experts_moved"] > 0
+
+        until(have_moved, 60.0, "experts have moved twice")
+        assert_idle(*pair.workers)
