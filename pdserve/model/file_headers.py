@@ -79,7 +79,8 @@ def check_gguf(path: Path) -> None:
                 raise _lfs_pointer(path)
             file.seek(len(_MAGIC))
             if start[: len(_MAGIC)] != _MAGIC:
-                raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
+                text = f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}"
+                raise ModelError(f"{text}; download it again, or give another file")
             architecture = _architecture(file)
     except (OSError, struct.error, ValueError) as error:
         raise ModelError(f"{path} is not a readable gguf file: {error}") from error
