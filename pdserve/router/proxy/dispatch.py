@@ -42,6 +42,8 @@ from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
 from pdserve.router.workers.outcome import (
     ConnectionFailed,
+    HalfOutcome,
+    Outcome,
     WorkerResponse,
     WorkerStream,
     asked_to_retry_later,
@@ -82,7 +84,6 @@ class ProxiedCall:
     """True: another pair may continue the stream, so that decode is requested to send resume state."""
 
 
-Outcome = WorkerStream | WorkerResponse | ConnectionFailed | Failure
 EVENT_STREAM = "text/event-stream"
 SHOWN_BYTES = 500
 """Bytes of a worker's error that are logged."""
@@ -193,13 +194,11 @@ class Dispatcher:
         yield outcome
 
     @contextlib.asynccontextmanager
-    async def _attempt(
-        self, slots: PairSlots, call: ProxiedCall, this: Attempt
-    ) -> AsyncIterator[WorkerStream | WorkerResponse | ConnectionFailed | Failure]:
+    async def _attempt(self, slots: PairSlots, call: ProxiedCall, this: Attempt) -> AsyncIterator[Outcome]:
         """Run one attempt. On leaving, both connections are closed and both slots released."""
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None = None
-        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None = None
-        outcome: WorkerStream | WorkerResponse | ConnectionFailed | Failure | None = None
+        decode: asyncio.Task[HalfOutcome] | None = None
+        outcome: Outcome | None = None
         try:
             data = self._body_for(call, slots.pair)
             decode = asyncio.create_task(self._decode_half(slots.pair.decode, call, data))
@@ -243,10 +242,10 @@ class Dispatcher:
     async def _wait(
         self,
         prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
-        decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed],
+        decode: asyncio.Task[HalfOutcome],
         this: Attempt,
         pair: Pair,
-    ) -> WorkerStream | WorkerResponse | ConnectionFailed | Failure:
+    ) -> Outcome:
         """Wait until decode has answered, a half has failed, or the attempt was ended.
 
         A failed prefill is ignored if decode computes the prompt itself.
@@ -290,9 +289,7 @@ class Dispatcher:
             slot.worker.ended_bytes += 1
         return answer
 
-    async def _decode_half(
-        self, worker: Worker, call: ProxiedCall, data: bytes
-    ) -> WorkerStream | WorkerResponse | ConnectionFailed:
+    async def _decode_half(self, worker: Worker, call: ProxiedCall, data: bytes) -> HalfOutcome:
         with half_of(call.trace, worker.spec.role, worker.spec.url) as more:
             return await open_stream(self._session, worker, call.path, data, self._headers(worker, call, more))
 
@@ -309,7 +306,7 @@ class Dispatcher:
         self._metrics.sent_to(worker)
         return headers
 
-    async def _after_failure(self, outcome: WorkerStream | WorkerResponse | ConnectionFailed, attempt: int) -> None:
+    async def _after_failure(self, outcome: HalfOutcome, attempt: int) -> None:
         """Run before the next attempt: check the health of a worker whose connection failed, and back off."""
         if counts_as_failure(outcome) and isinstance(outcome, ConnectionFailed):
             self._health.connection_broke(outcome.worker, outcome.message)
@@ -317,7 +314,7 @@ class Dispatcher:
         if attempt < self._config.retry.max_tries:
             await asyncio.sleep(self._config.retry.backoff_s(attempt, self._rng))
 
-    def _note(self, slots: PairSlots, outcome: WorkerStream | WorkerResponse | ConnectionFailed | Failure) -> None:
+    def _note(self, slots: PairSlots, outcome: Outcome) -> None:
         """Report the outcome of an attempt to breaker, pair state, metrics and log."""
         if isinstance(outcome, Failure):
             return
@@ -376,7 +373,7 @@ def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:
 
 async def _with_prompt_logprobs(
     upstream: WorkerStream, prefill: asyncio.Task[WorkerResponse | ConnectionFailed]
-) -> WorkerStream | WorkerResponse | ConnectionFailed:
+) -> HalfOutcome:
     """Return decode's answer merged with prefill's prompt log probabilities, or prefill's failure."""
     answer = await prefill
     if isinstance(answer, ConnectionFailed) or failed(answer):
@@ -395,7 +392,7 @@ async def _with_prompt_logprobs(
 
 async def close_halves(
     prefill: asyncio.Task[WorkerResponse | ConnectionFailed] | None,
-    decode: asyncio.Task[WorkerStream | WorkerResponse | ConnectionFailed] | None,
+    decode: asyncio.Task[HalfOutcome] | None,
 ) -> None:
     """Cancel both halves; closes decode's connection unless its answer was read to the end."""
     running: list[asyncio.Task[Any]] = []

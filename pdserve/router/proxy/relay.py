@@ -12,11 +12,11 @@ from aiohttp import web
 from pdserve.http.errors import HttpRefusal
 from pdserve.protocol.failure import Failure
 from pdserve.router.http import RETRY_AFTER, error_response, refused
-from pdserve.router.proxy.dispatch import Outcome
 from pdserve.router.workers.outcome import (
     ConnectionFailed,
     ContinuedStream,
     EndedError,
+    Outcome,
     WorkerResponse,
     WorkerStream,
     describe,

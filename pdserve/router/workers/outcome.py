@@ -130,6 +130,12 @@ class ConnectionFailed:
     """True: the router has no free file descriptor; the worker may be healthy."""
 
 
+HalfOutcome = WorkerStream | WorkerResponse | ConnectionFailed
+"""The end of the request at one worker."""
+Outcome = HalfOutcome | Failure
+"""The end of an attempt; `Failure`: the router refused or ended it."""
+
+
 class EndedError(aiohttp.ClientError):
     """An answer ended early; `failure` is for the client."""
 
@@ -207,7 +213,7 @@ async def read_response(
 
 async def open_stream(
     session: aiohttp.ClientSession, worker: Worker, path: str, body: bytes, headers: CIMultiDict[str]
-) -> WorkerStream | WorkerResponse | ConnectionFailed:
+) -> HalfOutcome:
     """POST and wait for the first bytes of a good answer, or for a complete error response (status 400 or more).
 
     Cancellation closes the connection.
@@ -280,8 +286,8 @@ RETRYABLE_STATUSES = frozenset({502, 503})
 
 
 def resolve_outcome(
-    prefill: WorkerResponse | ConnectionFailed | None, decode: WorkerStream | WorkerResponse | ConnectionFailed | None
-) -> WorkerStream | WorkerResponse | ConnectionFailed | None:
+    prefill: WorkerResponse | ConnectionFailed | None, decode: HalfOutcome | None
+) -> HalfOutcome | None:
     """Return the outcome of an attempt; None while it is open. `prefill` None: no answer yet, or no prefill half.
 
     When decode sends its first bytes, the KV cache has arrived, so that prefill's result no longer matters. Of two
@@ -294,7 +300,7 @@ def resolve_outcome(
     return failures[0] if failures else None
 
 
-def failed(half: WorkerStream | WorkerResponse | ConnectionFailed | Failure | None) -> bool:
+def failed(half: Outcome | None) -> bool:
     """Whether one half ended without a good answer."""
     return isinstance(half, ConnectionFailed | Failure) or (isinstance(half, WorkerResponse) and half.status >= 400)
 
@@ -307,14 +313,14 @@ def ends_both(prefill: WorkerResponse | ConnectionFailed) -> bool:
     return isinstance(prefill, WorkerResponse) and (prefill.status < 500 or asked_to_retry_later(prefill))
 
 
-def retryable(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
+def retryable(outcome: HalfOutcome) -> bool:
     """Whether the request may be retried."""
     if isinstance(outcome, WorkerResponse):
         return outcome.status in RETRYABLE_STATUSES and error_of(outcome.body)[0] != RUNNING_TIMEOUT
     return isinstance(outcome, ConnectionFailed)
 
 
-def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
+def counts_as_failure(outcome: HalfOutcome) -> bool:
     """Return True when the outcome counts against the worker's breaker.
 
     Client errors and `Retry-After` responses do not count.
@@ -324,6 +330,6 @@ def counts_as_failure(outcome: WorkerStream | WorkerResponse | ConnectionFailed)
     return isinstance(outcome, ConnectionFailed) and not outcome.lost and not outcome.out_of_descriptors
 
 
-def asked_to_retry_later(outcome: WorkerStream | WorkerResponse | ConnectionFailed) -> bool:
+def asked_to_retry_later(outcome: HalfOutcome) -> bool:
     """Whether a worker answered with `Retry-After`, which it sends when it is full."""
     return isinstance(outcome, WorkerResponse) and "Retry-After" in outcome.headers
