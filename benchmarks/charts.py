@@ -63,7 +63,7 @@ def interference(facts: Mapping[str, Any]) -> str:
     svg.text(16, 46, subtitle(facts, flags["rounds"]), "note")
     panels = (
         ("ITL p99 of the streams, ms (lower is better)", "itl_p99_ms", 180, 290),
-        ("tokens/s of the streams (higher is better)", "stream_tok_s", 530, 230),
+        ("streams' tokens/s (higher is better)", "stream_tok_s", 530, 230),
     )
     for heading, metric, left, width in panels:
         spreads = {name: spread_of([one[metric] for one in found[name]]) for name in SYSTEMS}

@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
@@ -25,7 +25,7 @@ from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, Waits
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.scheduler.roles.base import Queued, SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
@@ -157,6 +157,10 @@ class WatchedRole:
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole`."""
         return self.role.queues()
+
+    def members(self) -> Mapping[str, Queued]:
+        """See `SchedulerRole.members`."""
+        return self.role.members()
 
     def waits_for(self, req: Req) -> WaitsFor:
         """See `SchedulerRole`."""

@@ -156,7 +156,8 @@ def check_split(
         (tp_flag, wide, "intermediate columns", intermediate_size),
     ):
         if count % size:
-            raise ConfigError(f"{flag} does not divide the model's {count} {name}", field="tp_size")
+            text = f"{flag} does not divide the model's {count} {name}; give a divisor of {count}"
+            raise ConfigError(text, field="tp_size")
     if num_kv_heads % tp and tp % num_kv_heads:
         raise ConfigError(
             f"{of_attention} neither divides the model's {num_kv_heads} KV heads nor is a multiple of them",

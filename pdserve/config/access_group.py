@@ -134,7 +134,7 @@ class AccessConfig:
             ("ssl_ca_certs", self.ssl_ca_certs),
         ):
             if path is not None and ("\0" in path or not Path(path).is_file()):
-                _refuse(field, f"is {path!r}, but this file does not exist")
+                _refuse(field, f"is {path!r}, but this file does not exist; give the path of a PEM file")
 
 
 def _refuse(field: str, rule: str) -> None:

@@ -28,8 +28,6 @@ from pdserve.model.params import torch_dtype
 _LOG = logging.getLogger(__name__)
 DEFAULT_CHUNK = 2048
 """Tokens of the longest prefill chunk where no flag sets it."""
-CACHED_STATES = 2
-"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
 Agree = Callable[[int], int]
 """Returns the smallest of the numbers that the ranks of a replica pass."""
 

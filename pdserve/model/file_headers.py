@@ -64,7 +64,8 @@ def check_gguf(path: Path) -> None:
     """
     with _reading(path, "gguf") as (file, start):
         if start[: len(_MAGIC)] != _MAGIC:
-            raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
+            text = f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}"
+            raise ModelError(f"{text}; download it again, or give another file")
         file.seek(len(_MAGIC))
         architecture = _architecture(file)
     if architecture is not None and architecture not in ARCHITECTURES:

@@ -136,7 +136,8 @@ def _local(model_path: str, path: Path) -> Path:
             f"an id ORG/NAME of the Hugging Face hub, or {SMOLLM2!r}"
         )
     if not (path / "config.json").is_file():
-        raise ModelError(f"model path {model_path!r} has no config.json, so {path.absolute()} is not a model directory")
+        text = f"model path {model_path!r} has no config.json (looked for {path.absolute() / 'config.json'})"
+        raise ModelError(f"{text}; give the directory that has the model's config.json")
     return path.resolve()
 
 
@@ -154,7 +155,8 @@ def weight_files(directory: Path) -> list[Path]:
     else:
         files = sorted(directory.glob("*.safetensors"))
     if not files:
-        raise ModelError(f"{directory} has no .safetensors file (with --load-format dummy none is needed)")
+        text = f"{directory} has no .safetensors file; download the weights into it"
+        raise ModelError(f"{text}, or give --load-format dummy for random ones")
     return files
 
 
