@@ -20,7 +20,9 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import CompileError
 
 LIBRARY = "libpdserve_kernels.so"
-SOURCES = [f"csrc/{name}.cpp" for name in ("api", "choose", "experts", "ops", "plan", "pool", "program", "weights")]
+SOURCES = [
+    f"csrc/{name}.cpp" for name in ("api", "choose", "delta", "experts", "ops", "plan", "pool", "program", "weights")
+]
 LEVEL_SOURCE = "csrc/level.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]

@@ -18,6 +18,7 @@ from pdserve.config.groups import MemoryConfig
 from pdserve.executor.input_batch import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, open_packed, pack, pack_gated
@@ -25,7 +26,6 @@ from pdserve.protocol.sampling import CoreSamplingParams
 
 HEADS = HeadShape(layers=30, num_heads=9, num_kv_heads=3, page_tokens=MemoryConfig().page_size, dim=64)
 """SmolLM2-135M's, in pages as servers have them."""
-NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 NUM_OUT, NUM_IN = 3072, 576
 """The largest linear layer of SmolLM2-135M, gate and up, as often as it has layers: together larger than the caches."""
 ITEM_BYTES: dict[Format, int] = {"bf16": 2, "int8": 1}
@@ -40,6 +40,8 @@ the call itself, and the code of the first layer, which is in no cache yet, take
 VOCAB = 49152
 EXPERTS, TOP_K, EXPERT_OUT, EXPERT_IN = 32, 8, 768, 2048
 """A layer with experts of the size of Qwen3-30B-A3B's, of which it has a quarter."""
+DELTA, DELTA_LAYERS = DeltaShape(16, 16, 128, 128, 4), 18
+"""GatedDeltaNet layers of the size of Qwen3.5-0.8B's."""
 ROUTED = 128
 """All its experts, among which its routers choose."""
 
@@ -80,7 +82,7 @@ def rows_of(num_rows: int, start: int, end: int) -> tuple[ForwardBatch, int]:
 
 def program_without_heads(threads: Threads) -> Program:
     """One for operations that are not attention's."""
-    return Program(threads, best_level(), NO_HEADS, torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16))
+    return Program(threads, best_level())
 
 
 def waking(threads: Threads) -> Callable[[], object]:
@@ -259,6 +261,38 @@ def attention_case(threads: Threads, name: str, num_rows: int, start: int, end: 
     return Case(
         name, num_bytes, HEADS.layers * pairs * HEADS.num_heads * HEADS.dim * 4,
         lambda: program.run(first, program.num_ops), lambda: program.begin(batch), times=times,
+    )  # fmt: skip
+
+
+def delta_case(threads: Threads, name: str, num_rows: int, start: int, end: int) -> Case:
+    """All GatedDeltaNet layers between their projections, of rows that compute `[start, end)`.
+
+    What decode reads and writes at least are the states; the products of prompts are those of chunks of 64 tokens.
+    """
+    batch, _ = rows_of(num_rows, start, end)
+    host = dataclasses.replace(batch.host, slots=np.arange(num_rows, dtype=np.int32))
+    shape, program = DELTA, Program(threads, best_level())
+    source, out = program.buffer(shape.width), program.buffer(shape.value_width)
+    heads, dims = shape.num_value_heads, shape.key_dim * shape.value_dim
+    weights = torch.randn(shape.conv_width, shape.taps), -torch.rand(heads), torch.randn(heads)
+    kept, size = (heads, shape.key_dim, shape.taps - 1), heads * shape.key_dim * (shape.taps - 1)
+    stride = 4 * heads * dims + 3 * 2 * size
+    raw = torch.frombuffer(allocate_private(DELTA_LAYERS * num_rows * stride), dtype=torch.float32).fill_(0)
+    for layer in raw.view(DELTA_LAYERS, num_rows, -1):
+        state, halves = layer[:, : heads * dims], layer[:, heads * dims :].view(torch.bfloat16)
+        q, k, v = (halves[:, i * size : (i + 1) * size].view(num_rows, *kept) for i in range(3))
+        states = DeltaStates((q, k, v), state.view(num_rows, heads, shape.key_dim, shape.value_dim))
+        program.delta(source, shape, states, *weights, torch.ones(shape.value_dim), 1e-6, out)
+    program.begin(dataclasses.replace(batch, host=host))
+    tokens = len(batch.positions)
+    program.view(source, tokens).normal_()
+    in_chunks = end - start > 1
+    num_bytes = DELTA_LAYERS * num_rows * 2 * 4 * heads * dims
+    per_token = heads * (3 * dims + 64 * (shape.key_dim + 2 * shape.value_dim))
+    num_ops = 2 * DELTA_LAYERS * tokens * per_token if in_chunks else 0
+    return Case(
+        name, num_bytes, num_ops, lambda: program.run(0, program.num_ops),
+        lambda: program.begin(dataclasses.replace(batch, host=host)),
     )  # fmt: skip
 
 

@@ -31,6 +31,7 @@ from benchmarks.kernel_cases import (
     Case,
     attention_case,
     choice_case,
+    delta_case,
     embed_case,
     experts_case,
     head_case,
@@ -79,6 +80,8 @@ def all_cases(threads: Threads) -> list[Case]:
     for rows, tokens in DECODED:
         cases.append(attention_case(threads, f"decode, {rows} rows of {tokens:,}", rows, tokens - 1, tokens))
     cases += [attention_case(threads, f"prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
+    cases += [delta_case(threads, f"gated delta, {rows} rows", rows, 255, 256) for rows in (1, 4, 16)]
+    cases += [delta_case(threads, f"gated delta, prompt of {tokens}", 1, 0, tokens) for tokens in (512, 2048)]
     for name, request in (
         ("best token", CoreSamplingParams(temperature=0.0)),
         ("drawn token", CoreSamplingParams(seed=0)),

@@ -152,30 +152,39 @@ class Multiplier {
 // As in tile.h, for tiles of at most `rows` rows. One more row after the n rows may be read, and its scores written.
 class QueryMultiplier {
   public:
+    static constexpr int64_t WIDE = 2 * BLOCK;
+
     explicit QueryMultiplier(int64_t rows) : tiles_(rows) {}
+
+    // Without KEEPS all rows of a tile are written.
+    template <bool KEEPS>
+    void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, int64_t n,
+               float* out, int64_t out_stride, const float* keep) const {
+        if (!KEEPS) return multiply(w, columns, k, used, x, x_stride, out, out_stride);
+        alignas(64) float part[TILE * WIDE];
+        multiply(w, columns, k, used, x, x_stride, part, WIDE);
+        for (int64_t r = 0; r < n; r++)
+            for (int64_t d = 0; d < WIDE && d < columns; d += 16) {
+                float* to = out + r * out_stride + d;
+                store(to, fma(set1(keep[r]), load(to), load(part + r * WIDE + d)));
+            }
+    }
 
     void score(const bf16* keys, int64_t wide, int64_t seen, const bf16* q, int64_t, float* scores) const {
         for (int64_t k = 0; k < seen; k += 2 * BLOCK)
-            times(keys + k * wide, seen - k, wide, wide, q, wide, scores + k, TILE_KEYS);
+            multiply(keys + k * wide, seen - k, wide, wide, q, wide, scores + k, TILE_KEYS);
     }
     void mix(const bf16* values, int64_t count, int64_t seen, const bf16* weights, int64_t n, float* out, int64_t wide,
              const float* keep) const {
-        alignas(64) float part[TILE * 2 * BLOCK];
-        for (int64_t c = 0; c < wide; c += 2 * BLOCK) {
-            times(values + c * count, wide - c, count, padded(seen), weights, TILE_KEYS, part, 2 * BLOCK);
-            for (int64_t r = 0; r < n; r++)
-                for (int64_t d = 0; d < 2 * BLOCK && d < wide - c; d += 16) {
-                    float* to = out + r * wide + c + d;
-                    store(to, fma(set1(keep[r]), load(to), load(part + r * 2 * BLOCK + d)));
-                }
-        }
+        for (int64_t c = 0; c < wide; c += WIDE)
+            times<true>(values + c * count, wide - c, count, padded(seen), weights, TILE_KEYS, n, out + c, wide, keep);
     }
 
   private:
     // Multiplies up to two blocks of k inputs each, the first `used` of them; one block when no more `columns` are
     // left.
-    static void times(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride, float* out,
-                      int64_t out_stride) {
+    static void multiply(const bf16* w, int64_t columns, int64_t k, int64_t used, const bf16* x, int64_t x_stride,
+                         float* out, int64_t out_stride) {
         const auto idle = [] {};
         if (columns > BLOCK) one_tile<2, false>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);
         else one_tile<1, false>(w, BLOCK * k, used, x, x_stride, out, out_stride, idle);

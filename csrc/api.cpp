@@ -10,6 +10,7 @@
 #include <string>
 
 #include "choose.h"
+#include "delta.h"
 #include "experts.h"
 #include "ops.h"
 #include "pdk.h"
@@ -146,12 +147,15 @@ int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64
     return 0;
 }
 
-pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads) {
+pdk_program* pdk_program_open(pdk_pool* pool, const char* level) {
     const Kernels* kernels = kernels_of(level);
     if (!kernels) return nullptr;
-    return guarded([&] { return new pdk_program(*pool, *kernels, *heads); });
+    return guarded([&] { return new pdk_program(*pool, *kernels); });
 }
 void pdk_program_close(pdk_program* p) { delete p; }
+int64_t pdk_add_heads(pdk_program* p, const pdk_heads* heads) {
+    return counted([&] { return p->add_heads(*heads); });
+}
 
 int64_t pdk_buffer(pdk_program* p, int64_t width, int64_t item_bytes, int64_t of_samples) {
     return counted([&] { return p->add_buffer(width, item_bytes, of_samples != 0); });
@@ -164,8 +168,11 @@ int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples) {
 int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width) {
     return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows))); });
 }
-int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor) {
-    return counted([&] { return p->add(std::make_unique<Angles>(inverse, p->heads.dim / 2, factor)); });
+int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor) {
+    return counted([&] {
+        p->groups[heads]->half = half;
+        return p->add(std::make_unique<Angles>(heads, inverse, half, factor));
+    });
 }
 int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t columns,
                       int64_t out, int64_t add, int64_t of_samples) {
@@ -191,13 +198,26 @@ int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, c
 int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Norm>(in, out, norm, eps)); });
 }
-int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps) {
-    return counted([&] { return p->add(std::make_unique<Place>(qkv, layer, q_norm, k_norm, eps)); });
+int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
+                     const float* k_norm, float eps) {
+    return counted([&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps)); });
 }
-int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap, const float* sinks) {
+int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
+                      const float* sinks) {
     return counted([&] {
-        p->plan_for(window);
-        return p->add(std::make_unique<Attend>(layer, out, Mask{window, softcap, sinks}));
+        p->groups[heads]->plan_for(window);
+        return p->add(std::make_unique<Attend>(heads, layer, out, Mask{window, softcap, sinks}));
+    });
+}
+int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_t first, int64_t wide, int64_t out,
+                       int64_t add) {
+    return counted([&] { return p->add(std::make_unique<Sigmoid>(in, gates, first, wide, out, add != 0)); });
+}
+int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv, const float* decay,
+                     const float* bias, const float* norm, float eps, int64_t out) {
+    return counted([&] {
+        p->need_scratch(delta_scratch_bytes(states->key_dim, states->value_dim, states->taps));
+        return p->add(std::make_unique<DeltaNet>(*states, in, conv, decay, bias, norm, eps, out));
     });
 }
 int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,
@@ -226,7 +246,7 @@ int64_t pdk_begin(pdk_program* p, const pdk_step* step) {
 void pdk_run(pdk_program* p, int64_t first, int64_t last) { p->run(first, last); }
 int64_t pdk_decode(pdk_program* p, const pdk_decoding* rows, int64_t last, int64_t chosen, int64_t* out) {
     return counted([&] {
-        p->begin(p->decoded.read(*rows, p->heads.page_tokens));
+        p->begin(p->decoded.read(*rows, p->groups[0]->heads.page_tokens));
         p->run(0, last);
         const int64_t* tokens = p->buffers[chosen].room->as<int64_t>();
         for (int64_t i = 0; i < rows->rows; i++) {

@@ -1,10 +1,10 @@
 // Between the q/k/v projection and attention: head norms, rotation, and the KV write to pages. See level.cpp.
 #pragma once
 
-// One head of `dim`: normalised if `norm` is not null, rotated by the angles, times scale. x and out must not overlap.
-INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, const float* cos, const float* sin,
-                 float scale, float* out) {
-    const int64_t half = dim / 2;
+// One head of `dim`: normalised if `norm` is not null, its first 2 * half columns rotated by the angles, times scale. x
+// and out must not overlap.
+INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, int64_t half, const float* cos,
+                 const float* sin, float scale, float* out) {
     F factor = set1(norm ? scale * inverse_rms(x, dim, eps) : scale);
     for (int64_t d = 0; d < half; d += 16) {
         const int64_t n = half - d;
@@ -16,6 +16,10 @@ INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, cons
         F c = load_n(cos + d, n), s = load_n(sin + d, n);
         store_n(out + d, a * c - b * s, n);
         store_n(out + half + d, fma(b, c, a * s), n);
+    }
+    for (int64_t d = 2 * half; d < dim; d += 16) {
+        F a = load_n(x + d, dim - d) * factor;
+        store_n(out + d, norm ? a * load_n(norm + d, dim - d) : a, dim - d);
     }
 }
 
@@ -29,15 +33,15 @@ static void place(const Heads& h, const Pages& pages, const int64_t* write_pages
     const int64_t dim = h.dim, wide = padded(dim), group = h.heads / h.kv_heads;
     alignas(64) float turned[1024] = {};
     for (int64_t i = first; i < last; i++) {
-        const float* x = h.qkv + i * (h.heads + 2 * h.kv_heads) * dim;
-        const float *cos = h.cos + i * (dim / 2), *sin = h.sin + i * (dim / 2);
+        const float* x = h.qkv + i * h.stride;
+        const float *cos = h.cos + i * h.half, *sin = h.sin + i * h.half;
         for (int64_t q = 0; q < h.heads; q++) {
-            turn(x + q * dim, dim, h.q_norm, h.eps, cos, sin, h.scale, turned);
+            turn(x + q * dim, dim, h.q_norm, h.eps, h.half, cos, sin, h.scale, turned);
             narrow(turned, h.q + (((q / group) * h.tokens + i) * group + q % group) * wide, wide);
         }
         for (int64_t k = 0; k < h.kv_heads; k++) {
             bf16* to = pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * dim;
-            turn(x + (h.heads + k) * dim, dim, h.k_norm, h.eps, cos, sin, 1.0f, turned);
+            turn(x + (h.heads + k) * dim, dim, h.k_norm, h.eps, h.half, cos, sin, 1.0f, turned);
             narrow(turned, to, dim);
             narrow(x + (h.heads + h.kv_heads + k) * dim, to + pages.value_offset, dim);
         }

@@ -18,6 +18,7 @@ constexpr int64_t SEGMENT = 128;       // minimum keys of a decode softmax segme
 constexpr int64_t MOST_SEGMENTS = 32;  // approximate maximum per query
 constexpr int64_t MOST_TILE_KEYS = 128;  // maximum keys of one product of extend
 constexpr int64_t TILE_ROWS = 16;        // maximum rows of one product of extend
+constexpr int64_t DELTA_CHUNK = 64;      // positions of a prompt that the delta rule takes together
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -77,9 +78,10 @@ struct Output {
 
 // Output of the q/k/v projection, to be normalised, rotated and written to the query buffer and the pages.
 struct Heads {
-    const float* qkv;  // [tokens][(heads + 2 * kv_heads) * dim]
-    int64_t heads, kv_heads, dim, tokens;
-    const float *cos, *sin;        // [tokens][dim / 2]
+    const float* qkv;  // [tokens][stride]: first (heads + 2 * kv_heads) * dim columns
+    int64_t stride, heads, kv_heads, dim, tokens;
+    int64_t half;                  // the first 2 * half columns of a head are rotated
+    const float *cos, *sin;        // [tokens][half]
     const float *q_norm, *k_norm;  // [dim] or null
     float eps, scale;
     bf16* q;  // [kv_heads][tokens][heads / kv_heads][padded dim], scaled
@@ -122,6 +124,28 @@ struct Piece {
     int64_t segment;  // decode only: see segment_of
 };
 
+// A GatedDeltaNet layer over a batch; see pdk_op_delta. Widths are in floats.
+struct Delta {
+    int64_t key_heads, value_heads, key_dim, value_dim, taps;
+    const float* in;  // [tokens][stride]: q, k, v, z, b, a
+    int64_t stride;
+    const float *conv, *decay, *bias, *norm;
+    float eps;
+    float* out;  // [tokens][value_heads * value_dim]
+};
+
+// One slot's state of a layer; see pdk_states.
+struct DeltaState {
+    bf16 *conv_q, *conv_k, *conv_v;
+    float* state;
+};
+
+// One key head, with its value heads, of a row: `tokens` tokens from flat index `offset` and position `start` on. The
+// first `prompts` of them are computed in chunks.
+struct DeltaPiece {
+    int64_t head, offset, start, tokens, prompts;
+};
+
 struct Kernels {
     const char* name;
     void (*prepare)(const float* x, int64_t stride, int64_t columns, const float* norm, float eps, const Operand& out,
@@ -139,6 +163,10 @@ struct Kernels {
     void (*extend)(const Attention& a, const Piece& piece, uint8_t* scratch);
     // Merges `count` partial results of a query in key order; overwrites them.
     void (*merge)(const Attention& a, const Piece& piece, float* partials, int64_t count);
+    // out [columns] = (with `add` +=) x * sigmoid(gate); with `one` the gate is a single number.
+    void (*sigmoid)(const float* x, const float* gate, bool one, int64_t columns, float* out, bool add);
+    // `then`: the first state of the piece that this thread likely computes next.
+    void (*delta)(const Delta& d, const DeltaState& state, const DeltaPiece& piece, const Soon& then, uint8_t* scratch);
     int64_t (*argmax)(const float* x, int64_t count);
     // out = e^((x - most) / temperature), and 0 where that is below e^-87. Returns the sum.
     double (*weigh)(const float* x, int64_t count, float most, float temperature, float* out);
@@ -151,6 +179,7 @@ struct Kernels {
 };
 
 int64_t extend_scratch_bytes(int64_t group, int64_t dim);
+int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps);
 int64_t extend_queries(int64_t group);
 
 namespace amx { extern const Kernels kernels; }

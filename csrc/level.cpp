@@ -40,12 +40,13 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #include "runs.h"
 #include "decode.h"
 #include "extend.h"
+#include "delta_rule.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
-const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode,
-                         extend,          merge,   argmax,    weigh,  keep,   widen, mix};
+const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode, extend, merge,
+                         gate,            delta,   argmax,    weigh,  keep,  widen,  mix};
 
 }  // namespace PDK_LEVEL
 }  // namespace pdk

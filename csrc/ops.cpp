@@ -18,12 +18,13 @@ void Angles::run(Program& p, int thread) {
     int64_t first, last;
     p.share(p.step.tokens, thread, first, last);
     const int64_t half = static_cast<int64_t>(inverse.size());
+    float *cos = p.groups[group]->cos.as<float>(), *sin = p.groups[group]->sin.as<float>();
     for (int64_t i = first; i < last; i++) {
         const float position = static_cast<float>(p.step.positions[i]);
         for (int64_t d = 0; d < half; d++) {
             const float angle = position * inverse[d];
-            p.cos.as<float>()[i * half + d] = std::cos(angle) * factor;
-            p.sin.as<float>()[i * half + d] = std::sin(angle) * factor;
+            cos[i * half + d] = std::cos(angle) * factor;
+            sin[i * half + d] = std::sin(angle) * factor;
         }
     }
 }
@@ -71,31 +72,21 @@ void Norm::run(Program& p, int thread) {
 void Place::run(Program& p, int thread) {
     int64_t first, last;
     p.share(p.step.tokens, thread, first, last);
-    const pdk_heads& h = p.heads;
-    const Heads heads{p.floats(qkv), h.heads, h.kv_heads, h.dim, p.step.tokens, p.cos.as<float>(), p.sin.as<float>(),
-                      q_norm, k_norm, eps, h.scale, p.q.as<bf16>()};
-    p.kernels.place(heads, p.pages_of(layer), p.step.write_pages, p.step.write_slots, first, last);
-}
-
-bool Attend::take(Program& p, int thread, int64_t pieces, int64_t& index) {
-    const int64_t threads = p.pool.size();
-    for (int64_t i = 0; i < threads; i++) {
-        const int64_t from = (thread + i) % threads;
-        if (from + threads * taken[from].count.load(std::memory_order_relaxed) >= pieces) continue;
-        index = from + threads * taken[from].count.fetch_add(1);
-        if (index < pieces) return true;
-    }
-    return false;
+    const HeadGroup& g = *p.groups[group];
+    const pdk_heads& h = g.heads;
+    const Heads heads{p.floats(qkv), p.buffers[qkv].width, h.heads, h.kv_heads, h.dim, p.step.tokens, g.half,
+                      g.cos.as<float>(), g.sin.as<float>(), q_norm, k_norm, eps, h.scale, p.q.as<bf16>()};
+    p.kernels.place(heads, p.pages_of(group, layer), p.write_pages(group), p.step.write_slots, first, last);
 }
 
 void Attend::run(Program& p, int thread) {
-    Attention a = p.attention_of(layer);
+    Attention a = p.attention_of(group, layer);
     a.mask = mask;
     a.out = p.floats(out);
-    Plan& plan = p.plan_for(mask.window);
+    Plan& plan = p.groups[group]->plan_for(mask.window);
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
     const Piece* expected = nullptr;
-    for (int64_t i; take(p, thread, count, i);) {
+    for (int64_t i; turns.take(thread, count, i);) {
         const Planned& planned = plan.pieces[i];
         Piece piece = planned.piece;
         if (!planned.decodes) {
@@ -120,13 +111,28 @@ void Attend::run(Program& p, int thread) {
 }
 
 Soon Attend::first_read(Program& p, int thread) const {
-    const Plan& plan = p.plan_for(mask.window);
+    const Plan& plan = p.groups[group]->plan_for(mask.window);
     if (thread >= static_cast<int64_t>(plan.pieces.size())) return {};
     const Piece& piece = plan.pieces[thread].piece;
-    const Attention a = p.attention_of(layer);
+    const Attention a = p.attention_of(group, layer);
     const int64_t page = (a.table + piece.row * a.table_stride)[piece.begin / a.pages.page_tokens];
     const int64_t head = piece.head * a.pages.page_tokens + piece.begin % a.pages.page_tokens;
     return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.dim)};
+}
+
+// Threads share 16-column pieces of all rows, so that few rows keep all of them busy.
+void Sigmoid::run(Program& p, int thread) {
+    const int64_t width = p.buffers[in].width, pieces = (width + 15) / 16, stride = p.buffers[gates].width;
+    int64_t at, last;
+    p.share(p.count(p.buffers[out].of_samples) * pieces, thread, at, last);
+    for (int64_t end; at < last; at = end) {
+        const int64_t row = at / pieces, c = at % pieces * 16;
+        end = std::min(last, (row + 1) * pieces);
+        const int64_t columns = std::min(width - c, (end - at) * 16);
+        const float* gate = p.floats(gates) + row * stride + first;
+        p.kernels.sigmoid(p.floats(in) + row * width + c, wide == 1 ? gate : gate + c, wide == 1, columns,
+                          p.floats(out) + row * width + c, add);
+    }
 }
 
 void Select::run(Program& p, int thread) {

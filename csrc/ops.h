@@ -12,9 +12,11 @@ struct Embed : Op {
 };
 
 struct Angles : Op {
+    int64_t group;
     std::vector<float> inverse;
     float factor;
-    Angles(const float* inverse, int64_t half, float factor) : inverse(inverse, inverse + half), factor(factor) {}
+    Angles(int64_t group, const float* inverse, int64_t half, float factor)
+        : group(group), inverse(inverse, inverse + half), factor(factor) {}
     void run(Program& p, int thread) override;
 };
 
@@ -49,34 +51,32 @@ struct Norm : Op {
 };
 
 struct Place : Op {
-    int64_t qkv, layer;
+    int64_t group, qkv, layer;
     const float *q_norm, *k_norm;
     float eps;
-    Place(int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps)
-        : qkv(qkv), layer(layer), q_norm(q_norm), k_norm(k_norm), eps(eps) {}
+    Place(int64_t group, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps)
+        : group(group), qkv(qkv), layer(layer), q_norm(q_norm), k_norm(k_norm), eps(eps) {}
     void run(Program& p, int thread) override;
 };
 
-// Assigns the plan's pieces to threads round-robin, so that each thread knows its next piece. A thread without pieces
-// left steals from other threads.
 struct Attend : Op {
-    struct alignas(64) Taken {
-        std::atomic<int64_t> count{0};
-    };
-    int64_t layer, out;
+    int64_t group, layer, out;
     Mask mask;
-    std::vector<Taken> taken;  // [threads]: begun pieces of each thread's share
-    Attend(int64_t layer, int64_t out, const Mask& mask) : layer(layer), out(out), mask(mask) {}
+    Turns turns;
+    Attend(int64_t group, int64_t layer, int64_t out, const Mask& mask)
+        : group(group), layer(layer), out(out), mask(mask) {}
     void run(Program& p, int thread) override;
     Soon first_read(Program& p, int thread) const override;
-    void prepare_for(Program& p) override {
-        if (taken.empty()) taken = std::vector<Taken>(p.pool.size());
-        for (auto& of : taken) of.count.store(0);
-    }
+    void prepare_for(Program& p) override { turns.reset(p.pool.size()); }
     bool prepares() const override { return true; }
+};
 
-  private:
-    bool take(Program& p, int thread, int64_t pieces, int64_t& index);
+struct Sigmoid : Op {
+    int64_t in, gates, first, wide, out;
+    bool add;
+    Sigmoid(int64_t in, int64_t gates, int64_t first, int64_t wide, int64_t out, bool add)
+        : in(in), gates(gates), first(first), wide(wide), out(out), add(add) {}
+    void run(Program& p, int thread) override;
 };
 
 struct Select : Op {

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 11
+#define PDK_VERSION 12
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -27,6 +27,9 @@ typedef struct {
     const int64_t *starts, *ends, *offsets, *prompts;           /* [rows] */
     const int32_t* table;                                       /* [rows][table_stride] */
     int64_t table_stride;
+    const int32_t* window_table; /* [rows][window_stride]: the same for heads `of_window`; else NULL */
+    int64_t window_stride;
+    const int32_t* slots; /* [rows]: state slots; NULL without pdk_op_delta */
 } pdk_step;
 
 /* Rows that decode one token each, over shared tables: row i is line `lines[i]` of `tokens` and of `pages`, and
@@ -38,15 +41,28 @@ typedef struct {
     int64_t tokens_stride;
     const int32_t* pages;
     int64_t pages_stride;
+    const int32_t* window_pages; /* as `pages`, or NULL: see pdk_step */
+    int64_t window_stride;
+    const int32_t* slots; /* of each line, or NULL */
 } pdk_decoding;
 
-/* The KV pool, bf16, and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens][dim] at
-   base + page * page_stride + layer * layer_stride, and V lies value_offset after it. Strides are in items. */
+/* A KV pool, bf16, and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens][dim] at
+   base + page * page_stride + layer * layer_stride, and V lies value_offset after it. Strides are in items. Page
+   numbers are those of `table`, or with `of_window` those of `window_table`, whose entries behind the window are
+   undefined. `page_tokens` is equal in all heads of a program. */
 typedef struct {
     void* base;
-    int64_t page_stride, layer_stride, value_offset, kv_heads, page_tokens, dim, heads;
+    int64_t page_stride, layer_stride, value_offset, kv_heads, page_tokens, dim, heads, of_window;
     float scale;
 } pdk_heads;
+
+/* Recurrent states of a GatedDeltaNet layer. A slot's are slot * slot_stride bytes after these addresses: the last
+   `taps - 1` inputs of the convolution, bf16, conv_q and conv_k [key_heads][key_dim][taps - 1] and conv_v
+   [value_heads][value_dim][taps - 1]; and `state`, float [value_heads][key_dim][value_dim]. */
+typedef struct {
+    void *conv_q, *conv_k, *conv_v, *state;
+    int64_t slot_stride, key_heads, value_heads, key_dim, value_dim, taps;
+} pdk_states;
 
 /* A packed linear layer of `blocks` * 32 outputs, in the caller's memory. format 0: bf16 [blocks][k / 2][32][2], where
    k is the number of inputs padded to a multiple of 32. format 1: int8 [blocks][k / 4][32][4], with 128 added, and a
@@ -110,8 +126,10 @@ PDK_API int64_t pdk_choose_bytes(const pdk_pool* pool, int64_t columns);
 PDK_API int64_t pdk_choose(pdk_pool* pool, const char* level, const float* logits, int64_t rows, int64_t columns,
                            const pdk_choice* how, float* scratch, int64_t* tokens);
 
-PDK_API pdk_program* pdk_program_open(pdk_pool* pool, const char* level, const pdk_heads* heads);
+PDK_API pdk_program* pdk_program_open(pdk_pool* pool, const char* level);
 PDK_API void pdk_program_close(pdk_program* p);
+/* Adds heads of equal shape, which layers share. Returns their number. */
+PDK_API int64_t pdk_add_heads(pdk_program* p, const pdk_heads* heads);
 /* Adds a buffer of `width` items per row: one row per token, or with `of_samples` one per sample. Returns its number.
    */
 PDK_API int64_t pdk_buffer(pdk_program* p, int64_t width, int64_t item_bytes, int64_t of_samples);
@@ -121,7 +139,8 @@ PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
 
 /* Operations; each function returns the operation's number. Buffers are float unless stated otherwise. */
 PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width);
-PDK_API int64_t pdk_op_angles(pdk_program* p, const float* inverse, float factor);
+/* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. */
+PDK_API int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor);
 /* Inputs are `in`, normalised when `norm` is not NULL; with in = -1 they are the output of `pdk_op_gated`. add: out +=
    */
 PDK_API int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w,
@@ -129,11 +148,23 @@ PDK_API int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, flo
 /* silu(gate) * up of the two parts of `w`, kept for the next linear. */
 PDK_API int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w);
 PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out_bf16);
-/* Applies norms (or NULL) and rotation to the heads of buffer `qkv`, and writes K and V to the pages of `layer`. */
-PDK_API int64_t pdk_op_place(pdk_program* p, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm,
-                             float eps);
-PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t layer, int64_t out, int64_t window, float softcap,
+/* Applies norms (or NULL) and rotation to the `heads` in the first columns of buffer `qkv`, and writes K and V to the
+   pages of `layer`. */
+PDK_API int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
+                             const float* k_norm, float eps);
+PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
+/* out = (with add +=) in * sigmoid(gate): `gate` has a column of buffer `gates` for each column of `in`, from `first`
+   on, or with `wide` 1 one column for all. `in` may be `out`. */
+PDK_API int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_t first, int64_t wide, int64_t out,
+                               int64_t add);
+/* The mixer of a GatedDeltaNet layer (arXiv:2412.06464). Columns of `in`: q and k [key_heads][key_dim], v and z
+   [value_heads][value_dim], b and a [value_heads]. conv [taps][columns of q, k and v]: depthwise convolution, then
+   silu. decay, bias [value_heads]: a state decays by exp(decay * softplus(a + bias)). out [value_heads * value_dim] =
+   the output, normalised by `norm` [value_dim], times silu(z). Rows that begin at position 0 begin with a state of
+   zero. Key and value dims are multiples of 16. */
+PDK_API int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv,
+                             const float* decay, const float* bias, const float* norm, float eps, int64_t out);
 /* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and `weights` [top_k], their probabilities.
    With `normalise` the probabilities add up to 1. */
 PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,

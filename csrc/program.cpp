@@ -36,6 +36,8 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
     const int64_t stride = longest / page_tokens + 1;
     numbers_.resize(5 * n);
     table_.resize(n * stride);
+    window_.resize(rows.window_pages ? n * stride : 0);
+    slots_.resize(rows.slots ? n : 0);
     int64_t *ids = numbers_.data(), *pages = ids + n, *slots = pages + n, *every = slots + n, *ends = every + n;
     for (int64_t i = 0; i < n; i++) {
         const int64_t line = rows.lines[i], position = rows.positions[i];
@@ -46,13 +48,41 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
         every[i] = i;
         ends[i] = position + 1;
         std::copy(row, row + stride, table_.data() + i * stride);
+        if (rows.window_pages) {
+            const int32_t* window = rows.window_pages + line * rows.window_stride;
+            std::copy(window, window + stride, window_.data() + i * stride);
+        }
+        if (rows.slots) slots_[i] = rows.slots[line];
     }
     return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, rows.positions,
-            table_.data(), stride};
+            table_.data(), stride, rows.window_pages ? window_.data() : nullptr, stride,
+            rows.slots ? slots_.data() : nullptr};
 }
 
-Program::Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads)
-    : pool(pool), kernels(kernels), heads(heads) {
+Plan& HeadGroup::plan_for(int64_t window) {
+    for (auto& [known, plan] : plans)
+        if (known == window) return *plan;
+    plans.emplace_back(window, std::make_unique<Plan>());
+    return *plans.back().second;
+}
+
+void Turns::reset(int threads) {
+    if (taken_.empty()) taken_ = std::vector<Taken>(threads);
+    for (auto& of : taken_) of.count.store(0);
+}
+
+bool Turns::take(int thread, int64_t pieces, int64_t& index) {
+    const int64_t threads = static_cast<int64_t>(taken_.size());
+    for (int64_t i = 0; i < threads; i++) {
+        const int64_t from = (thread + i) % threads;
+        if (from + threads * taken_[from].count.load(std::memory_order_relaxed) >= pieces) continue;
+        index = from + threads * taken_[from].count.fetch_add(1);
+        if (index < pieces) return true;
+    }
+    return false;
+}
+
+Program::Program(Pool& pool, const Kernels& kernels) : pool(pool), kernels(kernels) {
     for (int t = 0; t < pool.size(); t++) {
         own_.push_back(std::make_unique<Room>());
         scratch.push_back(std::make_unique<Room>());
@@ -64,6 +94,14 @@ int64_t Program::add(std::unique_ptr<Op> op) {
     if (!ops_.empty()) ops_.back()->next = op.get();
     ops_.push_back(std::move(op));
     return static_cast<int64_t>(ops_.size()) - 1;
+}
+
+int64_t Program::add_heads(const pdk_heads& heads) {
+    groups.push_back(std::make_unique<HeadGroup>(heads));
+    const int64_t group = heads.kv_heads ? heads.heads / heads.kv_heads : 1;
+    need_scratch(extend_scratch_bytes(group, heads.dim));
+    tokens_ = samples_ = 0;
+    return static_cast<int64_t>(groups.size()) - 1;
 }
 
 int64_t Program::add_buffer(int64_t width, int64_t item_bytes, bool of_samples) {
@@ -81,13 +119,14 @@ void Program::reserve(int64_t tokens, int64_t samples) {
     const int64_t most = std::max(tokens_, samples_);
     shared_.reserve(operand_bytes(most, operand_width_));
     gated_.reserve(operand_bytes(most, gated_width_));
-    const int64_t half = heads.dim / 2;
-    cos.reserve(tokens_ * half * sizeof(float) + LINE);
-    sin.reserve(tokens_ * half * sizeof(float) + LINE);
-    q.reserve(tokens_ * heads.heads * padded(heads.dim) * sizeof(bf16) + LINE);
+    for (auto& group : groups) {
+        const pdk_heads& heads = group->heads;
+        group->cos.reserve(tokens_ * group->half * sizeof(float) + LINE);
+        group->sin.reserve(tokens_ * group->half * sizeof(float) + LINE);
+        q.reserve(tokens_ * heads.heads * padded(heads.dim) * sizeof(bf16) + LINE);
+    }
     for (auto& room : own_) room->reserve(operand_bytes(OWN_ROWS, operand_width_));
-    const int64_t group = heads.kv_heads ? heads.heads / heads.kv_heads : 1;
-    for (auto& room : scratch) room->reserve(extend_scratch_bytes(group, heads.dim));
+    for (auto& room : scratch) room->reserve(scratch_bytes_);
 }
 
 void Program::begin(const pdk_step& now) {
@@ -95,19 +134,24 @@ void Program::begin(const pdk_step& now) {
     step = now;
     reserve(step.tokens, step.samples);
     size_t floats_of_partials = 0;
-    for (auto& [window, plan] : plans_) {
-        plan->make(step, heads.kv_heads, heads.heads / heads.kv_heads, heads.dim, window, pool.size());
-        floats_of_partials = std::max<size_t>(floats_of_partials, plan->partials * plan->partial_floats);
+    bool has_window = false;
+    for (auto& group : groups) {
+        const pdk_heads& heads = group->heads;
+        has_window |= heads.of_window != 0;
+        for (auto& [window, plan] : group->plans) {
+            plan->make(step, heads.kv_heads, heads.heads / heads.kv_heads, heads.dim, window, pool.size());
+            floats_of_partials = std::max<size_t>(floats_of_partials, plan->partials * plan->partial_floats);
+        }
+    }
+    if (has_window) {
+        const int64_t size = groups[0]->heads.page_tokens;
+        window_pages_.resize(step.tokens);
+        for (int64_t r = 0; r < step.rows; r++)
+            for (int64_t at = step.starts[r], i = step.offsets[r]; at < step.ends[r]; at++, i++)
+                window_pages_[i] = step.window_table[r * step.window_stride + at / size];
     }
     partials.reserve(floats_of_partials * sizeof(float));
     for (Op* op : preparing_) op->prepare_for(*this);
-}
-
-Plan& Program::plan_for(int64_t window) {
-    for (auto& [known, plan] : plans_)
-        if (known == window) return *plan;
-    plans_.emplace_back(window, std::make_unique<Plan>());
-    return *plans_.back().second;
 }
 
 void Program::run(int64_t first, int64_t last) {
@@ -131,14 +175,22 @@ void Program::share(int64_t n, int thread, int64_t& first, int64_t& last) const 
     last = n * (thread + 1) / pool.size();
 }
 
-Pages Program::pages_of(int64_t layer) const {
+Pages Program::pages_of(int64_t group, int64_t layer) const {
+    const pdk_heads& heads = groups[group]->heads;
     return {static_cast<bf16*>(heads.base) + layer * heads.layer_stride, heads.page_stride, heads.value_offset,
             heads.page_tokens, heads.dim};
 }
 
-Attention Program::attention_of(int64_t layer) const {
-    return {pages_of(layer), {}, q.as<bf16>(), nullptr, heads.kv_heads, heads.heads / heads.kv_heads, step.tokens,
-            step.starts, step.ends, step.offsets, step.table, step.table_stride};
+Attention Program::attention_of(int64_t group, int64_t layer) const {
+    const pdk_heads& heads = groups[group]->heads;
+    const bool of_window = heads.of_window != 0;
+    return {pages_of(group, layer), {}, q.as<bf16>(), nullptr, heads.kv_heads, heads.heads / heads.kv_heads,
+            step.tokens, step.starts, step.ends, step.offsets, of_window ? step.window_table : step.table,
+            of_window ? step.window_stride : step.table_stride};
+}
+
+const int64_t* Program::write_pages(int64_t group) const {
+    return groups[group]->heads.of_window ? window_pages_.data() : step.write_pages;
 }
 
 // bf16 is the upper bound: int8 with its scales and sums is smaller.

@@ -51,7 +51,33 @@ class Decoded {
 
   private:
     std::vector<int64_t> numbers_;
-    std::vector<int32_t> table_;
+    std::vector<int32_t> table_, window_, slots_;
+};
+
+// Heads of equal shape, the angles by which they are rotated, and their attention plans by window.
+struct HeadGroup {
+    explicit HeadGroup(const pdk_heads& heads) : heads(heads) {}
+    const pdk_heads heads;
+    int64_t half = 0;  // the first 2 * half columns of a head are rotated
+    Room cos, sin;     // [tokens][half]
+    std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans;
+
+    Plan& plan_for(int64_t window);
+};
+
+// Assigns pieces of work to threads round-robin, so that each thread knows its next piece. A thread without pieces left
+// steals from other threads.
+class Turns {
+  public:
+    void reset(int threads);
+    // Takes one of `pieces` pieces; returns false when none is left.
+    bool take(int thread, int64_t pieces, int64_t& index);
+
+  private:
+    struct alignas(64) Taken {
+        std::atomic<int64_t> count{0};
+    };
+    std::vector<Taken> taken_;  // [threads]: begun pieces of each thread's share
 };
 
 class Program;
@@ -75,9 +101,10 @@ class Op {
 
 class Program {
   public:
-    Program(Pool& pool, const Kernels& kernels, const pdk_heads& heads);
+    Program(Pool& pool, const Kernels& kernels);
 
     int64_t add(std::unique_ptr<Op> op);
+    int64_t add_heads(const pdk_heads& heads);
     int64_t add_buffer(int64_t width, int64_t item_bytes, bool of_samples);
     void reserve(int64_t tokens, int64_t samples);
     void begin(const pdk_step& step);
@@ -87,11 +114,15 @@ class Program {
     // The thread's share of n items: [first, last).
     void share(int64_t n, int thread, int64_t& first, int64_t& last) const;
     int64_t count(bool of_samples) const { return of_samples ? step.samples : step.tokens; }
-    Pages pages_of(int64_t layer) const;
-    Attention attention_of(int64_t layer) const;
+    Pages pages_of(int64_t group, int64_t layer) const;
+    Attention attention_of(int64_t group, int64_t layer) const;
+    // The pages to which the step's tokens are written.
+    const int64_t* write_pages(int64_t group) const;
     // Raises the maximum input width for which operand buffers are sized.
     void need_operand(int64_t k) { need(operand_width_, k); }
     void need_gated(int64_t k) { need(gated_width_, k); }
+    // Raises the bytes of scratch that each thread has.
+    void need_scratch(int64_t bytes) { need(scratch_bytes_, bytes); }
     // Operands of `k` columns: prepared by all threads together, prepared by one thread for itself, or left by a gated
     // product.
     Operand shared(Format format, int64_t k) const;
@@ -103,12 +134,10 @@ class Program {
 
     Pool& pool;
     const Kernels& kernels;
-    const pdk_heads heads;
     pdk_step step{};
     std::vector<Buffer> buffers;
-    // The attention plan for `window`. `begin` makes the plans of all windows requested before.
-    Plan& plan_for(int64_t window);
-    Room cos, sin, q, partials;
+    std::vector<std::unique_ptr<HeadGroup>> groups;
+    Room q, partials;
     Routed routed;
     Decoded decoded;
     std::vector<std::unique_ptr<Room>> scratch;  // one per thread
@@ -120,8 +149,8 @@ class Program {
 
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<Op*> preparing_;  // operations whose `prepares` is true
-    std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans_;
-    int64_t operand_width_ = 0, gated_width_ = 0, tokens_ = 0, samples_ = 0;
+    std::vector<int64_t> window_pages_;  // [tokens]
+    int64_t operand_width_ = 0, gated_width_ = 0, scratch_bytes_ = 0, tokens_ = 0, samples_ = 0;
     Room shared_, gated_;
     std::vector<std::unique_ptr<Room>> own_;
 };

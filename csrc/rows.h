@@ -29,6 +29,7 @@ INLINE float exp1(float x) {
     return lanes[0];
 }
 INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
+INLINE F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
 INLINE F tanh(F x) {
     F e = exp(x + x);  // exp clamps its argument, so that the result is 1 or -1 for large |x|
     return (e - set1(1.0f)) / (e + set1(1.0f));
@@ -118,6 +119,15 @@ static void mix(const float* rows, int64_t columns, const int64_t* places, const
         for (int64_t i = 0; i < count; i++)
             total = fma(set1(weights[i]), load_n(rows + places[i] * columns + c, columns - c), total);
         store_n(out + c, total, columns - c);
+    }
+}
+
+static void gate(const float* x, const float* gate, bool one, int64_t columns, float* out, bool add) {
+    const F same = sigmoid(set1(*gate));
+    for (int64_t c = 0, n; c < columns; c += 16) {
+        n = columns - c;
+        F value = load_n(x + c, n) * (one ? same : sigmoid(load_n(gate + c, n)));
+        store_n(out + c, add ? load_n(out + c, n) + value : value, n);
     }
 }
 

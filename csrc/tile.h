@@ -169,9 +169,20 @@ struct Multiplier {
     }
 };
 
-// The products of extend, for tiles of a given maximum number of queries.
+// The products of extend and of the delta rule, for tiles of a given maximum number of rows.
 struct QueryMultiplier {
+    static constexpr int64_t WIDE = BLOCK;  // columns of one product of `times`
+
     explicit QueryMultiplier(int64_t) {}
+
+    // out[r] = (KEEPS: keep[r] * out[r] +) x[r], n rows, times WIDE columns of weights of `k` inputs, the first `used`
+    // of them. With AMX fewer columns when `columns` are fewer, and `used` is a multiple of 32.
+    template <bool KEEPS>
+    void times(const bf16* w, int64_t, int64_t, int64_t used, const bf16* x, int64_t x_stride, int64_t n, float* out,
+               int64_t out_stride, const float* keep) const {
+        if (KEEPS) TILES.onto[n](w, used, x, x_stride, out, out_stride, keep);
+        else TILES.half[0][n](w, used, x, x_stride, out, out_stride, 0);
+    }
 
     // scores [n][TILE_KEYS] of queries [n][wide] with the first `seen` keys of a tile.
     void score(const bf16* keys, int64_t wide, int64_t seen, const bf16* q, int64_t n, float* scores) const {

@@ -14,6 +14,7 @@ from pdserve.config import ServerConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
+    DType,
     KernelConfig,
     MemoryConfig,
     ModelConfig,
@@ -49,10 +50,11 @@ class ModelServer(SchedulerThread):
         offload: bool,
         layerwise: bool,
         model_impl: ModelImpl,
+        dtype: DType,
     ) -> None:
         super().__init__(mode)
         config = ServerConfig(
-            model=ModelConfig(model_path=str(path), dtype="float32", model_impl=model_impl),
+            model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),
             memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
@@ -143,6 +145,7 @@ def running_models(
     chunk: int = 96,
     offload: bool = False,
     layerwise: bool = True,
+    dtype: DType = "float32",
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -151,7 +154,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: ModelImpl) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl,
+            model_impl=impl, dtype=dtype,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:

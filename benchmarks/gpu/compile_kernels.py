@@ -177,9 +177,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.norm(x, x[0], 1e-6)
         kernels.add_norm(x, x, x[0], 1e-6, 1.0)
         kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
-        elementwise.add_gated(x, x, x[:, :1])
         queries = torch.empty(rows, hidden // 256, 2, 256, dtype=torch.bfloat16)
-        elementwise.gate_by_sigmoid(queries[:, :, 0].contiguous(), queries[:, :, 1])
+        kernels.gate(queries[:, :, 0].contiguous(), queries[:, :, 1])
+        kernels.gate(x, x[:, :1])
     for rows, num_out, num_in in (
         (1, 6144, 4096), (16, 4096, 12288), (2, 960, 576), (1, 151936, 4096),
         (64, 6144, 4096), (32, 4096, 12288), (17, 960, 576), (64, 151936, 4096),

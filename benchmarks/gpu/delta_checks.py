@@ -100,10 +100,10 @@ def delta_step(
         planes=state_planes(spec, shape.dtype),
     )  # fmt: skip
     starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
-    lengths = ends - starts
+    lengths, slots = ends - starts, np.arange(len(spans), 0, -1, dtype=np.int32)
     host = HostRows(
         starts=starts, ends=ends, offsets=np.cumsum(lengths) - lengths, prompts=ends,
-        pages=np.zeros((len(spans), 1), dtype=np.int32), slots=np.arange(len(spans), dtype=np.int32)[::-1] + 1,
+        pages=np.zeros((len(spans), 1), dtype=np.int32), slots=slots,
     )  # fmt: skip
     rows = state_rows(host, device)
     generator = torch.Generator(device).manual_seed(5)
@@ -114,10 +114,10 @@ def delta_step(
         seeded = torch.Generator(device).manual_seed(3)
         for plane in range(len(group.planes)):
             of_plane = pool.plane(1, plane)
-            for start, slot in zip(starts.tolist(), (host.slots if host.slots is not None else ()), strict=True):
+            for start, slot in zip(starts.tolist(), slots.tolist(), strict=True):
                 if start > 0:
                     one = torch.randn(of_plane.shape[1:], generator=seeded, device=device)
-                    of_plane[int(slot)] = one.to(of_plane.dtype)
+                    of_plane[slot] = one.to(of_plane.dtype)
         return StateSlots(pool, device).begin(rows).states(1)
 
     def normal(*size: int) -> Tensor:

@@ -8,7 +8,7 @@
 #   pair       prefill, decode and router on the one GPU beside a monolith: equal tokens, TTFT, KV from GPU to GPU
 #   hybrid     kernels and tiny models with recurrent layers and windows, against torch and the CPU
 #   hybrid-timings   these kernels, and decode and prefill of Qwen3.5-0.8B and of 8 layers of Qwen3-Next
-#   hybrid-pair      the pair with random weights of Qwen3.5-0.8B: KV and states from GPU to GPU
+#   hybrid-pair      the pair with a tiny Qwen3-Next, and random weights of Qwen3.5-0.8B: KV and states from GPU to GPU
 #   fence      no byte lands in the GPU's memory after a fence, whatever the sender does
 #   checks     kernels and tiny models against the CPU
 #   timings    decode and prefill of published shapes
@@ -84,7 +84,7 @@ mkdir -p "$FILES"
 if [ "$DEVICE" = cpu ]; then
     pair=(--device cpu --models tiny-fp32 --prompts 4 --prompt-lens 17 300 --output-len 8)
     fence=(--device cpu --share-mb 16 --rounds 3 --wait 0.5)
-    hybrid_pair=(--device cpu --models tiny-hybrid --prompts 4 --prompt-lens 17 300 --output-len 8)
+    hybrid_pair=(--device cpu --models tiny-hybrid-fp32 --prompts 4 --prompt-lens 17 300 --output-len 8)
     hybrid=(--tiny --hybrid --skip-timings)
     hybrid_timings=(--tiny --hybrid --skip-checks)
     checks=(--tiny --skip-timings)
@@ -92,7 +92,7 @@ if [ "$DEVICE" = cpu ]; then
 else
     pair=(--max-minutes 3)
     fence=(--rounds 9)
-    hybrid_pair=(--models Qwen3.5-0.8B --engines nixl --copies 1 --max-minutes 1)
+    hybrid_pair=(--models tiny-hybrid-fp32 Qwen3.5-0.8B --engines nixl --copies 1 --max-minutes 1.5)
     hybrid=(--hybrid --skip-timings --max-minutes 1.5)
     hybrid_timings=(--hybrid --skip-checks --max-minutes 1.6)
     checks=(--skip-timings --max-minutes 1.7)
@@ -105,7 +105,7 @@ for name in $STEPS; do
         pair) step pair 250 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${pair[@]}" ;;
         hybrid) step hybrid 110 "$PYTHON" -m benchmarks.gpu.check_cuda "${hybrid[@]}" ;;
         hybrid-timings) step hybrid-timings 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${hybrid_timings[@]}" ;;
-        hybrid-pair) step hybrid-pair 120 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${hybrid_pair[@]}" ;;
+        hybrid-pair) step hybrid-pair 160 "$PYTHON" -m benchmarks.gpu.pair_on_one_gpu "${hybrid_pair[@]}" ;;
         fence) step fence 110 "$PYTHON" -m benchmarks.gpu.fence_check "${fence[@]}" ;;
         checks) step checks 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${checks[@]}" ;;
         timings) step timings 130 "$PYTHON" -m benchmarks.gpu.check_cuda "${timings[@]}" ;;

@@ -48,10 +48,13 @@ from pdserve.base.process import Child
 from pdserve.errors import PdserveError
 from pdserve.launch_local import SERVER_COMMAND, LocalConfig, LocalService
 from tests.driver import random_prompt
+from tests.model_families import FAMILIES
 from tests.tiny import VOCAB_SIZE, make_tiny, tiny_tokenizer
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
 TINY = "tiny-fp32"
+TINY_HYBRID = "tiny-hybrid-fp32"
+IN_FP32 = (TINY, TINY_HYBRID)
 SHAPES = MODELS | HYBRID_MODELS | TINY_MODELS | TINY_HYBRID_MODELS
 MONOLITH = "monolith"
 LOADERS = {
@@ -61,7 +64,7 @@ LOADERS = {
 """What must run for an engine to be there; in a process of its own, which a broken library may take along."""
 FAKE = "fake"
 MORE = ("--disaggregation-layerwise-transfer", "--disaggregation-enable-kv-checksum")
-"""Flags of the last pair of the tiny model: decode refuses KV that does not have prefill's checksum."""
+"""Flags of the last pair of a model in float32: decode refuses KV that does not have prefill's checksum."""
 LOAD_S, REQUEST_S, GRACE_S = 60.0, 60.0, 10.0
 NUM_LOG_LINES = 25
 ROWS = 8
@@ -98,7 +101,7 @@ class Outcome:
     @property
     def passed(self) -> bool:
         """Every answer came, and its tokens are the monolith's."""
-        same_at_once = self.model != TINY or all(self.at_once or ())
+        same_at_once = self.model not in IN_FP32 or all(self.at_once or ())
         return self.error is None and bool(self.equal) and all(self.equal or ()) and same_at_once
 
     @property
@@ -145,6 +148,10 @@ def prepare(name: str, directory: Path) -> int:
     if name == TINY:
         make_tiny("qwen3", directory, max_position_embeddings=40960)
         return VOCAB_SIZE
+    if name == TINY_HYBRID:
+        family = FAMILIES["qwen3_next"]
+        dataclasses.replace(family, changes=family.changes | {"max_position_embeddings": 40960}).write(directory)
+        return VOCAB_SIZE
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(SHAPES[name]))
     tiny_tokenizer().save_pretrained(directory)  # texts are of no interest here: prompts are token ids
@@ -155,12 +162,12 @@ def server_flags(model: str, args: argparse.Namespace) -> list[str]:
     """Common to all servers: equal steps need equal chunks, graphs and pools, and prompts that are not cached."""
     longest = max(args.prompt_lens) + args.output_len
     pool = args.max_total_tokens or max(4 * longest, 1024 * ROWS)
-    flags = ["--device", args.device, "--dtype", "float32" if model == TINY else "bfloat16", INCREMENTAL]
+    flags = ["--device", args.device, "--dtype", "float32" if model in IN_FP32 else "bfloat16", INCREMENTAL]
     flags += ["--disable-radix-cache", "--chunked-prefill-size", "2048", "--max-running-requests", str(ROWS)]
     flags += ["--max-total-tokens", str(pool), "--context-length", str(longest + 64)]
     if args.device == "cpu":
         flags += ["--cpu-threads", "1"]
-    return flags if model == TINY else [*flags, "--load-format", "dummy"]
+    return flags if model in IN_FP32 else [*flags, "--load-format", "dummy"]
 
 
 @contextlib.contextmanager
@@ -285,7 +292,7 @@ def run_model(
 def pairs_of(model: str, engines: Sequence[str]) -> list[Pair]:
     """Each engine; of the tiny model the first one again, with `MORE`."""
     found = [Pair(engine) for engine in engines]
-    return [*found, Pair(engines[0], MORE)] if model == TINY and engines[0] != FAKE else found
+    return [*found, Pair(engines[0], MORE)] if model in IN_FP32 and engines[0] != FAKE else found
 
 
 def document(facts: dict[str, Any], outcomes: Sequence[Outcome], notes: Sequence[str]) -> str:
@@ -340,7 +347,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", choices=("cuda", "cpu"), default="cuda")
-    add("--models", nargs="+", choices=(TINY, *SHAPES), default=[TINY, "Qwen3-0.6B"])
+    add("--models", nargs="+", choices=(*IN_FP32, *SHAPES), default=[TINY, "Qwen3-0.6B"])
     add("--engines", nargs="+", choices=tuple(LOADERS), default=list(LOADERS), help="those that load are used")
     add("--prompts", type=int, default=20, help="how many, of --prompt-lens in turn")
     add("--prompt-lens", nargs="+", type=int, default=[17, 128, 512, 2048, 6000], help="in tokens")

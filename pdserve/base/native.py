@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 11
+VERSION = 12
 
 
 class Step(Structure):
@@ -34,6 +34,9 @@ class Step(Structure):
         *((name, c_void_p) for name in ("ids", "positions", "write_pages", "write_slots", "sample_index")),
         *((name, c_void_p) for name in ("starts", "ends", "offsets", "prompts", "table")),
         ("table_stride", c_int64),
+        ("window_table", c_void_p),
+        ("window_stride", c_int64),
+        ("slots", c_void_p),
     )
 
 
@@ -46,6 +49,9 @@ class Decoding(Structure):
         ("tokens_stride", c_int64),
         ("pages", c_void_p),
         ("pages_stride", c_int64),
+        ("window_pages", c_void_p),
+        ("window_stride", c_int64),
+        ("slots", c_void_p),
     )
 
 
@@ -55,8 +61,17 @@ class PdkHeads(Structure):
     _fields_ = (
         ("base", c_void_p),
         *((name, c_int64) for name in ("page_stride", "layer_stride", "value_offset")),
-        *((name, c_int64) for name in ("kv_heads", "page_tokens", "dim", "heads")),
+        *((name, c_int64) for name in ("kv_heads", "page_tokens", "dim", "heads", "of_window")),
         ("scale", c_float),
+    )
+
+
+class PdkStates(Structure):
+    """`pdk_states`."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("conv_q", "conv_k", "conv_v", "state")),
+        *((name, c_int64) for name in ("slot_stride", "key_heads", "value_heads", "key_dim", "value_dim", "taps")),
     )
 
 
@@ -85,18 +100,21 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_pool_close": (None, (_P,)),
     "pdk_choose_bytes": (_I, (_P, _I)),
     "pdk_choose": (_I, (_P, c_char_p, _P, _I, _I, _P, _P, _P)),
-    "pdk_program_open": (_P, (_P, c_char_p, POINTER(PdkHeads))),
+    "pdk_program_open": (_P, (_P, c_char_p)),
     "pdk_program_close": (None, (_P,)),
+    "pdk_add_heads": (_I, (_P, POINTER(PdkHeads))),
     "pdk_buffer": (_I, (_P, _I, _I, _I)),
     "pdk_buffer_data": (_P, (_P, _I)),
     "pdk_reserve": (_I, (_P, _I, _I)),
     "pdk_op_embed": (_I, (_P, _I, _P, _I)),
-    "pdk_op_angles": (_I, (_P, _P, _F)),
+    "pdk_op_angles": (_I, (_P, _I, _P, _I, _F)),
     "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _I)),
     "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights))),
     "pdk_op_norm": (_I, (_P, _I, _P, _F, _I)),
-    "pdk_op_place": (_I, (_P, _I, _I, _P, _P, _F)),
-    "pdk_op_attend": (_I, (_P, _I, _I, _I, _F, _P)),
+    "pdk_op_place": (_I, (_P, _I, _I, _I, _P, _P, _F)),
+    "pdk_op_attend": (_I, (_P, _I, _I, _I, _I, _F, _P)),
+    "pdk_op_sigmoid": (_I, (_P, _I, _I, _I, _I, _I, _I)),
+    "pdk_op_delta": (_I, (_P, POINTER(PdkStates), _I, _P, _P, _P, _P, _F, _I)),
     "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
     "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
     "pdk_op_select": (_I, (_P, _I, _I)),

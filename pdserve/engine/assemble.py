@@ -51,8 +51,9 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
         num_ahead = min(built.layout.pages_for(TOKENS_AHEAD), MOST_BYTES_AHEAD // max(1, held.page_bytes))
         buffers = zip(held.groups, built.executor.buffers, strict=True)
         of_tokens = [buffer for group, buffer in buffers if group.space is PageSpace.TOKENS and group.layers]
-        commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
-        stack.callback(commit.close)
+        if of_tokens:  # a stage may have no layer of these groups
+            commit = Prefault(of_tokens, built.num_pages, num_ahead, built.executor)
+            stack.callback(commit.close)
     return KVMemory(
         built.layout,
         built.num_pages,

@@ -369,7 +369,8 @@ def _compute_into(
             events.end()
 
 
-Decode = Callable[[IntArray, npt.NDArray[np.int32], npt.NDArray[np.int32]], list[int]]
+Table = npt.NDArray[np.int32]
+Decode = Callable[[IntArray, Table, Table, Table | None, Table], list[int]]
 """Signature of `NativeDecoder.decode`."""
 
 
@@ -385,7 +386,8 @@ class NativeDecodePath:
         self._decode = decode
         self._most_rows = most_rows
         self._tokens = tokens
-        self._pages = table.pages
+        self._table = table
+        self._window = table.window if table.window.shape[1] else None
         self._params = params
 
     def computation(self, plan: BatchPlan) -> Compute | None:
@@ -408,5 +410,5 @@ class NativeDecodePath:
 
     def _compute(self, step: int, facts: IntArray, on_layer: OnLayer | None) -> Collect:
         assert on_layer is None, "the fast path reports no layer events"
-        tokens = self._decode(facts, self._tokens, self._pages)
+        tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
         return lambda: StepResult(step, tuple(map(SampledToken, tokens)))

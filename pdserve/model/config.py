@@ -264,25 +264,6 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
             )
 
 
-def beyond_kernels(spec: ModelSpec) -> str | None:
-    """Name the first feature of a model that the CPU kernels and flashinfer do not have; None: there is none."""
-    if len(spec.attentions) > 1:
-        return f"its layers have {len(spec.attentions)} kinds of attention"
-    for op in spec.operations:
-        if isinstance(op, GatedDeltaSpec):
-            return "it has gated delta layers"
-        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
-            return "it has shared experts"
-        if isinstance(op, AttentionSpec):
-            if op.window is not None:
-                return f"its layers attend to a window of {op.window} tokens"
-            if op.output_gate:
-                return "its attention has output gates"
-            if op.rope.partial_rotary_factor != 1.0:
-                return f"it rotates a part of each head (partial_rotary_factor {op.rope.partial_rotary_factor})"
-    return "its norms add an offset to their weights" if spec.norm_offset else None
-
-
 def _not_implemented(spec: ModelSpec) -> str | None:
     """Name the first feature of the layers that no native code has; None: there is none."""
     for op in spec.operations:

@@ -19,7 +19,7 @@ from pdserve.model.layers.dense import Outputs, column_linear, row_linear
 from pdserve.model.layers.gated_delta import DeltaRows, causal_conv, gated_delta_rule, gated_norm, log_decay_of
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Param, ParamSlots, Piece
+from pdserve.model.params import Param, ParamPiece, ParamSlots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -67,9 +67,9 @@ class TorchDelta:
         convs = [planes[name] for name in ("conv_q", "conv_k", "conv_v")]
         mixed = causal_conv(inputs.qkv, inputs.conv_weight, convs, rows)
         key_width = inputs.num_key_heads * inputs.key_dim
-        q, k, v = mixed.split((key_width, key_width, mixed.shape[1] - 2 * key_width), -1)
-        q, k = (part.unflatten(-1, (-1, inputs.key_dim)) for part in (q, k))
-        v = v.unflatten(-1, (-1, inputs.value_dim))
+        q, k, v = torch.split(mixed, [key_width, key_width, mixed.shape[1] - 2 * key_width], -1)
+        q, k = (part.view(len(part), inputs.num_key_heads, inputs.key_dim) for part in (q, k))
+        v = v.view(len(v), inputs.num_value_heads, inputs.value_dim)
         log_decay = log_decay_of(inputs.a, inputs.a_log, inputs.dt_bias)
         return gated_delta_rule(q, k, v, log_decay, torch.sigmoid(inputs.b.float()), planes["state"], rows)
 
@@ -131,14 +131,14 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks, and advance the states of the rows."""
         value_width = self.num_value_heads * self.value_dim
-        widths = (len(self.conv_weight), value_width, self.num_value_heads, self.num_value_heads)
-        qkv, z, b, a = self.project(x).split(widths, -1)
+        widths = [len(self.conv_weight), value_width, self.num_value_heads, self.num_value_heads]
+        qkv, z, b, a = torch.split(self.project(x), widths, -1)
         inputs = DeltaInputs(
             qkv, b, a, self.conv_weight, self.a_log, self.dt_bias,
             self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim,
         )  # fmt: skip
         heads = self.kernels.mix(inputs, states)
-        normed = self.kernels.norm(heads, z.unflatten(-1, (-1, self.value_dim)), self.norm_weight, self.eps)
+        normed = self.kernels.norm(heads, z.view(heads.shape), self.norm_weight, self.eps)
         return self._parallel.all_reduce(self.out(normed.flatten(1)))
 
 
@@ -170,18 +170,19 @@ def _divide(spec: GatedDeltaSpec, hidden_size: int, names: LayerNames, params: P
         dim, wide = spec.key_dim, shared * spec.value_dim
         stride = 2 * (dim + wide)
         blocks = ((q, key, 0, dim), (k, key, dim, dim), (v, value, 2 * dim, wide), (z, value, 2 * dim + wide, wide))
-        pieces = [Piece(name, (total, hidden_size), first, block, stride) for name, total, first, block in blocks]
+        pieces = [ParamPiece(name, (total, hidden_size), first, block, stride) for name, total, first, block in blocks]
         params.divide(f"{names.delta_qkvz}.weight", (2 * (key + value), hidden_size), pieces)
         num_heads = spec.num_value_heads
         pieces = [
-            Piece(name, (num_heads, hidden_size), first, shared, 2 * shared) for name, first in ((b, 0), (a, shared))
+            ParamPiece(name, (num_heads, hidden_size), first, shared, 2 * shared)
+            for name, first in ((b, 0), (a, shared))
         ]
         params.divide(f"{names.delta_ba}.weight", (2 * num_heads, hidden_size), pieces)
     else:
         stacked = ((q, key, 0), (k, key, key), (v, value, 2 * key))
-        pieces = [Piece(name, (total, hidden_size), first) for name, total, first in stacked]
+        pieces = [ParamPiece(name, (total, hidden_size), first) for name, total, first in stacked]
         params.divide(f"{names.delta_qkv}.weight", (2 * key + value, hidden_size), pieces)
     conv, width = names.delta_conv, spec.conv_kernel
     parts = (("q", key, 0), ("k", key, key), ("v", value, 2 * key))
-    pieces = [Piece(f"{conv}.{part}.weight", (total, 1, width), first) for part, total, first in parts]
+    pieces = [ParamPiece(f"{conv}.{part}.weight", (total, 1, width), first) for part, total, first in parts]
     params.divide(f"{conv}.weight", (2 * key + value, 1, width), pieces)

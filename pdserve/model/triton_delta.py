@@ -20,7 +20,8 @@ from pdserve.model.gpu.gated_delta import delta_decode, gated_rms_norm
 from pdserve.model.gpu.gated_delta_prefill import delta_prefill
 from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, StateChunks, StatePlanes
 
-_Parts = tuple[DecodeStateRows | None, StateChunks | None]
+MAX_CHUNKS = 64
+"""Chunks that are computed together, which bounds the temporary memory of a step."""
 
 
 class TritonDelta:
@@ -29,17 +30,15 @@ class TritonDelta:
     def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
         """See `DeltaKernels.mix`. Returns the dtype of `inputs.qkv`."""
         x, planes = inputs.qkv, state_planes_of(states.planes)
-        decode, chunks = states.rows.once("triton", lambda: split_rows(states.rows))
+        decode, parts = states.rows.once("triton", lambda: split_rows(states.rows))
         mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         out = mixed.new_empty(len(x), inputs.num_value_heads, inputs.value_dim)
         rule = mixed, inputs.a, inputs.b, inputs.a_log, inputs.dt_bias, out, planes
         if decode is not None:
             conv_decode(x, mixed, inputs.conv_weight, planes, decode)
-        if chunks is not None:
-            conv_chunks(x, mixed, inputs.conv_weight, planes, chunks)
-        if decode is not None:
             delta_decode(*rule, decode)
-        if chunks is not None:
+        for chunks in parts:
+            conv_chunks(x, mixed, inputs.conv_weight, planes, chunks)
             delta_prefill(*rule, chunks)
         return out
 
@@ -53,26 +52,35 @@ def state_planes_of(planes: Mapping[str, Tensor]) -> StatePlanes:
     return StatePlanes(planes["conv_q"], planes["conv_k"], planes["conv_v"], planes["state"])
 
 
-def split_rows(rows: StateRows) -> _Parts:
-    """Divide the rows of a step into those with one new token and those with chunks; None where there are none."""
+def split_rows(rows: StateRows) -> tuple[DecodeStateRows | None, list[StateChunks]]:
+    """Divide the rows of a step: those with one new token, if any, and the chunks of the others, MAX_CHUNKS at a time.
+
+    Chunks of a row that begin one part go on from those that end the part before.
+    """
     if rows.is_decode:
-        return DecodeStateRows(rows.slots, rows.starts, rows.offsets[:-1]), None
+        return DecodeStateRows(rows.slots, rows.starts, rows.offsets[:-1]), []
     assert rows.host is not None, "only decode steps are captured"
-    decode, chunks, chunk_starts = chunks_of(rows.host)
-    packed = pack_to_device((decode, chunks.reshape(-1), chunk_starts), rows.slots.device)
-    with_chunks = StateChunks(rows.slots, rows.starts, rows.offsets, packed[1].view(-1, 2), packed[2])
-    if not len(decode):
-        return None, with_chunks
-    index = packed[0]
-    return DecodeStateRows(rows.slots[index], rows.starts[index], rows.offsets[index]), with_chunks
+    is_decode = (rows.host.ends - rows.host.starts) == 1
+    chunks = chunks_of(rows.host, np.flatnonzero(~is_decode))
+    parts = [chunks[first : first + MAX_CHUNKS] for first in range(0, len(chunks), MAX_CHUNKS)]
+    pieces = [np.flatnonzero(is_decode)]
+    for part in parts:
+        begins = np.flatnonzero(np.diff(part[:, 0], prepend=-1))
+        pieces += [part.reshape(-1), np.append(begins, len(part))]
+    index, *packed = pack_to_device(pieces, rows.slots.device)
+    found = [
+        StateChunks(rows.slots, rows.starts, rows.offsets, part.view(-1, 2), begins)
+        for part, begins in zip(packed[::2], packed[1::2], strict=True)
+    ]
+    if not len(index):
+        return None, found
+    return DecodeStateRows(rows.slots[index], rows.starts[index], rows.offsets[index]), found
 
 
-def chunks_of(host: HostRows) -> tuple[IntArray, IntArray, IntArray]:
-    """Return the rows with one new token, and `chunks` and `chunk_starts` of the others; see `StateChunks`."""
-    is_decode = (host.ends - host.starts) == 1
-    rows = np.flatnonzero(~is_decode)
+def chunks_of(host: HostRows, rows: IntArray) -> IntArray:
+    """Return the chunks of `rows` that have new tokens, row after row: row and chunk, `[T, 2]`."""
     first, last = host.starts[rows] // CHUNK, -(-host.ends[rows] // CHUNK)
     counts = last - first
-    chunk_starts = np.concatenate(([0], np.cumsum(counts)))
-    number = np.arange(int(counts.sum())) - np.repeat(chunk_starts[:-1] - first, counts)
-    return np.flatnonzero(is_decode), np.stack((np.repeat(rows, counts), number), 1), chunk_starts
+    before = np.cumsum(counts) - counts
+    number = np.arange(int(counts.sum())) - np.repeat(before - first, counts)
+    return np.stack((np.repeat(rows, counts), number), 1)

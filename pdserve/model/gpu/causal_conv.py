@@ -137,34 +137,47 @@ def _conv_chunks(
     offset = tl.load(offsets + row)
     num_new = tl.load(offsets + row + 1) - offset
     index = tl.load(chunks + 2 * chunk + 1) - start // TOKENS
-    of_row = x + offset * x_stride
+    of_row, of_tile = x + offset * x_stride, x + (offset + index * TOKENS) * x_stride
     of_state = plane + slot * slot_stride + channel * (TAPS - 1)
-    has_state = (index == 0) & (slot >= 0) & (start > 0)
-    new = index * TOKENS + tl.arange(0, TOKENS)
+    line = tl.arange(0, TOKENS)
+    num_before, num_left = index * TOKENS, num_new - index * TOKENS
     total = tl.zeros((TOKENS, BLOCK), tl.float32)
     for tap in tl.static_range(TAPS):
-        token = new + (tap - (TAPS - 1))
-        is_new = ((token >= 0) & (token < num_new))[:, None] & is_channel[None, :]
-        is_old = (token < 0)[:, None] & is_channel[None, :] & has_state
-        value = tl.load(of_row + token[:, None] * x_stride + at[None, :], mask=is_new, other=0.0)
-        older = tl.load(of_state[None, :] + (token + (TAPS - 1))[:, None], mask=is_old, other=0.0)
+        token = line + (tap - (TAPS - 1))
+        is_new = ((token >= -num_before) & (token < num_left))[:, None] & is_channel[None, :]
+        value = tl.load(of_tile + token[:, None] * x_stride + at[None, :], mask=is_new, other=0.0)
         factor = tl.load(weight + at * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
-        total += (value.to(tl.float32) + older.to(tl.float32)) * factor[None, :]
-    is_out = (new < num_new)[:, None] & is_channel[None, :]
-    tl.store(
-        out + (offset + new)[:, None] * out_stride + at[None, :],
-        (total * tl.sigmoid(total)).to(out.dtype.element_ty), mask=is_out,
-    )  # fmt: skip
-    if index == 0:
+        total += value.to(tl.float32) * factor[None, :]
+    is_whole = (line >= TAPS - 1) | (index > 0)
+    is_out = ((line < num_left) & is_whole)[:, None] & is_channel[None, :]
+    to = out + (offset + index * TOKENS) * out_stride
+    found = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+    tl.store(to + line[:, None] * out_stride + at[None, :], found, mask=is_out)
+    if index == 0:  # the first tokens, which see old inputs, and the new last inputs
         columns = tl.arange(0, COLUMNS)
-        token = num_new + columns - (TAPS - 1)
+        has_state = (slot >= 0) & (start > 0)
+        few = tl.zeros((COLUMNS, BLOCK), tl.float32)
+        for tap in tl.static_range(TAPS):
+            place = columns + (tap - (TAPS - 1))
+            is_early = ((place >= 0) & (place < num_new))[:, None] & is_channel[None, :]
+            is_old = (place < 0)[:, None] & is_channel[None, :] & has_state
+            early = tl.load(of_row + place[:, None] * x_stride + at[None, :], mask=is_early, other=0.0)
+            old = tl.load(of_state[None, :] + (place + (TAPS - 1))[:, None], mask=is_old, other=0.0)
+            weights = tl.load(weight + at * TAPS + tap, mask=is_channel, other=0.0).to(tl.float32)
+            few += (early.to(tl.float32) + old.to(tl.float32)) * weights[None, :]
+        is_first = ((columns < TAPS - 1) & (columns < num_new))[:, None] & is_channel[None, :]
+        tl.store(
+            to + columns[:, None] * out_stride + at[None, :], (few * tl.sigmoid(few)).to(out.dtype.element_ty),
+            mask=is_first,
+        )  # fmt: skip
+        kept = num_new + columns - (TAPS - 1)
         cells = is_channel[:, None] & (columns < TAPS - 1)[None, :]
         last = tl.load(
-            of_row + token[None, :] * x_stride + at[:, None], mask=cells & (token >= 0)[None, :], other=0.0
+            of_row + kept[None, :] * x_stride + at[:, None], mask=cells & (kept >= 0)[None, :], other=0.0
         )  # fmt: skip
-        older = tl.load(
-            of_state[:, None] + (token + (TAPS - 1))[None, :], mask=cells & (token < 0)[None, :] & has_state, other=0.0
+        before = tl.load(
+            of_state[:, None] + (kept + (TAPS - 1))[None, :], mask=cells & (kept < 0)[None, :] & has_state, other=0.0
         )  # fmt: skip
         tl.debug_barrier()  # all threads have read the old columns
-        last = tl.where((token >= 0)[None, :], last, older)
-        tl.store(of_state[:, None] + columns[None, :], last, mask=cells & (slot >= 0))
+        ends_with = tl.where((kept >= 0)[None, :], last, before)
+        tl.store(of_state[:, None] + columns[None, :], ends_with, mask=cells & (slot >= 0))

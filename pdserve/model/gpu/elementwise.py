@@ -50,29 +50,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gate_by_sigmoid(x: Tensor, gate: Tensor) -> Tensor:
-    """Compute `x * sigmoid(gate)`, `[N, num_heads, head_dim]` each, `x` contiguous.
+    """Compute `x * sigmoid(gate)`: `[N, num_heads, head_dim]`, contiguous, and a gate that broadcasts to it.
 
-    Heads and rows of `gate` may lie apart, as where a projection has query and gate of each head side by side. The
-    sigmoid is rounded to the dtype before the product.
+    Elements of `gate` may lie apart, as where a projection has query and gate of each head side by side. The sigmoid is
+    rounded to the dtype before the product.
     """
     num_rows, num_heads, dim = x.shape
-    out: Tensor = torch.empty(num_rows, num_heads, dim, dtype=x.dtype, device=x.device)
+    out: Tensor = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if num_rows:
         _sigmoid_gate[(num_rows, triton.cdiv(num_heads * dim, _BLOCK_GATE))](
-            x, gate, x, out, num_heads * dim, gate.stride(0), gate.stride(1),
-            DIM=dim, BLOCK=_BLOCK_GATE, ADDS=False, num_warps=4, **chaining(x.device),
-        )  # fmt: skip
-    return out
-
-
-def add_gated(x: Tensor, more: Tensor, gate: Tensor) -> Tensor:
-    """Compute `x + more * sigmoid(gate)`: `[N, width]`, both contiguous, and `[N, 1]`, whose rows may lie apart."""
-    num_rows, width = x.shape
-    out: Tensor = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    if num_rows:
-        _sigmoid_gate[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
-            more, gate, x, out, width, gate.stride(0), 0,
-            DIM=width, BLOCK=_BLOCK_GATE, ADDS=True, num_warps=4, **chaining(x.device),
+            x, gate, out, num_heads * dim, *gate.expand(x.shape).stride(),
+            DIM=dim, BLOCK=_BLOCK_GATE, num_warps=4, **chaining(x.device),
         )  # fmt: skip
     return out
 
@@ -134,8 +122,8 @@ def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, C
 
 @triton.jit
 def _sigmoid_gate(
-    x, gate, base, out, width, gate_stride, head_stride,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr, CHAINED: tl.constexpr,
+    x, gate, out, width, row_stride, head_stride, dim_stride, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One block of one row."""
     if CHAINED:
@@ -145,12 +133,6 @@ def _sigmoid_gate(
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
     values = tl.load(x + row * width + at, mask=mask, other=0.0)
-    dtype = values.dtype
-    if ADDS:  # one gate for the whole row
-        factor = tl.sigmoid(tl.load(gate + row * gate_stride).to(tl.float32)).to(dtype).to(tl.float32)
-        found = (values.to(tl.float32) * factor).to(dtype).to(tl.float32)
-        found += tl.load(base + row * width + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        gates = tl.load(gate + row * gate_stride + at // DIM * head_stride + at % DIM, mask=mask, other=0.0)
-        found = values.to(tl.float32) * tl.sigmoid(gates.to(tl.float32)).to(dtype).to(tl.float32)
-    tl.store(out + row * width + at, found.to(dtype), mask=mask)
+    of_gate = gate + row * row_stride + at // DIM * head_stride + at % DIM * dim_stride
+    gates = tl.sigmoid(tl.load(of_gate, mask=mask, other=0.0).to(tl.float32)).to(values.dtype)
+    tl.store(out + row * width + at, (values.to(tl.float32) * gates.to(tl.float32)).to(values.dtype), mask=mask)

@@ -60,7 +60,7 @@ def place_heads(
 def angle_tables(positions: Tensor, inverse: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Compute `layers.kernels.angle_tables` in one launch."""
     num_tokens, half = len(positions), len(inverse)
-    cos, sin = torch.empty(2, num_tokens, 1, 2 * half, dtype=dtype, device=positions.device)
+    cos, sin = (torch.empty(num_tokens, 1, 2 * half, dtype=dtype, device=positions.device) for _ in range(2))
     if num_tokens:
         _angles[(num_tokens,)](
             positions, inverse, cos, sin, factor, HALF=half, BLOCK=power_of_2(half), num_warps=1,

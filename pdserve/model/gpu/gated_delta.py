@@ -15,8 +15,8 @@ from torch import Tensor
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 from pdserve.model.gpu.state_rows import DecodeStateRows, StatePlanes
 
-_MAX_BLOCK_V = 32
-_MIN_BLOCK_V = 8
+_BLOCK_V = 32
+_SMALL_BLOCK_V = 16
 _HEADS_PER_NORM = 4
 
 
@@ -48,11 +48,12 @@ def delta_decode(
 
 
 def _block_v(num_pairs: int, value_dim: int, device: torch.device) -> int:
-    """Return the columns of a state per program. With few pairs of row and head, more programs share a state."""
-    block = min(_MAX_BLOCK_V, power_of_2(value_dim))
-    while block > _MIN_BLOCK_V and num_pairs * triton.cdiv(value_dim, block) < num_cores(device):
-        block //= 2
-    return block
+    """Return the columns of a state per program. With few pairs of row and head, more programs share a state.
+
+    There are two values, which steps with the fewest and with the most rows have, so start-up compiles both.
+    """
+    is_small = num_pairs * triton.cdiv(value_dim, _BLOCK_V) < num_cores(device)
+    return min(_SMALL_BLOCK_V if is_small else _BLOCK_V, power_of_2(value_dim))
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

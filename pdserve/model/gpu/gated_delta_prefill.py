@@ -32,7 +32,8 @@ def delta_prefill(
 ) -> None:  # fmt: skip
     """Compute the new tokens of the rows with chunks, and update the rows' states; arguments as for `delta_decode`.
 
-    Allocates `prefill_bytes` of temporary memory.
+    A row whose first chunk here is not chunk 0 goes on from the state in its slot. Temporary memory is proportional to
+    the number of chunks.
     """
     num_chunks = len(rows.chunks)
     if not num_chunks:
@@ -65,15 +66,8 @@ def delta_prefill(
     )  # fmt: skip
 
 
-def prefill_bytes(num_chunks: int, planes: StatePlanes) -> int:
-    """Return the bytes of temporary memory of `delta_prefill` for this number of chunks."""
-    heads, dk, dv = planes.num_value_heads, planes.key_dim, planes.value_dim
-    per_chunk = planes.num_key_heads * CHUNK * dk + heads * (CHUNK * (dk + dv) + dk * dv)
-    return num_chunks * (per_chunk * planes.conv_q.element_size() + heads * CHUNK * 4)
-
-
 @triton.jit
-def unit_lower_inverse(lower, SIZE: tl.constexpr, SUB: tl.constexpr):
+def unit_lower_inverse(lower, SIZE: tl.constexpr, SUB: tl.constexpr, PRECISION: tl.constexpr):
     """Return the inverse of `I + lower`; `lower` float32 `[SIZE, SIZE]` is strictly lower, `SIZE <= 4 * SUB`.
 
     The blocks on the diagonal are inverted by substitution, all at once. The rest is nilpotent: with E the inverse of
@@ -95,20 +89,23 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, SUB: tl.constexpr):
         inverse = tl.where(is_row, inverse - known[:, None, :], inverse)
     rest = tl.reshape(tl.where(is_diagonal, 0.0, grid), (SIZE, SIZE))
     diagonal = tl.reshape(tl.where(is_diagonal, inverse[:, :, None, :], 0.0), (SIZE, SIZE))
-    step = tl.dot(diagonal, rest, input_precision="tf32x3")
-    square = tl.dot(step, step, input_precision="tf32x3")
-    found = diagonal + tl.dot(square, diagonal, input_precision="tf32x3")
-    return found - tl.dot(step, found, input_precision="tf32x3")
+    step = tl.dot(diagonal, rest, input_precision=PRECISION)
+    square = tl.dot(step, step, input_precision=PRECISION)
+    found = diagonal + tl.dot(square, diagonal, input_precision=PRECISION)
+    return found - tl.dot(step, found, input_precision=PRECISION)
 
 
 @triton.jit
 def _tokens(chunk, starts, offsets, chunks, CHUNK: tl.constexpr):
-    """Return the flat indices of a chunk's positions, int64, and which of them are new tokens of its row."""
+    """Return the flat index of a chunk's first position, and which of the positions are new tokens of its row.
+
+    The index is of a token of another row, or of none, where the chunk's first positions are not new.
+    """
     row = tl.load(chunks + 2 * chunk)
     first, last = tl.load(offsets + row), tl.load(offsets + row + 1)
-    position = tl.load(chunks + 2 * chunk + 1) * CHUNK + tl.arange(0, CHUNK)
-    token = first + position - tl.load(starts + row)
-    return token, (token >= first) & (token < last)
+    base = first + tl.load(chunks + 2 * chunk + 1) * CHUNK - tl.load(starts + row)
+    token = base + tl.arange(0, CHUNK)
+    return base, (token >= first) & (token < last)
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "offsets"])  # the number of rows may decide it
@@ -123,13 +120,14 @@ def _prepare(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    token, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
+    base, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     is_k = along_k < DK
-    of_token = mixed + token * mixed_stride
+    of_chunk = mixed + base * mixed_stride
     cells = is_token[:, None] & is_k[None, :]
-    raw = tl.load(of_token[:, None] + (KEY_HEADS + key_head) * DK + along_k[None, :], mask=cells, other=0.0)
+    of_key = of_chunk + (KEY_HEADS + key_head) * DK
+    raw = tl.load(of_key + at[:, None] * mixed_stride + along_k[None, :], mask=cells, other=0.0)
     dtype = raw.dtype
     wide = raw.to(tl.float32)
     key = (wide * unit_scale(tl.sum(wide * wide, 1))[:, None]).to(dtype)
@@ -138,8 +136,8 @@ def _prepare(
         to_key = keys + (chunk.to(tl.int64) * KEY_HEADS + key_head) * CHUNK * DK
         tl.store(to_key + at[:, None] * DK + along_k[None, :], key, mask=is_k[None, :])
     g, beta = decay_and_strength(
-        tl.load(a + token * a_stride + head, mask=is_token, other=0.0).to(tl.float32),
-        tl.load(b + token * b_stride + head, mask=is_token, other=0.0).to(tl.float32),
+        tl.load(a + base * a_stride + head + at * a_stride, mask=is_token, other=0.0).to(tl.float32),
+        tl.load(b + base * b_stride + head + at * b_stride, mask=is_token, other=0.0).to(tl.float32),
         tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32),
     )  # fmt: skip
     total = tl.cumsum(tl.where(is_token, g, 0.0), 0)
@@ -148,20 +146,20 @@ def _prepare(
     products = tl.dot(key, tl.trans(key), input_precision=PRECISION)
     apart = tl.where(at[:, None] > at[None, :], total[:, None] - total[None, :], float("-inf"))
     lower = products * tl.exp(apart) * beta[:, None]
-    inverse = unit_lower_inverse(lower, CHUNK, SUB).to(dtype)
+    inverse = unit_lower_inverse(lower, CHUNK, SUB, PRECISION).to(dtype)
     scaled = (key.to(tl.float32) * (beta * tl.exp(total))[:, None]).to(dtype)
-    found = tl.dot(inverse, scaled, input_precision=PRECISION)
-    tl.store(w + (pair * CHUNK + at[:, None]) * DK + along_k[None, :], found.to(dtype), mask=is_k[None, :])
+    weights = tl.dot(inverse, scaled, input_precision=PRECISION)
+    tl.store(w + pair * CHUNK * DK + at[:, None] * DK + along_k[None, :], weights.to(dtype), mask=is_k[None, :])
     for first in range(0, DV, BLOCK_V):
         along_v = first + tl.arange(0, BLOCK_V)
         is_v = along_v < DV
+        of_value = of_chunk + 2 * KEY_HEADS * DK + head * DV
         value = tl.load(
-            of_token[:, None] + 2 * KEY_HEADS * DK + head * DV + along_v[None, :],
-            mask=is_token[:, None] & is_v[None, :], other=0.0,
+            of_value + at[:, None] * mixed_stride + along_v[None, :], mask=is_token[:, None] & is_v[None, :], other=0.0
         )  # fmt: skip
         value = (value.to(tl.float32) * beta[:, None]).to(dtype)
         found = tl.dot(inverse, value, input_precision=PRECISION)
-        tl.store(u + (pair * CHUNK + at[:, None]) * DV + along_v[None, :], found.to(dtype), mask=is_v[None, :])
+        tl.store(u + pair * CHUNK * DV + at[:, None] * DV + along_v[None, :], found.to(dtype), mask=is_v[None, :])
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
@@ -177,8 +175,9 @@ def _pass_state(
     head = tl.program_id(1)
     of_row = chunk_starts + tl.program_id(0)
     first, last = tl.load(of_row).to(tl.int64), tl.load(of_row + 1).to(tl.int64)
-    row = tl.load(chunks + 2 * first)
-    slot, start = tl.load(slots + row), tl.load(starts + row)
+    row, number = tl.load(chunks + 2 * first), tl.load(chunks + 2 * first + 1)
+    slot = tl.load(slots + row)
+    has_state = (slot >= 0) & ((tl.load(starts + row) > 0) | (number > 0))
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -186,14 +185,14 @@ def _pass_state(
     cells = (along_k < DK)[:, None] & is_v
     within = along_k[:, None] * DV + along_v[None, :]
     of_slot = state + slot * slot_stride + head * DK * DV + within
-    values = tl.load(of_slot, mask=cells & (slot >= 0) & (start > 0), other=0.0)
+    values = tl.load(of_slot, mask=cells & has_state, other=0.0)
     for chunk in range(first, last):
         pair = chunk * KEY_HEADS * GROUP + head
         of_key = keys + (chunk * KEY_HEADS + head // GROUP) * CHUNK * DK
         narrow = values.to(keys.dtype.element_ty)
         tl.store(states + pair * DK * DV + within, narrow, mask=cells)
-        weights = tl.load(w + (pair * CHUNK + at[:, None]) * DK + along_k[None, :], mask=is_k, other=0.0)
-        of_delta = u + (pair * CHUNK + at[:, None]) * DV + along_v[None, :]
+        weights = tl.load(w + pair * CHUNK * DK + at[:, None] * DK + along_k[None, :], mask=is_k, other=0.0)
+        of_delta = u + pair * CHUNK * DV + at[:, None] * DV + along_v[None, :]
         delta = tl.load(of_delta, mask=is_v, other=0.0).to(tl.float32)
         delta -= tl.dot(weights, narrow, input_precision=PRECISION)
         tl.store(of_delta, delta.to(narrow.dtype), mask=is_v)
@@ -217,14 +216,15 @@ def _outputs(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    token, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
+    base, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
     pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
     at = tl.arange(0, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_k, is_v = along_k < DK, along_v < DV
-    of_query = mixed + token[:, None] * mixed_stride + key_head * DK + along_k[None, :]
-    raw = tl.load(of_query, mask=is_token[:, None] & is_k[None, :], other=0.0)
+    of_query = mixed + base * mixed_stride + key_head * DK
+    cells = is_token[:, None] & is_k[None, :]
+    raw = tl.load(of_query + at[:, None] * mixed_stride + along_k[None, :], mask=cells, other=0.0)
     dtype = raw.dtype
     wide = raw.to(tl.float32)
     query = (wide * (unit_scale(tl.sum(wide * wide, 1)) * scale)[:, None]).to(dtype)
@@ -238,7 +238,12 @@ def _outputs(
         other=0.0,
     )  # fmt: skip
     found = tl.dot(query, values, input_precision=PRECISION) * tl.exp(total)[:, None]
-    updates = tl.load(delta + (pair * CHUNK + at[:, None]) * DV + along_v[None, :], mask=is_v[None, :], other=0.0)
+    of_delta = delta + pair * CHUNK * DV
+    updates = tl.load(of_delta + at[:, None] * DV + along_v[None, :], mask=is_v[None, :], other=0.0)
     found = tl.dot(scores.to(dtype), updates, found, input_precision=PRECISION)
-    to = out + token[:, None] * out_stride + head * DV + along_v[None, :]
-    tl.store(to, found.to(out.dtype.element_ty), mask=is_token[:, None] & is_v[None, :])
+    to = out + base * out_stride + head * DV
+    tl.store(
+        to + at[:, None] * out_stride + along_v[None, :],
+        found.to(out.dtype.element_ty),
+        mask=is_token[:, None] & is_v[None, :],
+    )

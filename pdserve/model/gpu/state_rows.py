@@ -65,7 +65,7 @@ class DecodeStateRows:
 
 @dataclasses.dataclass(frozen=True)
 class StateChunks:
-    """The chunks of the rows of a step with several new tokens.
+    """Chunks of the rows of a step with several new tokens: all of them, or some that follow each other.
 
     `slots`, `starts` int64 `[R]` as in `DecodeStateRows`, of all rows; row r has the tokens
     `[offsets[r], offsets[r + 1])` of the flat batch: int64 `[R + 1]`. `chunks` int32 `[T, 2]`: row and chunk of each

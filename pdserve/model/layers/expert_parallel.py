@@ -97,7 +97,7 @@ class ExpertParallelMoe:
         held = slots_of(row, group.size, group.rank)
         inner = range(moe.intermediate_size)
         self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, held, inner)
-        self.shared = shared_expert(kernels, params, names, hidden_size, moe, 0, 1)
+        self.shared: Callable[[Tensor], Tensor] | None = shared_expert(kernels, params, names, hidden_size, moe, 0, 1)
         """The whole shared expert, which computes this rank's token share."""
         self.row = row
         self.counts = new_counts(moe, params.device)

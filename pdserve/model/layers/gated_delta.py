@@ -136,7 +136,7 @@ def causal_conv(x: Tensor, weight: Tensor, planes: Sequence[Tensor], rows: Delta
     inputs.index_copy_(0, earlier, kept.reshape(-1, x.shape[1]).to(x.dtype))
     inputs.index_copy_(0, tokens, x)
     left = inputs[last].view(rows.num_rows, num_kept, -1).transpose(1, 2)
-    for plane, part in zip(planes, left.split(widths, 1), strict=True):
+    for plane, part in zip(planes, torch.split(left, widths, 1), strict=True):
         rows.store(plane, part.reshape(-1, *plane.shape[1:]))
     taps = weight.float().t()
     out = inputs[tokens - num_kept].float() * taps[0]
@@ -195,7 +195,7 @@ def advance_block(
     system = (rated @ k.mT) * between
     right = torch.cat((v * rate, rated * decay), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
-    values, reads = solved.split((v.shape[-1], k.shape[-1]), -1)
+    values, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     delta = values - reads @ states
     out = (q * decay) @ states + ((q @ k.mT) * between) @ delta
     to_end = (since_begin[..., -1:] - since_begin).exp()[..., None]

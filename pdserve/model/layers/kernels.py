@@ -109,7 +109,7 @@ class Kernels(Protocol):
         ...
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Compute `x * sigmoid(gate)`; the shapes broadcast."""
+        """Compute `x * sigmoid(gate)`: `[N, width]` or `[N, heads, width]`, contiguous; `gate` broadcasts to it."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:

@@ -201,7 +201,9 @@ class TPMoE:
         self.route: Callable[[Tensor], Routes] = self.router
         every = range(moe.num_experts)
         self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, every, inner)
-        self.shared = shared_expert(kernels, params, names, hidden_size, moe, group.rank, group.size)
+        self.shared: Callable[[Tensor], Tensor] | None = shared_expert(
+            kernels, params, names, hidden_size, moe, group.rank, group.size
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `FeedForward`."""

@@ -34,9 +34,9 @@ class TritonKernels(FastKernels):
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""
-        if x.dim() == 3 and x.shape == gate.shape:
-            return elementwise.gate_by_sigmoid(x, gate)
-        return super().gate(x, gate)
+        if x.dim() == 2:
+            return elementwise.gate_by_sigmoid(x[:, None], gate[:, None])[:, 0]
+        return elementwise.gate_by_sigmoid(x, gate)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""

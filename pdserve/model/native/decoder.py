@@ -8,6 +8,7 @@ buffers, and the program continues.
     x = embedding                             float32, [tokens, hidden]
     the sublayers of each layer, in the order of its `DecoderLayerSpec`:
         attention   qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [all_reduce]
+        delta       inputs = norm(x) W   mixed = convolution, delta rule, gated norm   x += mixed W      [all_reduce]
         MLP         h = silu(norm(x) Wg) * norm(x) Wu   x += h W                                         [reduce_sum]
         MoE         routes = top k of norm(x) W   x += sum of experts                                    [reduce_sum]
     samples = x at sample_index   logits = norm(samples) W
@@ -27,15 +28,20 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.base.parallel import layers_of
+from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import GroupPool
-from pdserve.model.config import ModelSpec, beyond_kernels
-from pdserve.model.decoder import Decoder
+from pdserve.model.config import ModelSpec
+from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import MoELayer
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
 from pdserve.model.layers.dense import FeedForward, RMSNorm
+from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
+    PackedDelta,
     PackedMLP,
     PackedMoe,
     PackedOperation,
@@ -68,14 +74,22 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
         return f"the kernels are for the CPU, and the device is {device.type}"
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
-    beyond = beyond_kernels(spec)
-    if beyond is not None:
-        return f"{beyond}, which the kernels do not have"
-    (heads,) = spec.attentions
-    if heads.head_dim % 2 or heads.head_dim > MAX_HEAD_DIM:
-        return f"heads of {heads.head_dim} are odd or larger than {MAX_HEAD_DIM}"
-    if heads.num_heads > MAX_GROUP * heads.num_kv_heads:
-        return f"{heads.num_heads // heads.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    return next(filter(None, map(_cannot_compute, spec.operations)), None)
+
+
+def _cannot_compute(op: Operation) -> str | None:
+    """Return why the kernels cannot compute this operation; None when they can."""
+    if isinstance(op, AttentionSpec):
+        if op.head_dim % 2 or op.head_dim > MAX_HEAD_DIM:
+            return f"heads of {op.head_dim} are odd or larger than {MAX_HEAD_DIM}"
+        if op.num_heads > MAX_GROUP * op.num_kv_heads:
+            return f"{op.num_heads // op.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+        if op.sinks:
+            return "its attention has sinks, whose weights the kernels do not get"
+    if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
+        return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
+    if isinstance(op, MoeSpec) and op.shared_intermediate_size and not op.shared_gate:
+        return "it has a shared expert without a gate"
     return None
 
 
@@ -99,7 +113,9 @@ class NativeDecoder:
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
         self._kv_write_ends: list[int] = []
-        """By layer of this rank: number of operations up to the end of its KV write."""
+        """By layer of this rank: number of operations up to the end of its write of KV or state."""
+        self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
+        self._buffers: dict[tuple[str, int], Buffer] = {}
         packer = Packer(Arena(), format, model.params, packing)
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head: Packed | None = None
@@ -144,21 +160,23 @@ class NativeDecoder:
     def bind(self, pools: Sequence[GroupPool]) -> None:
         """Build the program over this rank's KV pools, one for each group of the layout. Called once."""
         model, spec = self._model, self._model.spec
-        (pool,), (heads,), (rotary,) = pools, spec.attentions, model.rotaries
-        group = pool.group
-        num_heads = heads.num_heads // self.parallel.coord.shape.tp_size
-        shape = HeadShape(group.num_layers, num_heads, group.num_kv_heads, group.page_tokens, group.head_dim)
-        self._program = program = Program(self._threads, self._level, shape, pool.pages)
+        self._program = program = Program(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
         self._samples = program.buffer(spec.hidden_size, of_samples=True)
-        self._qkv = program.buffer(shape.qkv_width)
-        self._mixed = program.buffer(shape.num_heads * shape.dim)
         if spec.moe is not None:
             self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
             self._routes = program.buffer(spec.moe.top_k, torch.int64)
-        program.angles(rotary.inverse, rotary.factor)
+        coord = self.parallel.coord
+        first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
+        self._places = {
+            number - first: (pool, index) for pool in pools for index, number in enumerate(pool.group.layers)
+        }
+        for local, layer in enumerate(model.layers):
+            for op in layer.operations:
+                if isinstance(op, Attention):
+                    self._add_heads(local, op)
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
@@ -169,7 +187,7 @@ class NativeDecoder:
             program.select(self._x, self._samples)
             self._head_from = program.num_ops
             self._logits = program.buffer(self._head.num_out, of_samples=True)
-            program.linear(self._samples, self._head, self._logits, norm=model.norm.weight, eps=model.norm.eps)
+            program.linear(self._samples, self._head, self._logits, norm=_weight(model.norm), eps=model.norm.eps)
             self._chosen = program.buffer(1, torch.int64, of_samples=True)
             self._head_to = program.num_ops
             program.argmax(self._logits, self._chosen)
@@ -219,15 +237,25 @@ class NativeDecoder:
         is_whole = self._embeds_itself and self._head is not None and self.parallel.coord.shape.num_ranks == 1
         return FEW_SAMPLES if is_whole and not self._sync_points else 0
 
-    def decode(self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32]) -> list[int]:
+    def decode(
+        self,
+        facts: IntArray,
+        tokens: npt.NDArray[np.int32],
+        pages: npt.NDArray[np.int32],
+        window: npt.NDArray[np.int32] | None = None,
+        slots: npt.NDArray[np.int32] | None = None,
+    ) -> list[int]:
         """Run a whole greedy decode step in one call.
 
         Args:
             facts: int64 `[2, rows]`: each row's table row, and the position of the token that it computes.
             tokens: int32 `[table rows, context]`, known tokens; new tokens are written there as well.
             pages: int32 `[table rows, pages of a row]`, the page table.
+            window: the page table of WINDOW groups; None without such groups.
+            slots: int32 `[table rows]`, the state slots; None for a model without states.
         """
-        return self._program.decode(facts, tokens, pages, self._head_to + 1, self._chosen)
+        last = self._head_to + 1
+        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -260,14 +288,17 @@ class NativeDecoder:
         if isinstance(weights, PackedAttention):
             self._record_attention(local, norm, weights)
             return
+        if isinstance(weights, PackedDelta):
+            self._record_delta(local, norm, weights)
+            return
         if isinstance(weights, PackedOutside):
-            self._program.norm(self._x, norm.weight, norm.eps, self._normed)
+            self._program.norm(self._x, _weight(norm), norm.eps, self._normed)
             self._add_sync_point(partial(self._add_outside, weights.op))
             return
         alone = self.parallel.dp_attention_group.size == 1
         out = self._x if alone else self._part
         if isinstance(weights, PackedMLP):
-            self._program.gated(self._x, weights.gate_up, norm=norm.weight, eps=norm.eps)
+            self._program.gated(self._x, weights.gate_up, norm=_weight(norm), eps=norm.eps)
             self._program.linear(None, weights.down, out, add=alone)
         else:
             self._record_moe(norm, weights, out, add=alone)
@@ -277,27 +308,79 @@ class NativeDecoder:
     def _record_attention(self, local: int, norm: RMSNorm, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
         program, op = self._program, weights.op
-        program.linear(self._x, weights.qkv, self._qkv, norm=norm.weight, eps=norm.eps)
-        q_norm = None if op.q_norm is None else op.q_norm.weight
-        k_norm = None if op.k_norm is None else op.k_norm.weight
-        program.place(self._qkv, local, q_norm, k_norm, norm.eps)
+        _, index = self._places[local]
+        heads, width = self._add_heads(local, op), op.num_heads * op.spec.head_dim
+        qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
+        program.linear(self._x, weights.qkv, qkv, norm=_weight(norm), eps=norm.eps)
+        q_norm, k_norm = (None if each is None else _weight(each) for each in (op.q_norm, op.k_norm))
+        program.place(qkv, index, q_norm, k_norm, norm.eps, heads=heads)
         self._kv_write_ends.append(program.num_ops)
-        program.attend(local, self._mixed)
+        program.attend(index, mixed, window=op.spec.window or 0, softcap=op.spec.softcap or 0.0, heads=heads)
+        if op.spec.output_gate:
+            program.sigmoid(mixed, qkv, mixed, first=weights.qkv.num_out - width)
+        self._record_output(mixed, weights.out)
+
+    def _record_delta(self, local: int, norm: RMSNorm, weights: PackedDelta) -> None:
+        """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
+        program, op = self._program, weights.op
+        pool, index = self._places[local]
+        planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
+        shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
+        inputs, mixed = self._buffer("delta", shape.width), self._buffer("mixed", shape.value_width)
+        program.linear(self._x, weights.project, inputs, norm=_weight(norm), eps=norm.eps)
+        program.delta(
+            inputs, shape, DeltaStates((planes["conv_q"], planes["conv_k"], planes["conv_v"]), planes["state"]),
+            op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
+        )  # fmt: skip
+        self._kv_write_ends.append(program.num_ops)
+        self._record_output(mixed, weights.out)
+
+    def _record_output(self, mixed: Buffer, out: Packed) -> None:
+        """Record the output projection of a layer's heads."""
         if self.parallel.coord.shape.tp_size == 1:
-            program.linear(self._mixed, weights.out, self._x, add=True)
+            self._program.linear(mixed, out, self._x, add=True)
         else:
-            program.linear(self._mixed, weights.out, self._part)
+            self._program.linear(mixed, out, self._part)
             self._add_sync_point(self._add_attention)
 
+    def _add_heads(self, local: int, op: Attention) -> int:
+        """Return the program's number of this layer's heads; layers with equal heads over one pool share it."""
+        pool, _ = self._places[local]
+        group = pool.group
+        of_window = group.space is PageSpace.WINDOW
+        shape = HeadShape(
+            group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
+        )
+        key = (pool, shape, op.rotary)
+        if key not in self._heads:
+            number = self._program.add_heads(shape, pool.pages)
+            rotary = self._model.rotaries[op.rotary]
+            self._program.angles(rotary.inverse, rotary.factor, heads=number)
+            self._heads[key] = number
+        return self._heads[key]
+
+    def _buffer(self, role: str, width: int) -> Buffer:
+        """Return the buffer of a role; layers of equal width share it."""
+        if (role, width) not in self._buffers:
+            self._buffers[role, width] = self._program.buffer(width)
+        return self._buffers[role, width]
+
     def _record_moe(self, norm: RMSNorm, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
-        """Record the router and the experts of one layer."""
-        program, op = self._program, weights.op
-        program.linear(self._x, weights.router, self._scores, norm=norm.weight, eps=norm.eps)
+        """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
+        program, op, shared, weight = self._program, weights.op, weights.shared, _weight(norm)
+        program.linear(self._x, weights.router, self._scores, norm=weight, eps=norm.eps)
         program.route(self._scores, self._routes, self._shares, normalise=op.router.moe.norm_top_k)
+        if shared is not None:
+            mixed, gate = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
+            program.gated(self._x, shared.gate_up, norm=weight, eps=norm.eps)
+            program.linear(None, shared.down, mixed)
+            program.linear(self._x, shared.router, gate, norm=weight, eps=norm.eps)
         program.experts(
             self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
-            norm=norm.weight, eps=norm.eps, counts=op.counts, add=add,
+            norm=weight, eps=norm.eps, counts=op.counts, add=add,
         )  # fmt: skip
+        if shared is not None:
+            program.sigmoid(mixed, gate, out, add=True)
 
     def _add_sync_point(self, action: Callable[[int], None]) -> None:
         """Run `action` at this point of the program."""
@@ -317,6 +400,11 @@ class NativeDecoder:
         """Add a feed-forward output for which tokens travel between ranks."""
         normed = self._program.view(self._normed, num_tokens)
         self._program.view(self._x, num_tokens).add_(op(normed))
+
+
+def _weight(norm: RMSNorm) -> Tensor:
+    """Return what a norm multiplies by."""
+    return norm.offset + norm.weight.float() if norm.offset else norm.weight
 
 
 def _report_layer(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:

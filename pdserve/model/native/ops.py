@@ -28,8 +28,6 @@ from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadSh
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import BLOCK, Packed
 
-_NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
-_NO_PAGES = torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16)
 _DRAWN = [("greedy", "?"), ("temperature", "f4"), ("top_k", "i8"), ("top_p", "f4"), ("min_p", "f4")]
 
 
@@ -300,7 +298,7 @@ def _batch_of(num_tokens: int, pages: Tensor, starts: Tensor, ends: Tensor, tabl
     return ForwardBatch(torch.from_numpy(np.stack(columns)), torch.from_numpy(offsets + lengths - 1), host)
 
 
-def _program(heads: HeadShape = _NO_HEADS, pages: Tensor = _NO_PAGES) -> Program:
+def _program(heads: HeadShape | None = None, pages: Tensor | None = None) -> Program:
     """Make a new program."""
     return Program(*_machine.parts(), heads, pages)
 

@@ -16,20 +16,30 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
-from pdserve.model.layers.moe import Experts, Routes, TPMoE
+from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.params import ParamSlots
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedAttention:
-    """Packed projections of an `Attention`."""
+    """Packed projections of an `Attention`. `qkv`: queries, keys, values, and then output gates if there are any."""
 
     op: Attention
     qkv: Packed
+    out: Packed
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedDelta:
+    """Packed projections of a `GatedDeltaNet`."""
+
+    op: GatedDeltaNet
+    project: Packed
     out: Packed
 
 
@@ -42,6 +52,22 @@ class PackedMLP:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedShared:
+    """Packed linear layers of a `SharedExpert` with a gate, whose linear layer is `router`."""
+
+    gate_up: Packed
+    down: Packed
+    router: Packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[N, hidden]` to this rank's columns' part of `[N, hidden]`."""
+        part = NativeFeedForward(self.gate_up, self.down)(x)
+        router = self.router
+        gate: Tensor = torch.ops.pdserve.linear(x.float(), router.data, router.scale, router.bias, router.num_out)
+        return part * gate.sigmoid().to(part.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedMoe:
     """Packed linear layers of a `TPMoE`; `gate_up` and `down` hold one layer per expert."""
 
@@ -49,6 +75,7 @@ class PackedMoe:
     router: Packed
     gate_up: Packed
     down: Packed
+    shared: PackedShared | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +85,7 @@ class PackedOutside:
     op: FeedForward
 
 
-PackedOperation = PackedAttention | PackedMLP | PackedMoe | PackedOutside
+PackedOperation = PackedAttention | PackedDelta | PackedMLP | PackedMoe | PackedOutside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +97,13 @@ class Packer:
     params: ParamSlots
     packing: Callable[[], AbstractContextManager[object]]
 
-    def operation(self, op: Attention | FeedForward) -> PackedOperation:
+    def operation(self, op: Attention | GatedDeltaNet | FeedForward) -> PackedOperation:
         """Pack one operation of a layer. Takes ownership of its weights."""
         if isinstance(op, Attention):
-            return PackedAttention(op, self.linear(op.qkv), self.linear(op.out))
+            order = _gates_last(op) if op.spec.output_gate else None
+            return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out))
+        if isinstance(op, GatedDeltaNet):
+            return PackedDelta(op, self.linear(op.project), self.linear(op.out))
         if isinstance(op, DenseMLP):
             gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
             if not op.group.spans_replicas:
@@ -83,8 +113,14 @@ class Packer:
         assert isinstance(op, TPMoE | ExpertParallelMoe) and isinstance(op.experts, Experts), op
         gate_up, down = self.experts(op.experts)
         router = self.linear(op.router.linear, format="bf16")
+        shared: PackedShared | None = None
+        if op.shared is not None:
+            assert isinstance(op.shared, SharedExpert) and op.shared.router is not None, op.shared
+            shared_gate_up, shared_down = self.linear(op.shared.gate_up, num_parts=2), self.linear(op.shared.down)
+            shared = PackedShared(shared_gate_up, shared_down, self.linear(op.shared.router, format="bf16"))
         if isinstance(op, TPMoE) and not op.group.spans_replicas:
-            return PackedMoe(op, router, gate_up, down)
+            return PackedMoe(op, router, gate_up, down, shared)
+        op.shared = shared
         op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
         return PackedOutside(op)
 
@@ -106,16 +142,28 @@ class Packer:
         return gate_up, down
 
     def linear(
-        self, linear: Linear, *, num_parts: int = 1, keeps: bool = False, format: Format | None = None
+        self,
+        linear: Linear,
+        *,
+        num_parts: int = 1,
+        keeps: bool = False,
+        format: Format | None = None,
+        order: Tensor | None = None,
     ) -> Packed:
-        """Pack a linear layer. Drops the original unless `keeps` is set, which means it is needed elsewhere too."""
+        """Pack a linear layer. Drops the original unless `keeps` is set, which means it is needed elsewhere too.
+
+        Output i of the packed layer is output `order[i]` of the original; None: the outputs keep their order.
+        """
         num_out, num_in = linear.weight.shape
         has_bias, kind = linear.bias is not None, format or self.format
         packed = open_packed(self.arena, kind, num_out, num_in, has_bias=has_bias, num_parts=num_parts)
 
         def take() -> None:
             with self.packing():
-                packed.put(linear.weight, linear.bias)
+                weight, bias = linear.weight, linear.bias
+                if order is not None:
+                    weight, bias = weight[order], None if bias is None else bias[order]
+                packed.put(weight, bias)
                 if keeps:
                     self.params.add_bytes(packed.num_bytes)
                 else:
@@ -124,6 +172,14 @@ class Packer:
 
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
         return packed
+
+
+def _gates_last(op: Attention) -> Tensor:
+    """Return the outputs of a q/k/v projection with gates in the order queries, keys, values, gates."""
+    width = 2 * op.num_heads * op.spec.head_dim
+    by_head = torch.arange(width).view(op.num_heads, 2, op.spec.head_dim)
+    queries, gates = (by_head[:, part].flatten() for part in (0, 1))
+    return torch.cat((queries, torch.arange(width, len(op.qkv.weight)), gates))
 
 
 class AttentionInProgram:

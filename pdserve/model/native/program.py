@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.base.native import Decoding, PdkHeads, Step, library
 from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.weights import Packed
 
 MAX_GROUP = 64
@@ -54,13 +55,17 @@ class Threads:
 
 @dataclasses.dataclass(frozen=True)
 class HeadShape:
-    """Attention shape of all layers: `num_heads` query heads share `num_kv_heads` heads of `dim` in `layers` layers."""
+    """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
+
+    With `of_window` the pages are those of WINDOW groups.
+    """
 
     layers: int
     num_heads: int
     num_kv_heads: int
     page_tokens: int
     dim: int
+    of_window: bool = False
 
     @property
     def qkv_width(self) -> int:
@@ -79,24 +84,19 @@ class Buffer:
 
 
 class Program:
-    """Operations over buffers; `kv` bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]` is the KV pool."""
+    """Operations over buffers. `heads` and `kv`, if given, are the first of `add_heads`."""
 
-    def __init__(self, threads: Threads, level: str, heads: HeadShape, kv: Tensor) -> None:
+    def __init__(self, threads: Threads, level: str, heads: HeadShape | None = None, kv: Tensor | None = None) -> None:
         self._handle: int | None = None
-        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
-        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
-        assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
-        assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         self._library = library()
-        self._kept: list[object] = [threads, kv]
-        shape = PdkHeads(
-            kv.data_ptr(), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
-            heads.dim**-0.5,
-        )  # fmt: skip
-        self._handle = self._library.pdk_program_open(threads.handle, level.encode(), ctypes.byref(shape))
+        self._kept: list[object] = [threads]
+        self._handle = self._library.pdk_program_open(threads.handle, level.encode())
         if self._handle is None:
             raise RuntimeError(f"cannot open a program of level {level}")
-        self._num_pages, self._heads = len(kv), heads
+        self._heads: list[HeadShape] = []
+        self._has_states = False
+        if heads is not None and kv is not None:
+            self.add_heads(heads, kv)
         self.num_ops = 0
         self._step_kept: list[object] = []
         self._decoded: IntArray = np.empty(0, dtype=np.int64)
@@ -108,6 +108,25 @@ class Program:
         if self._handle is not None:
             self._library.pdk_program_close(self._handle)
             self._handle = None
+
+    def add_heads(self, heads: HeadShape, kv: Tensor) -> int:
+        """Add heads over a KV pool, and return their number.
+
+        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`.
+        """
+        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
+        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
+        assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
+        assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
+        shape = PdkHeads(
+            self._keep(kv), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
+            heads.of_window, heads.dim**-0.5,
+        )  # fmt: skip
+        number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))
+        self._heads.append(heads)
+        assert number == len(self._heads) - 1, "heads are numbered in order"
+        return number
 
     def buffer(self, width: int, dtype: torch.dtype = torch.float32, *, of_samples: bool = False) -> Buffer:
         """Allocate a buffer."""
@@ -144,10 +163,14 @@ class Program:
         assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and rows.shape[1] == out.width
         self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width))
 
-    def angles(self, inverse: Tensor, factor: float) -> None:
-        """Record: the angles of `place` = positions times `inverse` `[dim / 2]`; `factor` multiplies cos and sin."""
-        assert inverse.shape == (self._heads.dim // 2,), inverse.shape
-        self._op(self._library.pdk_op_angles(self._handle, self._keep(inverse.float().contiguous()), factor))
+    def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:
+        """Record: the angles of `place` = positions times `inverse` `[half]`; `factor` multiplies cos and sin.
+
+        The first `2 * half` items of a head are rotated.
+        """
+        assert inverse.ndim == 1 and 2 * len(inverse) <= self._heads[heads].dim, inverse.shape
+        where = self._keep(inverse.float().contiguous())
+        self._op(self._library.pdk_op_angles(self._handle, heads, where, len(inverse), factor))
 
     def linear(
         self,
@@ -184,21 +207,82 @@ class Program:
         weight = self._norm(norm, source.width)
         self._op(self._library.pdk_op_norm(self._handle, source.number, weight, eps, out.number))
 
-    def place(self, qkv: Buffer, layer: int, q_norm: Tensor | None, k_norm: Tensor | None, eps: float) -> None:
-        """Record: normalise and rotate the heads of `qkv` `[heads + 2 * kv_heads] * dim`; write K and V to pages."""
-        heads = self._heads
-        assert qkv.width == heads.qkv_width and 0 <= layer < heads.layers
-        norms = self._norm(q_norm, heads.dim), self._norm(k_norm, heads.dim)
-        self._op(self._library.pdk_op_place(self._handle, qkv.number, layer, *norms, eps))
+    def place(
+        self,
+        qkv: Buffer,
+        layer: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *,
+        heads: int = 0,
+    ) -> None:
+        """Record: normalise and rotate the heads of `qkv` `[heads + 2 * kv_heads] * dim`; write K and V to pages.
+
+        `qkv` may have more items after those of the heads. `layer`: number in the pool of the heads.
+        """
+        shape = self._heads[heads]
+        assert qkv.width >= shape.qkv_width and 0 <= layer < shape.layers
+        norms = self._norm(q_norm, shape.dim), self._norm(k_norm, shape.dim)
+        self._op(self._library.pdk_op_place(self._handle, heads, qkv.number, layer, *norms, eps))
 
     def attend(
-        self, layer: int, out: Buffer, *, window: int = 0, softcap: float = 0.0, sinks: Tensor | None = None
+        self,
+        layer: int,
+        out: Buffer,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+        heads: int = 0,
     ) -> None:
         """Record: `out` `[heads * dim]` = attention of `place`'s output. `window` positions are visible; 0 for all."""
-        heads = self._heads
-        assert out.width == heads.num_heads * heads.dim and 0 <= layer < heads.layers and window >= 0 and softcap >= 0
-        where = None if sinks is None else self._norm(sinks, heads.num_heads)
-        self._op(self._library.pdk_op_attend(self._handle, layer, out.number, window, softcap, where))
+        shape = self._heads[heads]
+        assert out.width == shape.num_heads * shape.dim and 0 <= layer < shape.layers and window >= 0 and softcap >= 0
+        assert window or not shape.of_window, "pages behind a window are not those of the row"
+        where = None if sinks is None else self._norm(sinks, shape.num_heads)
+        self._op(self._library.pdk_op_attend(self._handle, heads, layer, out.number, window, softcap, where))
+
+    def sigmoid(self, source: Buffer, gates: Buffer, out: Buffer, *, first: int = 0, add: bool = False) -> None:
+        """Record: `out` = (with `add` +=) `source` times the sigmoid of its gates.
+
+        The gates are the items of `gates` from `first` on, as many as `source` has. With `gates` of width 1 all items
+        have the same gate. `out` may be `source`.
+        """
+        assert source.width == out.width and source.of_samples == gates.of_samples == out.of_samples
+        one = gates.width == 1
+        assert one or gates.width >= first + source.width
+        self._op(self._library.pdk_op_sigmoid(self._handle, source.number, gates.number, first, one, out.number, add))
+
+    def delta(
+        self,
+        source: Buffer,
+        shape: DeltaShape,
+        states: DeltaStates,
+        conv: Tensor,
+        decay: Tensor,
+        bias: Tensor,
+        norm: Tensor,
+        eps: float,
+        out: Buffer,
+    ) -> None:
+        """Record: `out` `[value_width]` = a GatedDeltaNet layer between its projections; see `pdk_op_delta`.
+
+        `source` has Q, K, V, z, b and a. `conv` is `[conv_width, taps]`, `decay` and `bias` `[num_value_heads]`, `norm`
+        `[value_dim]`. A state decays by `exp(decay * softplus(a + bias))`. Rows that begin at position 0 ignore what
+        their slots hold.
+        """
+        assert source.width == shape.width and out.width == shape.value_width
+        assert conv.shape == (shape.conv_width, shape.taps) and norm.shape == (shape.value_dim,)
+        assert decay.shape == bias.shape == (shape.num_value_heads,)
+        self._kept.append(states)
+        self._has_states = True
+        vectors = (self._keep(x.float().contiguous()) for x in (conv.t(), decay, bias, norm))
+        self._op(
+            self._library.pdk_op_delta(
+                self._handle, ctypes.byref(states.pointers(shape)), source.number, *vectors, eps, out.number
+            )
+        )
 
     def route(self, logits: Buffer, experts: Buffer, weights: Buffer, *, normalise: bool) -> None:
         """Record: the likeliest `experts`, int64, best first, and their probabilities `weights`, both of width top_k.
@@ -270,11 +354,17 @@ class Program:
             for array in (host.starts, host.ends, host.offsets, host.prompts)
         ]
         table = np.ascontiguousarray(host.pages, dtype=np.int32)
+        window = None if host.window is None else np.ascontiguousarray(host.window, dtype=np.int32)
+        slots = None if host.slots is None else np.ascontiguousarray(host.slots, dtype=np.int32)
+        assert window is not None or not self._has_window, "a step of a model with a window has window pages"
+        assert slots is not None or not self._has_states, "a step of a model with states has slots"
         step = Step(
             num_tokens, num_samples, len(table), first, first + 8 * num_tokens, first + 16 * num_tokens,
             first + 24 * num_tokens, samples.data_ptr(), *map(_address, rows), _address(table), table.shape[1],
+            None if window is None else _address(window), 0 if window is None else window.shape[1],
+            None if slots is None else _address(slots),
         )  # fmt: skip
-        self._step_kept = [columns, samples, rows, table]
+        self._step_kept = [columns, samples, rows, table, window, slots]
         self._number(self._library.pdk_begin(self._handle, ctypes.byref(step)))
 
     def begin_samples(self, num_samples: int) -> None:
@@ -288,7 +378,15 @@ class Program:
             self._library.pdk_run(self._handle, first, last)
 
     def decode(
-        self, facts: IntArray, tokens: npt.NDArray[np.int32], pages: npt.NDArray[np.int32], last: int, chosen: Buffer
+        self,
+        facts: IntArray,
+        tokens: npt.NDArray[np.int32],
+        pages: npt.NDArray[np.int32],
+        last: int,
+        chosen: Buffer,
+        *,
+        window: npt.NDArray[np.int32] | None = None,
+        slots: npt.NDArray[np.int32] | None = None,
     ) -> list[int]:
         """Run a step of decode rows up to operation `last`, and return its tokens from `chosen`.
 
@@ -296,18 +394,28 @@ class Program:
             facts: int64 `[2, rows]`: each row's line in the tables, and the position of the token that it computes.
             tokens: int32 `[lines, ...]`, known tokens; each new token is written after its row's computed token.
             pages: int32 `[lines, ...]`, the page table.
+            window: the page table of WINDOW groups, of the same shape; None without such groups.
+            slots: int32 `[lines]`, the state slots; None without states.
         """
+        assert window is not None or not self._has_window, "a model with a window has window pages"
+        assert slots is not None or not self._has_states, "a model with states has slots"
         num_rows = facts.shape[1]
         if num_rows > len(self._decoded):
             self._decoded = np.empty(num_rows, dtype=np.int64)
         first, out = _address(facts), self._decoded
         rows = Decoding(
-            num_rows, first, first + 8 * num_rows, _address(tokens), tokens.shape[1], _address(pages), pages.shape[1]
-        )
+            num_rows, first, first + 8 * num_rows, _address(tokens), tokens.shape[1], _address(pages), pages.shape[1],
+            None if window is None else _address(window), 0 if window is None else window.shape[1],
+            None if slots is None else _address(slots),
+        )  # fmt: skip
         number = self._library.pdk_decode(self._handle, ctypes.byref(rows), last, chosen.number, _address(out))
         self._number(number)
         found: list[int] = out[:num_rows].tolist()
         return found
+
+    @property
+    def _has_window(self) -> bool:
+        return any(heads.of_window for heads in self._heads)
 
     def _op(self, number: int) -> None:
         assert self._number(number) == self.num_ops, "operations are numbered in order"

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.answers import Answer
 from benchmarks.gpu import fence_check, pair_on_one_gpu, wheels
 from benchmarks.gpu.fence_check import Round
-from benchmarks.gpu.pair_on_one_gpu import FAKE, MORE, TINY, Outcome, Pair
+from benchmarks.gpu.pair_on_one_gpu import FAKE, IN_FP32, MORE, TINY, TINY_HYBRID, Outcome, Pair
 
 SCRIPT = wheels.ROOT / "benchmarks" / "gpu" / "next.sh"
 
@@ -86,13 +86,13 @@ def test_an_engine_that_does_not_load_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert found == ["nixl"] and notes == ["mooncake is not tried, for it does not load: OSError: no libcuda"]
 
 
-@pytest.mark.parametrize("model", [TINY, "Qwen3-0.6B", "tiny"])
+@pytest.mark.parametrize("model", [TINY, TINY_HYBRID, "Qwen3-0.6B", "tiny"])
 def test_what_a_server_needs_is_written(model: str, tmp_path: Path) -> None:
     args: argparse.Namespace = pair_on_one_gpu.parse_flags(["--device", "cpu"])
     assert pair_on_one_gpu.prepare(model, tmp_path) == (151936 if model == "Qwen3-0.6B" else 320)
     assert {"config.json", "tokenizer.json"} <= {path.name for path in tmp_path.iterdir()}
     flags = pair_on_one_gpu.server_flags(model, args)
-    assert ("dummy" in flags) is (model != TINY) and ("float32" in flags) is (model == TINY)
+    assert ("dummy" in flags) is (model not in IN_FP32) and ("float32" in flags) is (model in IN_FP32)
 
 
 def test_the_script_goes_on_behind_a_step_that_fails(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pdserve.model.params import fingerprint_of
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.hybrid_ranks import build, moved, outcome
+from tests.unit.executor.hybrid_ranks import build, decode, moved, outcome, prefill
 from tests.unit.model.test_hybrid_models import deeper
 
 CASES = {
@@ -49,6 +50,33 @@ def test_a_split_model_computes_what_the_whole_one_does(name: str, gang: Gang, t
             torch.testing.assert_close(values, expected, atol=2e-4, rtol=1e-3, equal_nan=True)
         assert rank.num_bytes < whole.num_bytes
     assert fingerprint_of([rank.samples for rank in ranks]) == fingerprint_of([whole.samples])
+
+
+PAIRS = {
+    "tp 2 to 4": ("qwen3_next", ParallelConfig(tp_size=2), ParallelConfig(tp_size=4)),
+    "tp 4 to 2 with ep 2": ("qwen3_5_moe", ParallelConfig(tp_size=4), ParallelConfig(tp_size=2, ep_size=2)),
+    "pp 2 to 1": ("qwen3_5", ParallelConfig(pp_size=2), ParallelConfig()),
+    "tp 1 to 2": ("qwen3_5_text", ParallelConfig(), ParallelConfig(tp_size=2)),
+    "tp 2 to 1": ("qwen3_5_moe_text", ParallelConfig(tp_size=2), ParallelConfig()),
+    "pp 2, tp 2 to tp 4": ("qwen3_next", ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(tp_size=4)),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(PAIRS, keep=2))
+def test_ranks_that_receive_pages_and_states_go_on_with_the_whole_models_tokens(
+    name: str, gang: Gang, tmp_path: Path
+) -> None:
+    """The copies are those of the transfer plan, into pools of NaN, at other pages and slots."""
+    family, prefill_split, decode_split = PAIRS[name]
+    deeper(family).write(tmp_path)
+    whole = outcome(SingleRank(), tmp_path, VOCAB_SIZE, ParallelConfig())
+    source = ParallelShape(tp_size=prefill_split.tp_size, pp_size=prefill_split.pp_size)
+    target = ParallelShape(tp_size=decode_split.tp_size, pp_size=decode_split.pp_size)
+    ranks = gang.run(source, prefill, tmp_path, VOCAB_SIZE, prefill_split)
+    leader = next(rank for rank in ranks if rank.tokens)
+    ranks = [dataclasses.replace(rank, tokens=leader.tokens) for rank in ranks]
+    for tokens in gang.run(target, decode, tmp_path, VOCAB_SIZE, decode_split, source, ranks):
+        assert tokens == whole.greedy
 
 
 def test_experts_that_move_in_the_middle_of_generation_change_no_token(gang: Gang, tmp_path: Path) -> None:

@@ -18,14 +18,19 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from pdserve.executor.graphs import Padding
 from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
-from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.layer_backends import make_backends
+from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.config import ModelSpec, kv_layout
 from pdserve.model.decoder import Decoder
-from pdserve.model.gpu import decode_attention
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MoeSpec, SublayerSpec
+from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.gpu import decode_attention, gated_delta
+from pdserve.model.gpu.decode_attention import AttentionMask
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, GatedDeltaSpec, MoeSpec, SublayerSpec
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.loader import read_spec
+from pdserve.model.triton_delta import TritonDelta
+from tests.model_families import FAMILIES
 from tests.tiny import Family
 from tests.unit.model.triton_kit import DEVICE
 
@@ -79,25 +84,32 @@ def _sized(spec: ModelSpec, kv_heads: int) -> Iterator[SublayerSpec]:
 
 
 class Serving:
-    """A model of uninitialised weights over a pool of nothing."""
+    """A model of uninitialised weights over pools of nothing."""
 
-    def __init__(self, checkpoint: Path, kv_heads: int) -> None:
-        device, spec = torch.device(DEVICE), read_spec(checkpoint)
-        spec = dataclasses.replace(spec, layers=(DecoderLayerSpec(tuple(_sized(spec, kv_heads))),))
+    def __init__(self, spec: ModelSpec) -> None:
+        device = torch.device(DEVICE)
         self._model = Decoder(spec, torch.float16, device, TritonKernels())
         self._layout = kv_layout(spec, PAGE_TOKENS, "float16")
-        self._pool = KVPool(self._layout.groups[0], 1, device)
-        self._attention = TritonAttention(self._pool, spec.attentions[0].num_heads, device)
+        self._pools = [(KVPool if group.page_tokens else GroupPool)(group, 1, device) for group in self._layout.groups]
+        layers = [layer.operations[0] for layer in spec.layers]
+        self._attention = make_backends(
+            [op if isinstance(op, AttentionSpec) else None for op in layers], 0, self._pools,
+            lambda pool, op: TritonAttention(pool, op.num_heads, device, AttentionMask(op.window or 0)), device,
+        )  # fmt: skip
+        for layer in self._model.layers:
+            for op in layer.operations:
+                if isinstance(op, GatedDeltaNet):
+                    op.kernels = TritonDelta()
         self._tokens = torch.zeros(1, CONTEXT + 1, dtype=torch.int32, device=device)
 
     def warm_up(self, max_rows: int) -> None:
         warm_up(
-            self._model, self._attention, self._tokens, layout=self._layout, padding=Padding.of([self._pool], 0),
+            self._model, self._attention, self._tokens, layout=self._layout, padding=Padding.of(self._pools, 0),
             max_rows=max_rows, chunk=CHUNK,
         )  # fmt: skip
 
     def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, layout=self._layout, padding=Padding.of([self._pool], 0))
+        host = idle_batch(spans, layout=self._layout, padding=Padding.of(self._pools, 0))
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))
@@ -136,10 +148,39 @@ def test_no_step_has_a_kernel_that_start_up_did_not_build(
     kv_heads: int, cores: int, max_rows: int,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(decode_attention, "num_cores", lambda device: cores)
-    serving, rng = Serving(tiny_checkpoint(family), kv_heads), random.Random(max_rows)
+    spec = read_spec(tiny_checkpoint(family))
+    layers = (DecoderLayerSpec(tuple(_sized(spec, kv_heads))),)
+    serve(Serving(dataclasses.replace(spec, layers=layers)), launches, max_rows, ("_decode", "_extend"))
+
+
+@pytest.mark.parametrize(
+    ("value_heads", "cores", "max_rows"), [(4, 132, 300), (32, 132, 16), (16, 78, 3), (32, 132, 1)]
+)  # fmt: skip
+def test_recurrent_layers_have_no_kernel_that_start_up_did_not_build(
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, value_heads: int, cores: int, max_rows: int
+) -> None:
+    for module in (decode_attention, gated_delta):
+        monkeypatch.setattr(module, "num_cores", lambda device: cores)
+    FAMILIES["qwen3_5_text"].write(tmp_path)
+    spec = read_spec(tmp_path)
+    recurrent, attention = spec.layers
+    delta = recurrent.operations[0]
+    assert isinstance(delta, GatedDeltaSpec)
+    sized = dataclasses.replace(
+        delta, num_key_heads=value_heads // 2, num_value_heads=value_heads, key_dim=128, value_dim=128
+    )  # fmt: skip
+    first = dataclasses.replace(recurrent.sublayers[0], op=sized)
+    layers = (DecoderLayerSpec((first, *recurrent.sublayers[1:])), attention)
+    kernels = ("_conv_decode", "_conv_chunks", "_delta_decode", "_prepare", "_pass_state", "_outputs", "_gated_norm")
+    serve(Serving(dataclasses.replace(spec, layers=layers)), launches, max_rows, kernels)
+
+
+def serve(serving: Serving, launches: Launches, max_rows: int, kernels: Sequence[str]) -> None:
+    """Random steps after the start; `kernels` are among those that start-up builds."""
+    rng = random.Random(max_rows)
     serving.warm_up(max_rows)
     built = set(launches.forms)
-    assert any(form.startswith("_decode") for form in built) and any(form.startswith("_extend") for form in built)
+    assert all(any(form.startswith(f"{kernel} ") for form in built) for kernel in kernels)
     for _ in range(NUM_STEPS):
         spans = mixed(rng, max_rows)
         serving.step(spans, rng.randint(0, len(spans)))

@@ -11,10 +11,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from pdserve.model.native.program import Buffer, HeadShape, Program, Threads
+from pdserve.model.native.program import Buffer, Program, Threads
 from tests.unit.model.native_kit import LEVELS_HERE, batch_of
 
-NO_HEADS = HeadShape(layers=1, num_heads=1, num_kv_heads=1, page_tokens=1, dim=2)
 TOLERANCE = 0.004
 """Of the norm of a product, whose inputs are rounded here as they are there; a few fall to the other side."""
 FEW = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -25,7 +24,7 @@ NOWHERE = -(1 << 40)
 
 def program(level: str, threads: int) -> Program:
     """One for operations that know no heads."""
-    return Program(Threads(threads), level, NO_HEADS, torch.zeros(1, 1, 2, 1, 1, 2, dtype=torch.bfloat16))
+    return Program(Threads(threads), level)
 
 
 def begin(p: Program, rows: int, *, of_samples: bool = False) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +13,18 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from pdserve.errors import ModelError, UnsupportedModelError
+from pdserve.errors import HandshakeError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind
 from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, MoeSpec
 from pdserve.model.loader import read_spec
+from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, LENGTHS, TinyFamily, prompts_of
 from tests.model_pair import running_models
-from tests.tiny import VOCAB_SIZE
+from tests.share import rest_slow
 
 NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
-LENGTHS = (1, 63, 64, 65, 300)
 NEW_TOKENS, LONG = 12, 100
 FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
@@ -45,36 +44,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return make
 
 
-def deeper(name: str) -> Any:
+def deeper(name: str) -> TinyFamily:
     """The family with three GatedDeltaNet layers before the attention layer."""
     family = FAMILIES[name]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     return dataclasses.replace(family, changes={**family.changes, "num_hidden_layers": 4, "layer_types": kinds})
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
-def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
-    """What transformers generates greedily, for each prompt alone."""
-    model_class = getattr(transformers, FAMILIES[name].architecture)
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_slow(NAMES))
 def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, checkpoint: Callable[[str], Path]
 ) -> None:
     path, prompts, load = checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
-    long = reference_tokens(name, path, load, LONG)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
+    long = FAMILIES[name].reference_tokens(path, load, LONG)
     number = NAMES.index(name)
     impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
     with running_models(
@@ -89,16 +72,33 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
         pair.assert_idle()
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("chunk", [-1, 50], ids=["whole prompts", "chunks"])
+@pytest.mark.parametrize(
+    ("name", "chunk"),
+    rest_slow([("qwen3_5", -1), ("qwen3_5_moe", 50), *((name, chunk) for name in NAMES for chunk in (50, -1))], keep=2),
+)
 def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
     prompts = prompts_of((*LENGTHS, 64, 127, 5))
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False, model_impl="native", chunk=chunk) as server:
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
         assert server.generate(prompts, NEW_TOKENS) == expected, "eight at once"
         server.assert_idle()
+
+
+def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_field(
+    checkpoint: Callable[[str], Path],
+) -> None:
+    """transformers keeps one convolution state for q, k and v."""
+    facts = []
+    for impl in ("native", "transformers"):
+        built = build(checkpoint("qwen3_next"), dtype="float32", model_impl=impl)
+        facts.append(built.layout.fields())
+        built.executor.close()
+    for ours, theirs in (facts, facts[::-1]):
+        with pytest.raises(HandshakeError) as error:
+            check_facts(ours, theirs)
+        assert error.value.field in ("state.conv_q.num_heads", "state.conv0.num_heads")
 
 
 def test_layers_and_groups_follow_the_config(checkpoint: Callable[[str], Path]) -> None:

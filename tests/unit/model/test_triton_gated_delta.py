@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.memory.layout import KVGroup
+from pdserve.model import triton_delta
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, state_rows
 from pdserve.model.forward_batch import HostRows, fill
@@ -18,6 +19,7 @@ from pdserve.model.gated_delta_net import DeltaInputs
 from pdserve.model.gpu.gated_delta import gated_rms_norm
 from pdserve.model.layer_spec import GatedDeltaSpec
 from pdserve.model.triton_delta import TritonDelta
+from tests.share import rest_slow
 from tests.unit.model import delta_kit
 from tests.unit.model.delta_kit import delta_spec
 from tests.unit.model.triton_kit import DEVICE
@@ -91,7 +93,7 @@ def test_decode_steps_are_the_definition(spec: GatedDeltaSpec) -> None:
     check(spec, [(5, 1), (0, 1), (64, 1)], [4, 0, 2], torch.float32, 1)
 
 
-@pytest.mark.parametrize("spec", SPECS[:4], ids=str)
+@pytest.mark.parametrize("spec", rest_slow(SPECS[:4]), ids=str)
 def test_chunks_are_the_definition(spec: GatedDeltaSpec) -> None:
     check(spec, [(0, 65), (62, 5)], [1, 0], torch.float32, 2)
 
@@ -102,10 +104,10 @@ def test_negative_slots_are_not_touched() -> None:
 
 
 def test_a_prompt_in_parts_ends_in_the_same_state() -> None:
-    spec, dtype = SPECS[0], torch.float32
-    inputs = delta_kit.inputs_of(spec, 150, dtype, 4)
+    spec, dtype = SPECS[4], torch.float32
+    inputs = delta_kit.inputs_of(spec, 131, dtype, 4)
     found = []
-    for cuts in ([0, 150], [0, 64, 128, 150], [0, 1, 50, 51, 150]):
+    for cuts in ([0, 131], [0, 64, 128, 131], [0, 1, 50, 51, 131]):
         pool = delta_kit.state_pool(spec, 1, dtype)
         outs = [
             run(delta_kit.part_of(inputs, slice(start, end)), delta_kit.host_rows([(start, end)], [0]), pool, 0)
@@ -115,6 +117,12 @@ def test_a_prompt_in_parts_ends_in_the_same_state() -> None:
     for out, state in found[1:]:
         close(out, found[0][0], dtype, "outputs")
         close(state, found[0][1], dtype, "state")
+
+
+def test_chunks_in_several_parts_are_those_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that end within rows, and between them."""
+    monkeypatch.setattr(triton_delta, "MAX_CHUNKS", 2)
+    check(SPECS[4], [(0, 200), (70, 60), (9, 1), (0, 64), (3, 90)], [4, 2, 1, 0, 3], torch.float32, 6)
 
 
 def test_equal_keys_lose_no_digits() -> None:

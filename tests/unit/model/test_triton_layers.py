@@ -9,7 +9,6 @@ from pdserve.base.env import triton_is_interpreted
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
 from pdserve.model.gpu import small_batch_gemm
-from pdserve.model.gpu.elementwise import add_gated, gate_by_sigmoid
 from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.sampling import keep_argmax
@@ -66,9 +65,9 @@ def test_gates_by_a_sigmoid_are_torch_s(rows: int, heads: int, dim: int, dtype: 
     x = torch.randn(rows, heads, dim, generator=generator).to(DEVICE, dtype)
     projected = (torch.randn(rows, heads, 2, dim, generator=generator) * 20).to(DEVICE, dtype)
     gate = projected[:, :, 1]
-    close(gate_by_sigmoid(x, gate), x * gate.sigmoid())
-    more, one = projected.flatten(1)[:, : heads * dim].contiguous(), projected.flatten(1)[:, :1]
-    close(add_gated(x.flatten(1), more, one), x.flatten(1) + more * one.sigmoid())
+    close(TritonKernels().gate(x, gate), FastKernels().gate(x, gate))
+    flat, one = x.flatten(1), projected.flatten(1)[:, :1]
+    close(TritonKernels().gate(flat, one), FastKernels().gate(flat, one))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,0 +1,71 @@
+"""Shapes and state planes of GatedDeltaNet layers for the CPU kernels. Used by `Program.delta`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from pdserve.base.native import PdkStates
+
+DELTA_UNIT = 16
+"""Key and value dims are multiples of this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaShape:
+    """A layer's heads on this rank: key heads of `key_dim`, value heads of `value_dim`, a convolution of `taps` tokens.
+
+    Key head i serves the value heads `i * r` to `i * r + r - 1`, r being `num_value_heads / num_key_heads`.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: items of a token's Q, K and V together."""
+        return 2 * self.num_key_heads * self.key_dim + self.value_width
+
+    @property
+    def value_width(self) -> int:
+        """Items of a token's V, and of the output."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def width(self) -> int:
+        """Items of a token's input: Q, K, V, z, b and a."""
+        return self.conv_width + self.value_width + 2 * self.num_value_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaStates:
+    """Planes of one layer in a pool of slots, `[slots, head, row, width]` each; see `memory.layout`.
+
+    `conv` are bfloat16 planes of Q, K and V, `[slots, heads, head_dim, taps - 1]`. `state` is float32
+    `[slots, num_value_heads, key_dim, value_dim]`.
+    """
+
+    conv: tuple[Tensor, Tensor, Tensor]
+    state: Tensor
+
+    def pointers(self, shape: DeltaShape) -> PdkStates:
+        """Return the planes for the C interface, valid as long as the pool lives."""
+        assert shape.key_dim % DELTA_UNIT == 0 and shape.value_dim % DELTA_UNIT == 0, shape
+        assert shape.num_value_heads % shape.num_key_heads == 0 and shape.taps >= 1, shape
+        of_keys = (shape.num_key_heads, shape.key_dim, shape.taps - 1)
+        of_values = (shape.num_value_heads, shape.value_dim, shape.taps - 1)
+        of_states = (shape.num_value_heads, shape.key_dim, shape.value_dim)
+        planes = (*self.conv, self.state)
+        for plane, expected in zip(planes, (of_keys, of_keys, of_values, of_states), strict=True):
+            assert plane.shape[1:] == expected and plane[0].is_contiguous(), (plane.shape, expected)
+        assert self.state.dtype == torch.float32 and all(plane.dtype == torch.bfloat16 for plane in self.conv)
+        (stride,) = {plane.stride(0) * plane.element_size() for plane in planes}
+        return PdkStates(
+            *(plane.data_ptr() for plane in planes), stride, shape.num_key_heads, shape.num_value_heads,
+            shape.key_dim, shape.value_dim, shape.taps,
+        )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Models with recurrent layers or windows by Triton's kernels: the tokens of torch, in mixed batches and by replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.graphs import EagerCapture, GraphCapture
+from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES
+from tests.share import rest_slow
+from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
+from tests.unit.model.triton_kit import DEVICE
+
+PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 66)]
+MODELS = ["qwen3_next", "qwen3_5_text", "window"]
+NUM_TOKENS = 2
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes a tiny checkpoint, once."""
+    made: dict[str, Path] = {}
+
+    def make(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name)
+            if name == "window":
+                make_tiny("qwen3", made[name], eos_token_id=None, **WINDOW_FAMILIES["qwen3"])
+            else:
+                FAMILIES[name].write(made[name])
+        return made[name]
+
+    return make
+
+
+def built(path: Path, attention_backend: Any) -> LoadedEngine:
+    return build(
+        path, page_size=8, max_total_tokens=512, max_rows=4, dtype="float32", context_length=128, model_impl="native",
+        device="cuda" if DEVICE == "cuda" else "cpu", attention_backend=attention_backend, disable_cuda_graph=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rest_slow(MODELS))
+def test_tokens_are_torch_s(name: str, checkpoint: Callable[[str], Path]) -> None:
+    """Chunks that end inside the blocks of 64 tokens beside a row that decodes, and captured decode steps."""
+    path = checkpoint(name)
+    expected = Driver(built(path, "torch")).generate(PROMPTS, NUM_TOKENS)
+    assert Driver(built(path, "triton")).generate(PROMPTS, NUM_TOKENS, chunk=40) == expected
+    mine = built(path, "triton")
+    mine.executor.capture_decode((4,), EagerCapture() if DEVICE == "cpu" else GraphCapture())
+    assert Driver(mine).generate(PROMPTS, NUM_TOKENS) == expected
