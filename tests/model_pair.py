@@ -35,7 +35,8 @@ NUM_ROWS = 8
 class ModelServer(SchedulerThread):
     """A scheduler in a thread, over a model of a checkpoint.
 
-    `max_total_tokens`: tokens of the pool. `layerwise`: prefill sends by groups of layers while it computes.
+    `max_total_tokens`: tokens of the pool; `num_slots`: state slots, None: by memory. `layerwise`: prefill sends by
+    groups of layers while it computes.
     """
 
     def __init__(
@@ -50,12 +51,13 @@ class ModelServer(SchedulerThread):
         offload: bool,
         layerwise: bool,
         model_impl: ModelImpl,
+        num_slots: int | None,
         dtype: DType,
     ) -> None:
         super().__init__(mode)
         config = ServerConfig(
             model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),
-            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens),
+            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
                 chunked_prefill_size=chunk,
@@ -146,6 +148,7 @@ def running_models(
     offload: bool = False,
     layerwise: bool = True,
     dtype: DType = "float32",
+    num_slots: int | None = None,
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -154,7 +157,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: ModelImpl) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl, dtype=dtype,
+            model_impl=impl, num_slots=num_slots, dtype=dtype,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:

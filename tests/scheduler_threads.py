@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.executor.interface import Executor
 from pdserve.protocol.messages import (
     EngineState,
@@ -25,9 +26,9 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory
 
 DEADLINE_S = 120.0
 ADDRESS: Address = ("prefill", 1)
@@ -80,7 +81,7 @@ class SchedulerThread:
         args = KVArgs(
             instance=self.name,
             layout=executor.layout,
-            ranks=(RankMemory.of("", executor.buffers),),
+            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
             aux=aux,
             facts=dict(facts),
             token="t",
@@ -116,6 +117,7 @@ class SchedulerThread:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= memory["pages_evictable"]
+        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
         live = ("rooms_live", "reqs_live", "keys_writing", "keys_published", "keys_early", "control_unacked")
         lost |= {name: memory[name] for name in live if name in memory}
         return {name: count for name, count in lost.items() if count}
