@@ -19,7 +19,7 @@ from pdserve.model.layers.dense import Outputs, column_linear, row_linear
 from pdserve.model.layers.gated_delta import DeltaRows, causal_conv, gated_delta_rule, gated_norm, log_decay_of
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Param, ParamSlots, Piece
+from pdserve.model.params import Param, ParamPiece, ParamSlots
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -170,18 +170,19 @@ def _divide(spec: GatedDeltaSpec, hidden_size: int, names: LayerNames, params: P
         dim, wide = spec.key_dim, shared * spec.value_dim
         stride = 2 * (dim + wide)
         blocks = ((q, key, 0, dim), (k, key, dim, dim), (v, value, 2 * dim, wide), (z, value, 2 * dim + wide, wide))
-        pieces = [Piece(name, (total, hidden_size), first, block, stride) for name, total, first, block in blocks]
+        pieces = [ParamPiece(name, (total, hidden_size), first, block, stride) for name, total, first, block in blocks]
         params.divide(f"{names.delta_qkvz}.weight", (2 * (key + value), hidden_size), pieces)
         num_heads = spec.num_value_heads
         pieces = [
-            Piece(name, (num_heads, hidden_size), first, shared, 2 * shared) for name, first in ((b, 0), (a, shared))
+            ParamPiece(name, (num_heads, hidden_size), first, shared, 2 * shared)
+            for name, first in ((b, 0), (a, shared))
         ]
         params.divide(f"{names.delta_ba}.weight", (2 * num_heads, hidden_size), pieces)
     else:
         stacked = ((q, key, 0), (k, key, key), (v, value, 2 * key))
-        pieces = [Piece(name, (total, hidden_size), first) for name, total, first in stacked]
+        pieces = [ParamPiece(name, (total, hidden_size), first) for name, total, first in stacked]
         params.divide(f"{names.delta_qkv}.weight", (2 * key + value, hidden_size), pieces)
     conv, width = names.delta_conv, spec.conv_kernel
     parts = (("q", key, 0), ("k", key, key), ("v", value, 2 * key))
-    pieces = [Piece(f"{conv}.{part}.weight", (total, 1, width), first) for part, total, first in parts]
+    pieces = [ParamPiece(f"{conv}.{part}.weight", (total, 1, width), first) for part, total, first in parts]
     params.divide(f"{conv}.weight", (2 * key + value, 1, width), pieces)

@@ -77,7 +77,7 @@ class Param:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class ParamPiece:
     """A parameter `name` of `shape` that is a part of a larger checkpoint tensor; see `ParamSlots.divide`.
 
     Its rows are blocks of `block` rows of the tensor, which begin at rows `first`, `first + stride`, and so on; None:
@@ -97,7 +97,7 @@ class _PieceSource:
     """Implements `TensorSource` for a piece of `whole`; reads only the requested rows."""
 
     whole: TensorSource
-    piece: Piece
+    piece: ParamPiece
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class ParamSlots:
         self._device = device
         self._params: dict[str, Param] = {}
         self._slots: dict[str, Tensor] = {}
-        self._divided: dict[str, tuple[tuple[int, ...], Sequence[Piece]]] = {}
+        self._divided: dict[str, tuple[tuple[int, ...], Sequence[ParamPiece]]] = {}
         self._renamed: tuple[tuple[str, str], ...] = ()
         self._ignored: set[str] = set()
         self._ignored_prefixes: tuple[str, ...] = ()
@@ -193,7 +193,7 @@ class ParamSlots:
         """Accept and skip names that begin with one of `prefixes`; other ranks check them."""
         self._ignored_prefixes += tuple(prefixes)
 
-    def divide(self, name: str, shape: tuple[int, ...], pieces: Sequence[Piece]) -> None:
+    def divide(self, name: str, shape: tuple[int, ...], pieces: Sequence[ParamPiece]) -> None:
         """Accept a checkpoint tensor `name` of `shape` that has the parameters `pieces`.
 
         A checkpoint has a parameter as a tensor of its own, or in one tensor that is divided.

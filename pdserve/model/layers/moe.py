@@ -18,7 +18,7 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import EXPERT_SAMPLES, Param, ParamSlots, Piece
+from pdserve.model.params import EXPERT_SAMPLES, Param, ParamPiece, ParamSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +153,15 @@ def _accept_fused(params: ParamSlots, names: LayerNames, hidden_size: int, moe: 
     """Accept checkpoints that store each projection of all experts as one tensor, as Qwen3.5's do."""
     inner = moe.intermediate_size
     gates, ups = (
-        [Piece(_weight(name, expert), (inner, hidden_size), first, index=expert) for expert in range(moe.num_experts)]
+        [
+            ParamPiece(_weight(name, expert), (inner, hidden_size), first, index=expert)
+            for expert in range(moe.num_experts)
+        ]
         for name, first in ((names.expert_gate, 0), (names.expert_up, inner))
     )
     params.divide(names.experts_gate_up, (moe.num_experts, 2 * inner, hidden_size), [*gates, *ups])
     downs = [
-        Piece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
+        ParamPiece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
         for expert in range(moe.num_experts)
     ]
     params.divide(names.experts_down, (moe.num_experts, hidden_size, inner), downs)
