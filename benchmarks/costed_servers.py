@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
@@ -37,7 +38,8 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import Address, CopyJob, PrefillFound, ReceiverOpened
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST, KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
-from pdserve.transfer.wire import MemoryKey, RankMemory
+from pdserve.transfer.plan import rank_memory
+from pdserve.transfer.wire import MemoryKey
 
 PAGE_TOKENS = 16
 PREFILL: Address = ("prefill", 1)
@@ -295,7 +297,7 @@ class CostedServer:
             KVArgs(
                 instance=mode,
                 layout=LAYOUT,
-                ranks=(RankMemory.of(mode, executor.buffers),),
+                ranks=(rank_memory(LAYOUT, SINGLE, mode, executor.buffers),),
                 aux=MetadataBuffers(num_aux),
                 facts={"model": ""},
                 secret=mode,

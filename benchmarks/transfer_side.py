@@ -25,6 +25,7 @@ import numpy as np
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.memory import shared
 from pdserve.memory.layout import KVLayout, attention_group
 from pdserve.memory.lease import Lease, LeasePool, PageAllocator
@@ -34,10 +35,11 @@ from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PrefillFound, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.peers import SessionTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.wire import RankMemory, TransferStats
+from pdserve.transfer.wire import TransferStats
 
 HOST = "127.0.0.1"
 ADDRESS: Address = (HOST, 1)
@@ -137,7 +139,7 @@ class Side:
         args = KVArgs(
             instance=self.instance,
             layout=layout,
-            ranks=(RankMemory.of("", [(self.region.address, self.region.num_bytes)]),),
+            ranks=(rank_memory(layout, SINGLE, "", [(self.region.address, self.region.num_bytes)]),),
             aux=aux,
             facts={"transfer_backend": backend},
             secret=self.instance,

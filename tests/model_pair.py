@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.config import ServerConfig
 from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
@@ -36,9 +37,9 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory
 from tests.waiting import wait_until
 
 DEADLINE_S = 120.0
@@ -63,7 +64,8 @@ class _LocalDirectory:
 class ModelServer:
     """One scheduler in a thread, over a model of a checkpoint.
 
-    `max_total_tokens`: tokens of the pool. `layerwise`: prefill sends by groups of layers while it computes.
+    `max_total_tokens`: tokens of the pool; `num_slots`: state slots, None: by memory. `layerwise`: prefill sends by
+    groups of layers while it computes.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class ModelServer:
         offload: bool,
         layerwise: bool,
         model_impl: str,
+        num_slots: int | None,
         dtype: str = "float32",
     ) -> None:
         self.tokens: dict[str, list[int]] = defaultdict(list)
@@ -87,7 +90,7 @@ class ModelServer:
         self._stack = contextlib.ExitStack()
         config = ServerConfig(
             model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),  # type: ignore[arg-type]
-            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens),
+            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
                 chunked_prefill_size=chunk,
@@ -135,7 +138,7 @@ class ModelServer:
         args = KVArgs(
             instance=mode,
             layout=executor.layout,
-            ranks=(RankMemory.of("", executor.buffers),),
+            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
             aux=aux,
             facts={"model": self.built.spec.digest(), "weights": executor.weights_fingerprint},
             token="t",
@@ -165,6 +168,7 @@ class ModelServer:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= memory["pages_evictable"]
+        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
         lost |= {name: memory[name] for name in ("rooms_live", "reqs_live", "keys_writing") if name in memory}
         return {name: count for name, count in lost.items() if count}
 
@@ -249,6 +253,7 @@ def running_models(
     offload: bool = False,
     layerwise: bool = True,
     dtype: str = "float32",
+    num_slots: int | None = None,
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
@@ -257,7 +262,7 @@ def running_models(
     def start(mode: DisaggMode, tokens: int, impl: str) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl, dtype=dtype,
+            model_impl=impl, num_slots=num_slots, dtype=dtype,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:

@@ -141,6 +141,14 @@ class MemoryConfig:
     )
     disable_radix_cache: bool = flag(False, help="prefill and monolith: disable the prefix cache")
     radix_eviction_policy: EvictionPolicy = flag("lru", help="order in which cached pages are evicted")
+    max_mamba_cache_size: int | None = flag(
+        None,
+        help="models with recurrent layers: state slots, of running requests and of the prefix cache together; "
+        "computed from memory when absent",
+    )
+    mamba_full_memory_ratio: float = flag(
+        0.9, help="models with recurrent layers: memory of state slots, at most this multiple of the memory of KV pages"
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -400,3 +408,10 @@ class ServerConfig:
     access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()
     accepted: AcceptedConfig = AcceptedConfig()
+
+    @property
+    def wants_prefix_cache(self) -> bool:
+        """Whether a prefix cache is asked for: by default in prefill and monolith, on request in decode."""
+        if self.disagg.disaggregation_mode == "decode":
+            return self.disagg.disaggregation_decode_enable_radix_cache
+        return not self.memory.disable_radix_cache

@@ -79,9 +79,9 @@ limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-
 linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
 load-snapshot-publish-interval load-watch-interval log-requests-format
 lora-backend lora-drain-wait-threshold lora-eviction-policy lora-paths lora-strict-loading
-lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds mamba-full-memory-ratio
+lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds
 mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track-interval max-ep-size
-max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch max-mamba-cache-size
+max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch
 media-url-max-file-size-mb min-free-slots-delay mlx-enable-sampling mm-attention-backend mm-enable-dp-encoder
 mm-feature-transport mm-global-cache-backend mm-io-worker-num mm-max-concurrent-calls mm-per-request-timeout
 mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum model-config-parser

@@ -127,6 +127,10 @@ def _check_memory(memory: MemoryConfig) -> None:
     fraction = memory.mem_fraction_static
     if fraction is not None and not 0.0 < fraction < 1.0:
         _refuse("mem_fraction_static", fraction, "must lie between 0 and 1")
+    _at_least("max_mamba_cache_size", memory.max_mamba_cache_size, 1)
+    ratio = memory.mamba_full_memory_ratio
+    if not (math.isfinite(ratio) and ratio > 0):
+        _refuse("mamba_full_memory_ratio", ratio, "must be more than 0")
 
 
 def _check_schedule(schedule: ScheduleConfig) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
@@ -15,7 +16,7 @@ from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.layout import KVLayout, PageSpace
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
@@ -39,6 +40,8 @@ SATURATION_TOKENS_OF_TILES = 256
 """The same with AMX, where reading the weights takes longer than multiplying fewer rows."""
 TILED = "amx bfloat16"
 """`LoadedEngine.arithmetic` of bfloat16 products with AMX tiles."""
+STATE_GRID_TOKENS = 64
+"""Kernels compute recurrent layers in chunks of 64 tokens at absolute positions."""
 Fact = str | int | float | bool | None
 
 
@@ -60,7 +63,7 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
         built.table,
         num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
         on_take=None if commit is None else commit.used,
-        prefix_cache=_caches_prefixes(config, built.layout),
+        prefix_cache=_caches_prefixes(config, built),
         eviction=config.memory.radix_eviction_policy,
         group_sizes=built.group_sizes,
     )
@@ -148,20 +151,20 @@ def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
     return peak if moe is None else -(-peak * moe.num_experts // moe.top_k)
 
 
-def _caches_prefixes(config: ServerConfig, layout: KVLayout) -> bool:
-    """True when the server has a prefix cache: by default in prefill and monolith, on request in decode.
+def _caches_prefixes(config: ServerConfig, built: LoadedEngine) -> bool:
+    """True when the server has a prefix cache; see `ServerConfig.wants_prefix_cache`.
 
-    A model with WINDOW or STATE groups has none.
+    A model with WINDOW groups has none, nor has a model with STATE groups whose prompts are computed in one chunk.
     """
-    if config.disagg.disaggregation_mode == "decode":
-        wanted = config.disagg.disaggregation_decode_enable_radix_cache
-    else:
-        wanted = not config.memory.disable_radix_cache
-    if wanted and (layout.window or layout.has_state):
-        kind = "STATE" if layout.has_state else "WINDOW"
-        log.warning("the prefix cache is off: the model has a %s group", kind)
+    why = None
+    if built.layout.window:
+        why = "the model has a WINDOW group"
+    elif built.layout.has_state and not built.can_split_prompts:
+        why = "the model's code cannot continue a prompt from a recurrent state"
+    if config.wants_prefix_cache and why is not None:
+        log.warning("the prefix cache is off: %s", why)
         return False
-    return wanted
+    return config.wants_prefix_cache
 
 
 def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
@@ -183,5 +186,6 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
         running_timeout_s=schedule.running_timeout_s,
         prealloc_timeout_s=disagg.disaggregation_bootstrap_timeout_s,
         eos_token_ids=frozenset(built.spec.eos_token_ids),
+        state_grid=math.lcm(STATE_GRID_TOKENS, built.layout.page_tokens) if built.layout.has_state else 0,
         num_stages=config.parallel.pp_size,
     )

@@ -20,6 +20,7 @@ from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
+from pdserve.memory.layout import GroupKind
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.consensus import Consensus
@@ -111,7 +112,7 @@ def build_scheduler(
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
         "layout": str(built.layout.fields()),
-        "kv_groups": ",".join(group.name for group in built.layout.groups),
+        "kv_groups": ",".join(group.name for group in built.layout.groups if group.kind is not GroupKind.STAMP),
         "state_type": built.layout.state_type,
         "kv_token_bytes": built.layout.token_bytes,
         "prefill_saturation_tokens": saturation_tokens(config, built),

@@ -41,8 +41,8 @@ from pdserve.scheduler.input_source import FollowerInputSource
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.transport import Transport
-from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +154,8 @@ def _serve(
         write_line = open_kv_log(config, dp_rank, coord.rank, stack)
         transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line)
         copying = _Copying(transport, workers, copies, parallel)
-        memory = RankMemory.of("", built.executor.buffers, outward_addresses(transfer_host(config)))
+        hosts = outward_addresses(transfer_host(config))
+        memory = rank_memory(built.layout, coord, "", built.executor.buffers, hosts)
     leader.report(
         RankReady(
             facts=rank_facts(built),

@@ -36,9 +36,9 @@ from pdserve.transfer.directory import HttpDirectory
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.registry import open_transport
 from pdserve.transfer.transport import MemoryRegion, Transport, TransportOptions
-from pdserve.transfer.wire import RankMemory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ def open_transfer(
     mailbox.attach(socket)
     directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
     stack.callback(directory.close)
-    own = RankMemory.of("", built.executor.buffers, outward_addresses(host))
+    own = rank_memory(built.layout, built.coord, "", built.executor.buffers, outward_addresses(host))
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,

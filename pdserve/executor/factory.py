@@ -25,7 +25,7 @@ from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import ModelSpec, resolve_context_length
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
@@ -147,8 +147,9 @@ def _executor(
 ) -> LocalExecutor:
     """Make the executor of a loaded model over its pools."""
     config, kernels = wanted.config, loaded.kernels
+    attention = loaded.bind([pool for pool in pools if pool.group.kind is not GroupKind.STAMP])
     return LocalExecutor(
-        loaded.model, loaded.layout, pools, loaded.bind(pools), table, context_length=context_length,
+        loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
         grammars=_grammars(wanted), returns_results=returns_results,
         choose=choose_with_torch if kernels is None else kernels.chooser(),

@@ -14,6 +14,7 @@ import msgspec
 
 from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.layout import KVLayout
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -21,6 +22,9 @@ from pdserve.protocol.sampling import CoreSamplingParams
 class BatchRow(msgspec.Struct, frozen=True, gc=False):
     """Compute positions `[start, end)` of the request in page-table row `row`; with `sample`, sample the token at
     `end`.
+
+    With `state_from` the row's state slot gets the state in that slot before the row is computed; with `state_to` that
+    slot gets the row's state afterwards. -1: neither.
 
     Every step makes thousands of these: a frozen dataclass would take ten times as long.
     """
@@ -30,6 +34,8 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     start: int
     end: int
     sample: bool
+    state_from: int = -1
+    state_to: int = -1
 
     @property
     def num_tokens(self) -> int:
@@ -146,6 +152,14 @@ class Executor(Protocol):
         """Set the KV of `pages`, a list for each group, to zero, before later steps read it.
 
         No launched step may use them.
+        """
+        ...
+
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """Return whether all layers' stamps in state slot `slot`, where a transfer has landed, are `stamp`.
+
+        True also where rank 0 has no layer with a state. All ranks copy from the same lists of slots, so rank 0 answers
+        for all.
         """
         ...
 

@@ -50,11 +50,13 @@ from pdserve.executor.prompt_logprobs import (
     read_prompt_logprob_params,
 )
 from pdserve.executor.sampler import TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import IntArray
@@ -83,6 +85,8 @@ class _Step:
     grammars: tuple[RowGrammar | None, ...] = ()
     prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
     prompt_ranges: tuple[PromptLogprobRange, ...] = ()
+    stamps: StampWrites | None = None
+    copies: SlotCopies | None = None
 
 
 class LocalExecutor:
@@ -136,6 +140,9 @@ class LocalExecutor:
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)
+        self._stamps: SlotStamps | None = None
+        if layout.stamp_group is not None:
+            self._stamps = SlotStamps(pools[layout.stamp_group], table)
         self._prompts = (
             self._sampling_metadata.num_prompt if returns_prompt_results else np.zeros(table.num_rows, dtype=np.int64)
         )
@@ -262,6 +269,8 @@ class LocalExecutor:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
+        if self._stamps is not None:
+            self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
@@ -315,6 +324,10 @@ class LocalExecutor:
         with self._runner.behind() if self.device.type == "cuda" else contextlib.nullcontext():
             kv_pages.zero(self.pools, pages)
 
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor.has_stamp`; looks at this rank's slot."""
+        return self._stamps is None or self._stamps.has(slot, stamp)
+
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""
         self._runner.close()
@@ -336,14 +349,18 @@ class LocalExecutor:
             table_rows, ends = sampled_rows(batches)
             params = self._sampling_metadata.pick(table_rows, ends)
             grammars = self._grammars.pick(params)
+        stamps, copies = None, None
+        if self._stamps is not None:
+            stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
-            return _Step(plan, writes, batches, sampled, params, grammars, (None,) * len(batches))
+            none = (None,) * len(batches)
+            return _Step(plan, writes, batches, sampled, params, grammars, none, stamps=stamps, copies=copies)
         prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
         prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
         found = tuple(each for each in prompt_ranges if each is not None)
-        return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found)
+        return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found, stamps, copies)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -358,7 +375,13 @@ class LocalExecutor:
         masks = None
         if step.params is not None and step.grammars:
             masks = self._grammars.begin(step.params, step.grammars)
+        if step.copies is not None:
+            copy_slots(self.pools, step.copies.before)
+        if step.stamps is not None and self._stamps is not None:
+            self._stamps.write(step.stamps)
         logits = self._model_runner.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
+        if step.copies is not None:
+            copy_slots(self.pools, step.copies.after)
         chosen = None
         if step.params is not None:
             chosen = self._model_runner.choose(logits, step.params, self._tokens.tensor, masks)

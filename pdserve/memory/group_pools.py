@@ -14,8 +14,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
+from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, PageAllocator
+from pdserve.memory.radix_node import RadixNode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +53,23 @@ class GroupPools:
         self._slots = PageAllocator(sizes.num_slots)
         self._num_committed = 0
         self._live: dict[GroupLease, None] = {}
+        self.states: CachedStates | None = None
+        """States in the prefix cache, which have slots of this pool; None without a cache."""
+        self._waiting: dict[GroupLease, int] = {}
+        """Positions of kept states whose pages the cache lacks so far: requests that need a slot get theirs."""
         self.is_used = layout.window > 0 or layout.has_state
         """True when the layout has WINDOW or STATE groups."""
 
+    @property
+    def num_slots_available(self) -> int:
+        """Slots that requests can get: free ones, and those of states that can be evicted."""
+        if self.states is None:
+            return self._slots.num_free
+        return self._slots.num_free + self.states.num_evictable + len(self._waiting)
+
     def fits(self, max_len: int, *, decode_only: bool = False, after: Sequence[GroupLease] = ()) -> bool:
         """Return whether `reserve` with these arguments succeeds, as if the leases `after` had ended."""
-        if self._layout.has_state and self._slots.num_free + len(after) == 0:
+        if self._layout.has_state and self.num_slots_available + len(after) == 0:
             return False
         committed = self._num_committed - sum(lease.most_window_pages for lease in after)
         return committed + self.most_window_pages(max_len, decode_only=decode_only) <= self._window.num_pages
@@ -67,19 +80,91 @@ class GroupPools:
             return False
         return self.most_window_pages(max_len) <= self._window.num_pages
 
-    def reserve(self, owner: str, max_len: int, *, decode_only: bool = False) -> GroupLease | None:
+    def reserve(
+        self, owner: str, max_len: int, *, decode_only: bool = False, source: RadixNode | None = None
+    ) -> GroupLease | None:
         """Return a slot and a commitment of window pages; None, without any change, when either is short.
 
-        `max_len`: most tokens of the request. `decode_only`: each step computes one token of it.
+        `max_len`: most tokens of the request. `decode_only`: each step computes one token of it. `source`: a node of
+        the prefix cache whose state the request continues from. Where its state is the only one that can be evicted,
+        the request gets that slot itself.
         """
         if not self.fits(max_len, decode_only=decode_only):
             return None
-        taken = self._slots.take(1) if self._layout.has_state else None
+        slot = self._reserve_slot(source) if self._layout.has_state else None
         most = self.most_window_pages(max_len, decode_only=decode_only)
-        lease = GroupLease(owner, None if taken is None else taken[0], most)
+        lease = GroupLease(owner, slot, most)
+        if source is not None and source.state is not None:
+            lease.source = source
         self._num_committed += most
         self._live[lease] = None
         return lease
+
+    def _reserve_slot(self, source: RadixNode | None) -> int:
+        """Take a slot. A `source` that keeps its state is locked."""
+        if source is None:
+            slot = self._take_slot()
+            assert slot is not None, "it fits"
+            return slot
+        assert self.states is not None
+        self.states.lock(source)
+        slot = self._take_slot()
+        if slot is None:
+            self.states.unlock(source)
+            slot = self.states.take(source)
+        return slot
+
+    def _take_slot(self) -> int | None:
+        """Return a free slot; evicts a state where none is free. None: no state can be evicted."""
+        if self._slots.num_free == 0 and self.states is not None:
+            evicted = self.states.evict()
+            if evicted is not None:
+                self.free_slot(evicted)
+            elif self._waiting:
+                self.drop_kept(*next(iter(self._waiting.items())))
+        taken = self._slots.take(1)
+        return None if taken is None else taken[0]
+
+    def source_of(self, lease: GroupLease) -> int:
+        """Return the slot from which the request's first step copies its state; -1: it begins without a copy."""
+        return -1 if lease.source is None or lease.source.state is None else lease.source.state
+
+    def copied(self, lease: GroupLease) -> None:
+        """Unlock the state that the request began from: the step with the copy has ended."""
+        if lease.source is not None and self.states is not None:
+            self.states.unlock(lease.source)
+            lease.source = None
+
+    def keep(self, lease: GroupLease, position: int, *, evict: bool) -> int:
+        """Return a slot for a copy of the request's state after `position` tokens; -1 when there is none.
+
+        With `evict` the least recently used state may make room.
+        """
+        if self.states is None or position in lease.kept or (self._slots.num_free == 0 and not evict):
+            return -1
+        slot = self._take_slot()
+        if slot is None:
+            return -1
+        lease.kept[position] = slot
+        return slot
+
+    def drop_kept(self, lease: GroupLease, position: int) -> None:
+        """Free the copy of the state at `position`, which no step under way writes."""
+        self.free_slot(self.take_kept(lease, position))
+
+    def take_kept(self, lease: GroupLease, position: int) -> int:
+        """Remove the copy of the state at `position` from the request; return its slot, which the caller owns."""
+        if self._waiting.get(lease) == position:
+            del self._waiting[lease]
+        return lease.kept.pop(position)
+
+    def let_wait(self, lease: GroupLease, position: int) -> None:
+        """Let the copy of the state at `position` wait until the cache has the pages before it."""
+        self._waiting[lease] = position
+
+    def free_slot(self, slot: int) -> None:
+        """Free a slot that the caller owns."""
+        self._free(PageSpace.SLOTS, self._slots, [slot])
 
     def begin_decode(self, lease: GroupLease, max_len: int) -> None:
         """Lower the commitment of a request whose prompt is complete, as its pages return."""
@@ -127,6 +212,9 @@ class GroupPools:
     def end(self, lease: GroupLease) -> None:
         """Free all window pages and the slot of a request."""
         assert lease.num_returning == 0, "window pages of an ended request are still read"
+        self.copied(lease)
+        for position in list(lease.kept):
+            self.drop_kept(lease, position)
         del self._live[lease]
         self._num_committed -= lease.most_window_pages
         self._free(PageSpace.WINDOW, self._window, list(lease.window.values()))
@@ -145,12 +233,17 @@ class GroupPools:
             found |= {"window_pages_total": self._window.num_pages, "window_pages_free": self._window.num_free}
         if self._layout.has_state:
             found |= {"slots_total": self._slots.num_pages, "slots_free": self._slots.num_free}
+        if self.states is not None:
+            found["slots_cached"] = len(self.states)
         return found
 
     def audit(self) -> list[str]:
         """Return one sentence for each inconsistency: every page and slot is free or belongs to one live lease."""
         window = [page for lease in self._live for page in lease.window.values()]
         slots = [lease.slot for lease in self._live if lease.slot is not None]
+        slots += [slot for lease in self._live for slot in lease.kept.values()]
+        if self.states is not None:
+            slots += self.states.slots()
         num_returning = sum(lease.num_returning for lease in self._live)
         found = _audit("window pages", self._window, window, num_returning)
         found += _audit("slots", self._slots, slots, 0)

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
 from pdserve.memory.layout import KVLayout, PageSpace
-from pdserve.memory.lease import Lease, LeasePool, PageAllocator, ReleasePreview
-from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixNode, RadixTree
+from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview
+from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
+from pdserve.memory.radix_node import RadixNode
 
 
 class KVMemory:
@@ -24,7 +26,8 @@ class KVMemory:
     to `cache` stay after the lease's end, for prompts with the same prefix. Memory pressure evicts them in the order of
     `eviction`. `on_free` is called with all pages that become free, evicted ones included; `on_take` with all pages
     that are allocated. Token ids are int32 bytes (`token_bytes`). `group_sizes`: of window pages and state slots, whose
-    release `on_group_free` reports. The prefix cache keeps neither.
+    release `on_group_free` reports. The prefix cache keeps no window pages. With STATE groups it also keeps states, see
+    `CachedStates`, and a prefix can be used up to the deepest one.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class KVMemory:
         on_group_free: Callable[[PageSpace, list[int]], None] | None = None,
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
-        assert not (prefix_cache and self.groups.is_used), "no prefix cache with WINDOW or STATE groups"
-        tree = RadixTree(layout.page_tokens, eviction) if prefix_cache else None
+        assert not (prefix_cache and layout.window), "no prefix cache with WINDOW groups"
+        if prefix_cache and layout.has_state:
+            self.groups.states = CachedStates(self.groups.free_slot)
+        tree = RadixTree(layout.page_tokens, eviction, self.groups.states) if prefix_cache else None
         self.layout = layout
         self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
         self.aux = LeasePool(PageAllocator(num_aux))
@@ -66,7 +71,14 @@ class KVMemory:
         """Changes whenever the content of the prefix cache changes, so that match lengths can be kept. Always 0 without
         a cache.
         """
-        return 0 if self.pages.tree is None else self.pages.tree.version
+        if self.pages.tree is None:
+            return 0
+        return self.pages.tree.version + (0 if self.groups.states is None else self.groups.states.version)
+
+    @property
+    def has_cached_states(self) -> bool:
+        """True when the prefix cache keeps recurrent states."""
+        return self.groups.states is not None
 
     @property
     def num_available(self) -> int:
@@ -78,13 +90,34 @@ class KVMemory:
         return self.layout.pages_for(num_tokens)
 
     def match_prefix(self, token_ids: bytes, max_tokens: int) -> int:
-        """Return the number of leading tokens of `token_ids` that are cached: whole pages, at most `max_tokens`.
+        """Return the number of leading tokens of `token_ids` that a request can take from the cache.
 
-        Changes nothing.
+        They are whole pages, at most `max_tokens`, up to the deepest state of a model with STATE groups. Changes
+        nothing.
+        """
+        return self.layout.tokens_in(self._usable_pages(token_ids, self.layout.whole_pages(max_tokens)))
+
+    def match_pages(self, token_ids: bytes, max_tokens: int) -> int:
+        """Return the number of leading tokens of `token_ids` whose pages are cached, with or without a state behind
+        them.
         """
         if self.pages.tree is None:
             return 0
         return self.layout.tokens_in(self.pages.tree.peek(token_ids, self.layout.whole_pages(max_tokens)))
+
+    def has_state_at(self, token_ids: bytes) -> bool:
+        """Return whether the cache has the state behind `token_ids`, whole pages."""
+        return self.match_prefix(token_ids, len(token_ids) // TOKEN_BYTES) == len(token_ids) // TOKEN_BYTES
+
+    def _usable_pages(self, token_ids: bytes, max_pages: int) -> int:
+        """Return the leading pages of `token_ids` that a request can take from the cache, at most `max_pages`."""
+        tree = self.pages.tree
+        if tree is None:
+            return 0
+        if not self.has_cached_states:
+            return tree.peek(token_ids, max_pages)
+        node = tree.deepest_state(token_ids, max_pages)
+        return 0 if node is None else node.end
 
     def num_taken(
         self, num_tokens: int, prefix: bytes, max_prefix_tokens: int, after: ReleasePreview | None = None
@@ -97,7 +130,10 @@ class KVMemory:
         if self.pages.tree is None:
             return num_pages
         going = None if after is None else after.locks
-        return num_pages - self.pages.tree.peek_locked(prefix, self.layout.whole_pages(max_prefix_tokens), going)
+        max_prefix_pages = self.layout.whole_pages(max_prefix_tokens)
+        if self.has_cached_states:
+            max_prefix_pages = self._usable_pages(prefix, max_prefix_pages)
+        return num_pages - self.pages.tree.peek_locked(prefix, max_prefix_pages, going)
 
     def preview_release(self, leases: Iterable[Lease]) -> ReleasePreview:
         """Return what changes when the hold `request` of these leases drops. Changes nothing."""
@@ -112,13 +148,15 @@ class KVMemory:
         *,
         max_len: int = 0,
         decode_only: bool = False,
+        needs_state: bool = True,
     ) -> Lease | None:
         """Return a lease over pages for `num_tokens` tokens; None, without any change, when too few are available.
 
         Its first `num_prefix_pages` pages hold the KV of the longest cached prefix of `prefix`, at most
         `max_prefix_tokens`; they are read-only. The other pages are fresh; cached pages are evicted where needed. With
         WINDOW or STATE groups the lease has a slot and a commitment of window pages; see `GroupPools.reserve` for
-        `max_len` (at least `num_tokens`) and `decode_only`.
+        `max_len` (at least `num_tokens`) and `decode_only`. The prefix ends at its deepest state, from which the
+        request continues, unless `needs_state` is False: a transfer then brings the state.
         """
         max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
         if not self.groups.is_used:
@@ -126,9 +164,13 @@ class KVMemory:
         most = max(max_len, num_tokens)
         if not self.groups.fits(most, decode_only=decode_only):
             return None
-        lease = self.pages.reserve(self.num_pages(num_tokens), owner)
+        continues = self.has_cached_states and needs_state
+        if continues:
+            max_prefix_pages = self._usable_pages(prefix or b"", max_prefix_pages)
+        lease = self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
         if lease is not None:
-            lease.groups = self.groups.reserve(owner, most, decode_only=decode_only)
+            source = lease.node if continues else None
+            lease.groups = self.groups.reserve(owner, most, decode_only=decode_only, source=source)
             assert lease.groups is not None, "it fits"
         return lease
 
@@ -177,6 +219,29 @@ class KVMemory:
         num_pages = self.layout.whole_pages(len(token_ids) // TOKEN_BYTES)
         num_bytes = self.layout.tokens_in(num_pages) * TOKEN_BYTES
         self.pages.cache(lease, token_ids[:num_bytes], num_pages, priority, ending=ending)
+        if lease.groups is not None and lease.groups.kept:
+            self._cache_states(lease.groups, token_ids)
+
+    def _cache_states(self, lease: GroupLease, token_ids: bytes) -> None:
+        """Give the kept states of a request, whose computed tokens are `token_ids`, to the nodes that end there.
+
+        Of the states behind pages that the cache lacks, the request keeps the last one, for a later call.
+        """
+        assert self.pages.tree is not None and self.groups.states is not None
+        num_computed = len(token_ids) // TOKEN_BYTES
+        waiting: list[int] = []
+        for position in sorted(position for position in lease.kept if position <= num_computed):
+            node = self.pages.tree.node_at(token_ids[: position * TOKEN_BYTES])
+            if node is None:
+                waiting.append(position)
+            elif self.groups.states.add(node, lease.kept[position]):
+                self.groups.take_kept(lease, position)
+            else:
+                self.groups.drop_kept(lease, position)
+        for position in waiting[:-1]:
+            self.groups.drop_kept(lease, position)
+        if waiting:
+            self.groups.let_wait(lease, waiting[-1])
 
     def flush(self) -> int:
         """Evict all cached pages that no live lease locks; returns their number."""

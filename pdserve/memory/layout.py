@@ -27,6 +27,7 @@ DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
 LAYOUT_VERSION = 3
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
 """A number of tokens or pages, or a position; or an array of them."""
+Item = TypeVar("Item")
 
 
 class GroupKind(enum.Enum):
@@ -44,6 +45,8 @@ class GroupKind(enum.Enum):
     """Recurrent state of a request, which replaces its predecessor with every token."""
     DRAFT = "draft"
     """Keys and values of the layers of a draft model."""
+    STAMP = "stamp"
+    """For each STATE layer, the request and the position that the state in the slot belongs to (`SlotStamp`)."""
 
 
 class PageSpace(enum.Enum):
@@ -54,11 +57,12 @@ class PageSpace(enum.Enum):
     WINDOW = "window"
     """Pages of the tokens in the window."""
     SLOTS = "slots"
-    """One slot for each request: STATE."""
+    """One slot for each request: STATE and STAMP."""
 
 
-_STATE_TYPES = {GroupKind.STATE: "mamba", GroupKind.WINDOW: "swa", GroupKind.INDEX: "nsa"}
-_SPACES = {GroupKind.WINDOW: PageSpace.WINDOW, GroupKind.STATE: PageSpace.SLOTS}
+STATE_TYPES = {GroupKind.STATE: "mamba", GroupKind.STAMP: "mamba", GroupKind.WINDOW: "swa", GroupKind.INDEX: "nsa"}
+"""SGLang's names of what a request has beside keys and values (or latents) of all its tokens."""
+_SPACES = {GroupKind.WINDOW: PageSpace.WINDOW, GroupKind.STATE: PageSpace.SLOTS, GroupKind.STAMP: PageSpace.SLOTS}
 
 
 class Shard(enum.Enum):
@@ -356,8 +360,47 @@ class KVLayout:
         """SGLang's names of what a request has beside the KV of its tokens: `mamba`, `swa` and `nsa`, joined by commas;
         `none` without such groups.
         """
-        found = {_STATE_TYPES[group.kind]: None for group in self.groups if group.kind in _STATE_TYPES}
-        return ",".join(found) or "none"
+        found = {STATE_TYPES[group.kind] for group in self.state_groups}
+        return ",".join(name for name in ("mamba", "swa", "nsa") if name in found) or "none"
+
+    @functools.cached_property
+    def state_groups(self) -> tuple[KVGroup, ...]:
+        """The groups that `state_type` names."""
+        return tuple(group for group in self.groups if group.kind in STATE_TYPES)
+
+    def split(self, by_group: Sequence[Item]) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
+        """Divide a list with one item for each group: those of the other groups, and those of `state_groups`."""
+        pairs = list(zip(self.groups, by_group, strict=True))
+        others = tuple(item for group, item in pairs if group.kind not in STATE_TYPES)
+        return others, tuple(item for group, item in pairs if group.kind in STATE_TYPES)
+
+    def merge(self, others: Sequence[Item], of_state: Sequence[Item]) -> tuple[Item, ...]:
+        """Undo `split`: return one item for each group. Both lists must have as many items as there are groups."""
+        sources = iter(others), iter(of_state)
+        return tuple(next(sources[group.kind in STATE_TYPES]) for group in self.groups)
+
+    @functools.cached_property
+    def stamp_group(self) -> int | None:
+        """Index of the STAMP group; None without one."""
+        return next((i for i, group in enumerate(self.groups) if group.kind is GroupKind.STAMP), None)
+
+    def with_stamps(self) -> KVLayout:
+        """Return the layout with a STAMP group for its STATE layers; itself when it has no STATE layers."""
+        states = [group for group in self.groups if group.kind is GroupKind.STATE]
+        if not states or self.stamp_group is not None:
+            return self
+        stamp = Plane(
+            name="stamp", num_heads=1, num_heads_total=1, rows=1, width=2, dtype="uint64", shard=Shard.REPLICATED
+        )
+        group = KVGroup(
+            name="stamp",
+            kind=GroupKind.STAMP,
+            layers=tuple(sorted(layer for group in states for layer in group.layers)),
+            num_model_layers=self.num_layers,
+            page_tokens=0,
+            planes=(stamp,),
+        )
+        return KVLayout((*self.groups, group))
 
     @functools.cached_property
     def token_bytes(self) -> int:
@@ -423,6 +466,8 @@ class KVLayout:
             "num_groups": len(self.groups),
             "num_layers": self.num_layers,
         }
+        if self.state_groups:
+            facts["state_type"] = self.state_type
         for group in self.groups:
             prefix = "" if len(self.groups) == 1 else f"{group.name}."
             facts |= {f"{prefix}{name}": value for name, value in group.fields().items()}

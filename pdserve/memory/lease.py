@@ -35,7 +35,8 @@ from typing import Literal
 
 import numpy as np
 
-from pdserve.memory.prefix_cache import RadixNode, RadixTree, path_to
+from pdserve.memory.prefix_cache import RadixTree, path_to
+from pdserve.memory.radix_node import RadixNode
 
 
 class PageAllocator:
@@ -95,7 +96,7 @@ class PageAllocator:
 
 @dataclasses.dataclass(eq=False)
 class GroupLease:
-    """The window pages and the state slot of a request. Only `GroupPools` writes it.
+    """The window pages and the state slots of a request. Only `GroupPools` writes it.
 
     `window`: page by its number within the request. `most_window_pages`: what the pool has committed to the request.
     """
@@ -108,6 +109,12 @@ class GroupLease:
     """Pages behind the window that a step under way may still read."""
     most_in_decode: int | None = None
     """What the commitment falls to, page by page, once the prompt is complete; None before."""
+    source: RadixNode | None = None
+    """Node of the prefix cache whose state the next step copies into the slot; locked until that step has ended."""
+    kept: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Slots with copies of the request's state for the prefix cache, by position; written by a step under way or
+    ended.
+    """
 
 
 Hold = Literal["request", "remote", "send"]

@@ -19,29 +19,8 @@ from typing import Literal
 
 import numpy as np
 
-
-class RadixNode:
-    """Some pages behind those of `parent`. Written by its tree only.
-
-    `key`: the tokens of `pages`. `end`: pages from the root to the end of this node. `locks`: locked paths through this
-    node. `stamp`: order of the last use. `hits`: number of reuses. `queued`: True while the eviction heap has an entry
-    for this node.
-    """
-
-    __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp")
-
-    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.end = end
-        self.children: dict[bytes, RadixNode] = {}
-        self.locks = 0
-        self.stamp = 0
-        self.hits = 0
-        self.priority = 0
-        self.queued = False
-
+from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.radix_node import RadixNode
 
 Eviction = Literal["lru", "lfu", "priority"]
 TOKEN_BYTES = 4
@@ -85,11 +64,12 @@ class Inserted:
 class RadixTree:
     """Cached pages by their tokens. Scheduler thread only. `num_evictable` counts the pages of unlocked nodes.
 
-    `version` changes whenever the content of the tree changes.
+    `version` changes whenever the content of the tree changes. `states`: of a model with STATE groups.
     """
 
-    def __init__(self, page_tokens: int, eviction: Eviction = "lru") -> None:
+    def __init__(self, page_tokens: int, eviction: Eviction = "lru", states: CachedStates | None = None) -> None:
         self.page_tokens = page_tokens
+        self.states = states
         self.eviction: Eviction = eviction
         self.num_cached = 0
         self.num_evictable = 0
@@ -124,6 +104,27 @@ class RadixTree:
         if used < len(node.pages):
             node = self._split(node, used)
         return Match(node, node.end)
+
+    def deepest_state(self, tokens: bytes, max_pages: int) -> RadixNode | None:
+        """Return the last node with a state on the path of the first `max_pages` pages of `tokens`; None without one.
+
+        Changes nothing.
+        """
+        found, used = self._walk(tokens, max_pages)
+        node = found if used == len(found.pages) else found.parent
+        while node is not None and node.state is None:
+            node = node.parent
+        return node
+
+    def node_at(self, tokens: bytes) -> RadixNode | None:
+        """Return the node that ends with the pages of `tokens`, all whole; None when they are not all cached.
+
+        May split a node; counts no use.
+        """
+        num_pages = len(tokens) // self._page_bytes
+        if num_pages == 0 or self.peek(tokens, num_pages) < num_pages:
+            return None
+        return self.match(tokens, num_pages).node
 
     def use(self, node: RadixNode) -> None:
         """Count a reuse of all pages down to `node`."""
@@ -212,6 +213,7 @@ class RadixTree:
             node = gone.pop()
             gone += node.children.values()
             freed += node.pages
+            self._drop_state(node)
             node.pages, node.parent = [], None
         self._heap.clear()
         self._dropped(len(freed))
@@ -264,10 +266,10 @@ class RadixTree:
         return upper
 
     def _is_only_for(self, node: RadixNode, held: RadixNode | None, priority: int) -> bool:
-        """True when new pages may be appended to `node` itself: a leaf without reuse and without locks but the
-        caller's.
+        """True when new pages may be appended to `node` itself: a leaf without state, without reuse and without locks
+        but the caller's.
         """
-        if node.parent is None or node.children or node.hits or node.priority != priority:
+        if node.parent is None or node.children or node.hits or node.priority != priority or node.state is not None:
             return False
         return node.locks == (1 if node is held else 0)
 
@@ -301,6 +303,7 @@ class RadixTree:
         """Take up to `num_pages` pages from the end of an unlocked leaf; removes the leaf when it has none left."""
         keep = max(0, len(node.pages) - num_pages)
         freed = node.pages[keep:]
+        self._drop_state(node)
         if keep == 0:
             self._remove(node)
         else:
@@ -315,6 +318,10 @@ class RadixTree:
         del parent.children[self._first(node)]
         node.parent = None
         self._queue(parent)
+
+    def _drop_state(self, node: RadixNode) -> None:
+        if self.states is not None:
+            self.states.drop(node)
 
     def _queue(self, node: RadixNode) -> None:
         """Push `node` to the eviction heap, if it is an unlocked leaf without an entry."""

@@ -94,6 +94,7 @@ class PreStepExecutor:
         self._root_cause = root_cause
         self.open_row, self.close_row = inner.open_row, inner.close_row
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
+        self.has_stamp = inner.has_stamp
 
     @property
     def layout(self) -> KVLayout:

@@ -16,6 +16,7 @@ from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandl
 from pdserve.executor.kv_pages import KVHasher
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
@@ -138,6 +139,10 @@ class RankExecutor:
         """See `Executor.zero`: zeroes this rank's part; every rank does the same."""
         self._local.zero(pages)
 
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor.has_stamp`."""
+        return self._log.answer(lambda: self._local.has_stamp(slot, stamp))
+
     def _compute(self, step: _Step) -> StepResult:
         """Wait for the local part of a step, and report it."""
         step.result = guarded(lambda: self._local.resolve(step.own), self._rank_group.root_cause)
@@ -150,7 +155,7 @@ class RankExecutor:
         """
         seen: list[int] = [plan.step]
         for row in plan.rows:
-            seen += (row.row, row.start, row.end, row.sample)
+            seen += (row.row, row.start, row.end, row.sample, row.state_from, row.state_to)
             before, count = self._num_seen[row.row], self._layout.pages_for(row.end)
             if count > before:
                 seen += self._table.pages[row.row, before:count].tolist()

@@ -21,6 +21,7 @@ from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext, group_leases, plan_of
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.state_stops import StateStops
 from pdserve.scheduler.step_parts import BatchSplitter, PrefillBudget, StepKind
 
 PREFILL_TOKENS, CACHE_TOKENS, DECODE_TOKENS = (
@@ -56,6 +57,7 @@ class PrefillManager:
         self._needs_aux = needs_aux
         self.waiting = waiting
         self._has_groups = context.memory.groups.is_used
+        self._states = StateStops(context)
         self.active: dict[str, Req] = {}
         self._waits_for: dict[str, bytes] = {}
         """By rid of a waiting request that needs a page an active request computes: the tokens up to the end of that
@@ -109,6 +111,7 @@ class PrefillManager:
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
         self._context.cache(req)
+        self._states.committed(req)
         if end < req.seq_len:
             return False
         del self.active[req.rid]
@@ -174,6 +177,7 @@ class PrefillManager:
             req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
             context.counters[CACHE_TOKENS] += 0 if req.spec.probe else req.computed
         req.planned = req.computed
+        req.state_stops = self._states.stops(req)
         if req.num_retractions:
             context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
         if req.times.started is None:
@@ -283,21 +287,33 @@ class PrefillManager:
         return self._context.memory.match_prefix(*self._prefix(req))
 
     def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
-        """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary."""
+        """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary, or
+        where the prefix cache keeps a state.
+        """
         assert req.row is not None
         take = min(_num_unplanned(req), budget)
         if take < _num_unplanned(req):
-            layout = self._context.memory.layout
-            aligned = layout.round_down(req.planned + take) - req.planned
-            take = aligned if aligned > 0 else take
+            take = self._aligned(req.planned, take)
         if take <= 0:
             return 0
-        end = req.planned + take
+        end = self._states.end_of_chunk(req, req.planned + take)
         if self._has_groups:
             self._context.cover_window(req, req.planned, end)
-        rows.append(BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len))
-        req.planned = end
+        row = BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len)
+        rows.append(self._states.with_slots(req, row))
+        take, req.planned = end - req.planned, end
         return take
+
+    def _aligned(self, start: int, num_tokens: int) -> int:
+        """Return at most `num_tokens`, so that a chunk from `start` ends on the grid of states, else on a page, else
+        anywhere.
+        """
+        layout, grid = self._context.memory.layout, self._context.limits.state_grid
+        end = start + num_tokens
+        if grid and end - end % grid > start:
+            return end - end % grid - start
+        aligned = layout.round_down(end) - start
+        return aligned if aligned > 0 else num_tokens
 
 
 def _num_unplanned(req: Req) -> int:

@@ -114,6 +114,10 @@ class StepLimits:
     layer_groups: int = 0
     """Layer groups in which prefill sends a page; 0: whole pages after the step."""
     eos_token_ids: frozenset[int] = frozenset()
+    state_grid: int = 0
+    """Multiples of this number are where the prefix cache keeps recurrent states, and where prompts of models with
+    states are cut; whole pages. 0: no model with states.
+    """
     num_stages: int = 1
     """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""
 

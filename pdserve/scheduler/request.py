@@ -64,6 +64,9 @@ class Req:
     On decode the larger of prefill's number and that of its own cache.
     """
     num_retractions: int = 0
+    state_stops: tuple[int, ...] = ()
+    """Positions, ascending, at which a prompt chunk ends so that the prefix cache can keep the recurrent state there.
+    """
     cacheable: bool = True
     """False when a fake transfer produced the KV, which must not enter the prefix cache."""
     saved: HostPages | None = None

@@ -18,6 +18,7 @@ from pdserve.base.clock import ManualClock
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.layer_events import CountedLayerEvents
 from pdserve.memory.layout import KVLayout
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -132,6 +133,10 @@ class CostModelExecutor:
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`. Does nothing: no KV is stored, and the cost of the few pages is not modelled."""
+
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor`. No state is stored, so none is wrong."""
+        return True
 
     def _work(self, seconds: float) -> float:
         """Queue `seconds` of device work and return the time at which the device will be free."""

@@ -17,6 +17,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledTo
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace, Plane, Shard, attention_group
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
@@ -37,11 +38,13 @@ _rng = np.random.default_rng(20250101)
 _WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64) | np.uint64(1)
 
 
-def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1, window: int = 0) -> KVLayout:
+def hash_layout(
+    page_tokens: int, num_layers: int = 3, num_heads: int = 1, window: int = 0, *, has_state: bool = False
+) -> KVLayout:
     """Return the KV layout of the hash model: heads of one 64-bit number.
 
     With `window` the model is a hybrid: its layers are full attention, attention over `window` tokens, and a recurrent
-    state, in turn.
+    state, in turn. With `has_state` and no window they are full attention and a recurrent state, in turn.
     """
 
     def attention(layers: Sequence[int], kind: GroupKind, window: int | None = None) -> KVGroup:
@@ -56,13 +59,14 @@ def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1, windo
             window=window,
         )
 
-    if not window:
+    if not window and not has_state:
         return KVLayout((attention(range(num_layers), GroupKind.FULL),))
     assert num_layers >= 3, "a layer of each kind"
+    kinds = 3 if window else 2
     state = KVGroup(
         name="state",
         kind=GroupKind.STATE,
-        layers=tuple(range(2, num_layers, 3)),
+        layers=tuple(range(kinds - 1, num_layers, kinds)),
         num_model_layers=num_layers,
         page_tokens=0,
         planes=(
@@ -70,8 +74,10 @@ def hash_layout(page_tokens: int, num_layers: int = 3, num_heads: int = 1, windo
             _state_plane("state", VALUES_PER_KEY * num_heads, 1, Shard.VALUE_HEAD),
         ),
     )
-    full = attention(range(0, num_layers, 3), GroupKind.FULL)
-    return KVLayout((full, attention(range(1, num_layers, 3), GroupKind.WINDOW, window), state))
+    full = attention(range(0, num_layers, kinds), GroupKind.FULL)
+    if not window:
+        return KVLayout((full, state)).with_stamps()
+    return KVLayout((full, attention(range(1, num_layers, 3), GroupKind.WINDOW, window), state)).with_stamps()
 
 
 def _state_plane(name: str, num_heads: int, width: int, shard: Shard) -> Plane:
@@ -138,6 +144,8 @@ class HashExecutor:
         self._layers = [self._layer(layer) for layer in range(layout.num_layers)]
         self._table = page_table
         self._tokens: dict[int, list[int]] = {}
+        self._stamped: dict[int, tuple[int, int]] = {}
+        """By row: the request's number in stamps, and the tokens that were known when the row was opened."""
         self._logprob_params: dict[int, tuple[int, Logprobs]] = {}
         """By row that requests log probabilities: number of prompt tokens, and the request's `Logprobs`."""
         self.late = False
@@ -214,12 +222,13 @@ class HashExecutor:
     ) -> None:
         """See `Executor`."""
         self._tokens[row] = list(token_ids)
+        self._stamped[row] = SlotStamp.of(token_ids[:num_prompt_tokens], 0).request, len(token_ids)
         if logprobs is not None:
             self._logprob_params[row] = (num_prompt_tokens, logprobs)
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
-        del self._tokens[row]
+        del self._tokens[row], self._stamped[row]
         self._logprob_params.pop(row, None)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
@@ -254,6 +263,26 @@ class HashExecutor:
             for pool, own in zip(pools, pages, strict=True):
                 pool[list(own)] = 0
 
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor`; compares the stamps of all ranks."""
+        index = self._layout.stamp_group
+        return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
+
+    def _copy_slot(self, source: int, target: int) -> None:
+        for pool in self._slot_pools():
+            pool[target] = pool[source]
+
+    def _slot_pools(self) -> list[U64]:
+        return [pool for group, pool in self._all_pools() if group.space is PageSpace.SLOTS]
+
+    def _stamp(self, row: BatchRow, slot: int) -> None:
+        """Write the stamp of a row that computes known tokens."""
+        index = self._layout.stamp_group
+        request, num_known = self._stamped[row.row]
+        if index is not None and row.end <= num_known:
+            for pools in self.pools:
+                pools[index][slot] = SlotStamp(request, row.end).words
+
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
         return RowPages(table.pages[row].copy(), table.window[row].copy(), int(table.slots[row]))
@@ -261,6 +290,9 @@ class HashExecutor:
     def compute(self, row: BatchRow, pages: RowPages) -> tuple[SampledToken | None, PromptLogprobs | None]:
         """Compute one row of a step. `pages` are the row's at launch."""
         tokens = self._tokens[row.row]
+        if row.state_from >= 0:
+            self._copy_slot(row.state_from, pages.slot)
+        self._stamp(row, pages.slot)
         told: dict[int, int] = {}
         num_prompt, logprob_params = self._logprob_params.get(row.row, (0, None))
         first = None if logprob_params is None else logprob_params.prompt_from
@@ -277,6 +309,8 @@ class HashExecutor:
                         total = _recur(layer, pages.slot, position, carry)
                 carry = _mix(total + number * 3 ** len(layer.planes[0]))
             last = carry
+            if row.state_to >= 0 and position == row.end - 1:
+                self._copy_slot(pages.slot, row.state_to)
             if first is not None and first <= position < num_prompt - 1:
                 told[position + 1] = _mix(carry ^ tokens[position + 1])
         part = _told(told, logprob_params) if told and logprob_params is not None else None

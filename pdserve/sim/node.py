@@ -47,6 +47,7 @@ from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import MemoryKey, RankMemory
 
 
@@ -90,6 +91,10 @@ class Shape:
     """Tokens of the window of a hybrid model, see `hash_layout`; 0: full attention only."""
     num_window_pages: int = 0
     num_slots: int = 0
+    has_state: bool = False
+    """Whether a model without a window has recurrent layers, see `hash_layout`."""
+    state_grid_pages: int = 1
+    """Pages between positions at which the prefix cache keeps states."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +160,9 @@ class SimNode:
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
-        self.layout = hash_layout(shape.page_tokens, num_heads=shape.num_heads, window=shape.window)
+        self.layout = hash_layout(
+            shape.page_tokens, num_heads=shape.num_heads, window=shape.window, has_state=shape.has_state
+        )
         table = PageTable(shape.num_rows, shape.num_pages, has_window=shape.window > 0)
         self.executor = self._model(table)
         self.memory = KVMemory(
@@ -183,6 +190,7 @@ class SimNode:
             prealloc_timeout_s=400.0,
             layer_groups=shape.layer_groups if mode == "prefill" else 0,
             num_stages=shape.num_stages,
+            state_grid=self.layout.tokens_in(shape.state_grid_pages) if self.layout.has_state else 0,
         )
         context = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
         waiting = WaitingQueue(shape.policy, 10.0, self.memory, shape.rules)
@@ -256,6 +264,7 @@ class SimNode:
         """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
+        counts["slots_free"] = counts.get("slots_free", 0) + counts.get("slots_cached", 0)
         names = [name.removesuffix("_total") for name in counts if name.endswith("_total")]
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
         lost |= dict.fromkeys(self.scheduler.audit(), 1)
@@ -303,7 +312,7 @@ class SimNode:
 
     def _ranks(self) -> tuple[RankMemory, ...]:
         """Return the memory that peers write to."""
-        return (RankMemory.of(self.instance, self.executor.buffers),)
+        return (rank_memory(self.layout, SINGLE, self.instance, self.executor.buffers),)
 
     # ------------------------------------------------------------------ inside
 
@@ -406,6 +415,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
         prefix_cache=False,
         num_heads=shape.num_heads,
         window=shape.window,
+        has_state=shape.has_state,
         num_window_pages=4096,
         num_slots=64,
     )

@@ -23,6 +23,7 @@ from pdserve.errors import PdserveError
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, PageSpace
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -38,6 +39,7 @@ from pdserve.sim.node import Shape, SimNode
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import RankMemory
 
 LEADER_LASTS_S = 10.0
@@ -131,7 +133,10 @@ class RankedNode(SimNode):
 
     def _ranks(self) -> tuple[RankMemory, ...]:
         names = [self._rank.process(rank) for rank in range(self._parallel.num_ranks)]
-        return tuple(RankMemory.of(name, self.executor.buffers_of(rank)) for rank, name in enumerate(names))
+        return tuple(
+            rank_memory(self.layout, self._parallel.coord(rank), name, self.executor.buffers_of(rank))
+            for rank, name in enumerate(names)
+        )
 
 
 class _Rank:
@@ -271,6 +276,10 @@ class _ComputedElsewhere:
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
+
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor`. Rank 0's answer counts."""
+        return True
 
 
 class _SilentSocket:

@@ -19,7 +19,7 @@ _ALIGN = 64
 _FIELDS: tuple[tuple[str, str, int], ...] = (
     ("room", "<u8", 1),
     ("attempt", "<u8", 1),
-    ("num_tokens", "<i8", 1),
+    ("sent", "<i8", 3),
     ("first_token", "<i8", 1),
     ("cached_tokens", "<i8", 1),
     ("logprob", "<f8", 1),
@@ -33,7 +33,8 @@ _FIELDS: tuple[tuple[str, str, int], ...] = (
 class AuxRecord:
     """Content of one slot. `logprob` is None when the request wants no log probabilities.
 
-    `num_tokens`: tokens whose KV, and whose recurrent state, was sent; 0 if the sender does not know.
+    `num_tokens`: tokens whose KV, and whose recurrent state, was sent; 0 if the sender does not know. `state_type`:
+    see `KVLayout.state_type`; `num_state_items`: slots and pages that were sent to the pools of those groups.
     """
 
     room: int
@@ -43,6 +44,20 @@ class AuxRecord:
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     num_tokens: int = 0
+    state_type: str = "none"
+    num_state_items: int = 0
+
+
+_STATE_TYPES = ("mamba", "swa", "nsa")
+"""Type i is bit i of a number in the slot."""
+
+
+def _to_bits(state_type: str) -> int:
+    return sum(1 << i for i, name in enumerate(_STATE_TYPES) if name in state_type.split(","))
+
+
+def _from_bits(bits: int) -> str:
+    return ",".join(name for i, name in enumerate(_STATE_TYPES) if bits >> i & 1) or "none"
 
 
 def _slot_dtype() -> np.dtype[np.void]:
@@ -74,7 +89,8 @@ class MetadataBuffers:
     def write(self, slot: int, record: AuxRecord) -> None:
         """Fill a slot."""
         entry = self._slots[slot]
-        entry["room"], entry["attempt"], entry["num_tokens"] = record.room, record.attempt, record.num_tokens
+        entry["room"], entry["attempt"] = record.room, record.attempt
+        entry["sent"] = record.num_tokens, record.num_state_items, _to_bits(record.state_type)
         entry["first_token"], entry["cached_tokens"] = record.first_token, record.cached_tokens
         entry["logprob"] = math.nan if record.logprob is None else record.logprob
         top = record.top[:MAX_TOP_LOGPROBS]
@@ -92,7 +108,9 @@ class MetadataBuffers:
             attempt=int(entry["attempt"]),
             first_token=int(entry["first_token"]),
             cached_tokens=int(entry["cached_tokens"]),
-            num_tokens=int(entry["num_tokens"]),
+            num_tokens=int(entry["sent"][0]),
+            num_state_items=int(entry["sent"][1]),
+            state_type=_from_bits(int(entry["sent"][2])),
             logprob=None if math.isnan(logprob) else logprob,
             top=tuple((int(entry["top_ids"][i]), float(entry["top_logprobs"][i])) for i in range(num_top)),
         )

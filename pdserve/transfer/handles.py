@@ -96,9 +96,9 @@ class KVSender:
     ) -> None:
         """Send the pages up to the first `num_pages` of `lease`, as `send` does, and the aux record as the last piece.
 
-        One call lands sooner than a `send` followed by a `finish`. `finish` fills in `record.attempt` and
-        `record.num_tokens`. Layer copies may still wait for their layers; the transfer succeeds when these copies have
-        landed as well.
+        One call lands sooner than a `send` followed by a `finish`. `finish` fills in the attempt, the tokens and the
+        state items of `record`. Layer copies may still wait for their layers; the transfer succeeds when these copies
+        have landed as well.
         """
         if self._room.fake:
             self._room.move(KVPoll.SUCCESS)
@@ -106,10 +106,20 @@ class KVSender:
         if self.poll() is KVPoll.FAILED or self._room.target is None:
             return
         attempt, num_tokens = self._room.target.key.attempt, self._room.num_tokens or 0
-        self._aux.write(slot.pages[0], dataclasses.replace(record, attempt=attempt, num_tokens=num_tokens))
+
+        def write_record(num_state_items: int) -> None:
+            own = dataclasses.replace(
+                record,
+                attempt=attempt,
+                num_tokens=num_tokens,
+                state_type=self._layout.state_type,
+                num_state_items=num_state_items,
+            )
+            self._aux.write(slot.pages[0], own)
+
         first = max(self._num_sent, self._layout.whole_pages(self.num_cached_tokens))
         pages = range(first, first if lease is None else max(first, num_pages))
-        self._side.send_last(self._room, lease if pages else None, pages, slot, times)
+        self._side.send_last(self._room, lease if pages else None, pages, slot, times, write_record)
         self._num_sent = pages.stop
 
     def abort(self, failure: Failure) -> None:
@@ -124,9 +134,10 @@ class KVSender:
 class KVReceiver:
     """Decode's handle on one room."""
 
-    def __init__(self, side: ReceiveSide, aux: MetadataBuffers, room: ReceiveRoom) -> None:
+    def __init__(self, side: ReceiveSide, aux: MetadataBuffers, layout: KVLayout, room: ReceiveRoom) -> None:
         self._side = side
         self._aux = aux
+        self._state_type = layout.state_type
         self._room = room
 
     def poll(self) -> KVPoll:
@@ -176,12 +187,18 @@ class KVReceiver:
     def take(self, aux: Lease) -> AuxRecord | None:
         """Return the aux record after SUCCESS.
 
-        None when it belongs to another room, or to KV and state of another length: the request must fail.
+        None when it belongs to another room, to KV and state of another length, or when other state items were sent
+        than the receiver published: the request must fail.
         """
         record, room = self._aux.read(aux.pages[0]), self._room
         is_own = (record.room, record.attempt) == (room.room, room.key.attempt)
-        fits = record.num_tokens in (0, room.num_tokens) or room.num_tokens is None
-        return record if is_own and fits else None
+        is_known = room.num_tokens is not None and record.num_tokens > 0
+        fits = record.num_tokens == room.num_tokens and self._has_state(record)
+        return record if is_own and (fits or not is_known) else None
+
+    def _has_state(self, record: AuxRecord) -> bool:
+        """True when the record names the state type of the layout, and as many state items as were published."""
+        return (record.state_type, record.num_state_items) == (self._state_type, self._room.num_state_items)
 
     def abort(self, failure: Failure) -> None:
         """Fail the transfer and notify the sender."""

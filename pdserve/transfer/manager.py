@@ -39,7 +39,7 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
-from pdserve.transfer.plan import ChunkPlanner
+from pdserve.transfer.plan import ChunkPlanner, pool_regions
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.sender import SendSide
@@ -64,8 +64,9 @@ __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender
 class KVArgs:
     """A replica's configuration for transfer. `layout` is the whole model's; `facts` must equal a peer's.
 
-    `ranks` are all ranks of the replica in the order of `shape`. Each session fills in their transport addresses.
-    `secret` is the same on all of them, and known to no other process.
+    `ranks` are all ranks of the replica in the order of `shape`: addresses and lengths of their pools, and for state
+    type and geometry (`StateFacts`). Each session fills in their transport addresses. `secret` is the same on all of
+    them, and known to no other process.
     """
 
     instance: str
@@ -145,7 +146,7 @@ class KVManager:
             ChunkPlanner(
                 args.layout,
                 args.shape,
-                tuple(tuple(region.address for region in rank.kv_regions) for rank in ranks),
+                tuple(tuple(region.address for region in pool_regions(args.layout, rank)) for rank in ranks),
                 args.aux.buffer[0],
                 args.aux.slot_bytes,
             ),
@@ -186,7 +187,7 @@ class KVManager:
             RequestError: 409 when the room is live.
         """
         record = self.receive_side.open(room, address, digest, self._is_fake(address[0]), takes_logprobs=takes_logprobs)
-        return KVReceiver(self.receive_side, self.args.aux, record)
+        return KVReceiver(self.receive_side, self.args.aux, self.args.layout, record)
 
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""

@@ -16,8 +16,8 @@ import numpy as np
 
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import HandshakeError
-from pdserve.memory.layout import KVGroup, KVLayout, Plane
-from pdserve.transfer.wire import Hello
+from pdserve.memory.layout import STATE_TYPES, KVGroup, KVLayout, Plane
+from pdserve.transfer.wire import Hello, RankMemory, StateFacts, StatePlane, StateRegion, WireRegion
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -127,6 +127,49 @@ class RankShard:
         skipped = 0 if head is None else head - self.heads[plane].start
         start = self.layers.index(layer) * self.group.layer_bytes + self.group.plane_offsets[plane]
         return start + skipped * self.group.planes[plane].head_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def state_facts(layout: KVLayout, coord: RankCoord) -> tuple[StateFacts, ...]:
+    """Return type and geometry of the state pools of the rank at `coord`. `layout` is the whole model's."""
+    found = []
+    for group in layout.state_groups:
+        shard = RankShard.of(group, coord)
+        parts = zip(shard.group.planes, shard.group.plane_offsets, shard.heads, strict=True)
+        planes = tuple(
+            StatePlane(plane.name, offset, plane.head_bytes, heads.start, len(heads)) for plane, offset, heads in parts
+        )
+        own = shard.group
+        found.append(
+            StateFacts(group.name, STATE_TYPES[group.kind], own.page_bytes, own.layer_bytes, shard.layers, planes)
+        )
+    return tuple(found)
+
+
+def rank_memory(
+    layout: KVLayout,
+    coord: RankCoord,
+    transport_address: str,
+    buffers: Sequence[tuple[int, int]],
+    host_addresses: tuple[str, ...] = (),
+) -> RankMemory:
+    """Return the memory of the rank at `coord`, whose pools are `buffers`, `(address, bytes)` for each group.
+
+    `layout` is the whole model's.
+    """
+    kv, of_state = layout.split(buffers)
+    state = zip(of_state, state_facts(layout, coord), strict=True)
+    return RankMemory(
+        transport_address,
+        tuple(WireRegion(*buffer) for buffer in kv),
+        host_addresses,
+        tuple(StateRegion(*buffer, facts) for buffer, facts in state),
+    )
+
+
+def pool_regions(layout: KVLayout, memory: RankMemory) -> tuple[WireRegion | StateRegion, ...]:
+    """Return the pools of a rank, one for each group."""
+    return layout.merge(memory.kv_regions, memory.state_regions)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -298,7 +341,7 @@ class ChunkPlanner:
                 copies = plan_flow(group, ours, theirs, flow, source[index], target[index], layers)
                 if copies:
                     base = self.kv_bases[flow.source_rank][index]
-                    address = peer.ranks[flow.destination_rank].kv_regions[index].address
+                    address = pool_regions(self.layout, peer.ranks[flow.destination_rank])[index].address
                     ends = (flow.source_rank, flow.destination_rank)
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [

@@ -121,6 +121,8 @@ class ReceiveSide:
         pages = tuple(
             tuple(pages_of_group(self._layout, group, lease, num_held, num_cached)) for group in self._layout.groups
         )
+        kv_pages, state_indices = self._layout.split(pages)
+        room.num_state_items = sum(map(len, state_indices))
         num_pages = sum(map(len, pages)) + len(aux.pages)
         self.published.add(
             RemoteWritable(room.key, peer.instance, peer.receiver, (lease, aux), num_pages, cached_tokens)
@@ -128,7 +130,8 @@ class ReceiveSide:
         info = TransferInfo(
             key=room.key,
             cached_tokens=cached_tokens,
-            pages=pages,
+            pages=kv_pages,
+            state_indices=state_indices,
             aux_slot=aux.pages[0],
             prompt_digest=room.digest,
         )

@@ -30,7 +30,16 @@ from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyEngine, Notified
-from pdserve.transfer.wire import Hello, MemoryKey, TransferDone, TransferEnded, TransferInfo, TransferStats
+from pdserve.transfer.plan import pool_regions, state_facts
+from pdserve.transfer.wire import (
+    Hello,
+    MemoryKey,
+    StateFacts,
+    TransferDone,
+    TransferEnded,
+    TransferInfo,
+    TransferStats,
+)
 
 
 class KVPoll(enum.IntEnum):
@@ -253,6 +262,8 @@ class SendRoom(Room):
     target: TransferInfo | None = None
     num_tokens: int | None = None
     """Prompt tokens; None when the request does not state the number."""
+    num_state_items: int = 0
+    """Slots and pages that were sent to the receiver's pools of `KVLayout.state_groups`."""
     queued_logprobs: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     """Prompt log probabilities that are queued until the receiver's key is final."""
     fake: bool = False
@@ -273,6 +284,8 @@ class ReceiveRoom(Room):
     """Pages to publish again once a session with `replica` is READY; None: nothing to publish again."""
     num_tokens: int | None = None
     """Tokens of the prompt; None before the pages are published, or if the receiver does not state the number."""
+    num_state_items: int = 0
+    """Slots and pages that were published for the groups in `KVLayout.state_groups`."""
     published_at: float | None = None
     stats: TransferStats = TransferStats()
     takes_logprobs: bool = False
@@ -291,12 +304,16 @@ class ReceiveRoom(Room):
 
 def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
     """Return why the receiver's pages or aux slot lie outside the pools of its `hello`; None when they fit."""
-    num_groups = len(layout.groups)
-    last_pages = [max(pages, default=-1) for pages in info.pages]
+    if wrong := _check_pools(hello, layout):
+        return wrong
+    num_groups, num_state = len(layout.groups) - len(layout.state_groups), len(layout.state_groups)
+    if len(info.pages) != num_groups:
+        return f"pages has {len(info.pages)} groups, expected {num_groups}"
+    if len(info.state_indices) != num_state:
+        return f"state_indices has {len(info.state_indices)} groups, expected {num_state}"
+    last_pages = [max(pages, default=-1) for pages in layout.merge(info.pages, info.state_indices)]
     for memory, page_bytes in zip(hello.ranks, _page_bytes(layout, hello.shape), strict=True):
-        if not len(info.pages) == len(memory.kv_regions) == num_groups:
-            return f"pages of {len(info.pages)} groups in {len(memory.kv_regions)} pools, expected {num_groups}"
-        for i, (num_bytes, region) in enumerate(zip(page_bytes, memory.kv_regions, strict=True)):
+        for i, (num_bytes, region) in enumerate(zip(page_bytes, pool_regions(layout, memory), strict=True)):
             if (last_pages[i] + 1) * num_bytes > region.num_bytes:
                 return f"page {last_pages[i]} lies outside the pool of group {layout.groups[i].name}"
     if layout.round_down(info.cached_tokens) != info.cached_tokens:
@@ -304,6 +321,27 @@ def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux
     if (info.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {info.aux_slot} lies outside its buffer"
     return None
+
+
+def _check_pools(hello: Hello, layout: KVLayout) -> str | None:
+    """Return how the pools of `hello` differ from those of the layout; None when they agree."""
+    num_groups = len(layout.groups) - len(layout.state_groups)
+    for rank, memory in enumerate(hello.ranks):
+        if len(memory.kv_regions) != num_groups:
+            return f"kv_regions has {len(memory.kv_regions)} pools, expected {num_groups}"
+        expected = state_facts(layout, hello.shape.coord(rank))
+        if len(memory.state_regions) != len(expected):
+            return f"state_regions has {len(memory.state_regions)} pools, expected {len(expected)}"
+        for region, facts in zip(memory.state_regions, expected, strict=True):
+            if region.facts != facts:
+                return f"state_regions of rank {rank}: {_difference(region.facts, facts)}"
+    return None
+
+
+def _difference(found: StateFacts, expected: StateFacts) -> str:
+    """Name the first field in which two geometries differ."""
+    field = next(f for f in StateFacts.__struct_fields__ if getattr(found, f) != getattr(expected, f))
+    return f"{field} of group {expected.group} is {getattr(found, field)}, expected {getattr(expected, field)}"
 
 
 @functools.lru_cache(maxsize=256)
@@ -317,7 +355,7 @@ def check_prompt_fits_pages(info: TransferInfo, num_tokens: int, layout: KVLayou
     """Return why a prompt of `num_tokens` tokens does not fit the pages of `info`; None when it fits."""
     if info.cached_tokens > num_tokens:
         return f"cached_tokens is {info.cached_tokens}, but the prompt has {num_tokens} tokens"
-    for group, pages in zip(layout.groups, info.pages, strict=True):
+    for group, pages in zip(layout.groups, layout.merge(info.pages, info.state_indices), strict=True):
         first = layout.whole_pages(info.cached_tokens)
         num_missing = len(numbers_to_move(layout, group, num_tokens, first))
         if len(pages) < num_missing:

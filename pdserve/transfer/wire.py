@@ -21,7 +21,6 @@ packet names its session, so a message of an ended session cannot affect a later
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Annotated
 
 import msgspec
@@ -61,22 +60,54 @@ class WireRegion(msgspec.Struct, frozen=True):
     num_bytes: Count
 
 
+class StatePlane(msgspec.Struct, frozen=True):
+    """How a rank's items of a state pool are cut: one plane of each layer.
+
+    It begins `offset` bytes into the layer, and has `num_heads` heads of `head_bytes` bytes, from the model's head
+    `first_head` on.
+    """
+
+    name: Name
+    offset: Count
+    head_bytes: Count
+    first_head: Count
+    num_heads: Count
+
+
+class StateFacts(msgspec.Struct, frozen=True):
+    """Type and geometry of a state pool on one rank. An item is a slot, or a page of a group with pages.
+
+    `state_type` is SGLang's name: mamba, swa or nsa. `layers` are the model's numbers. Each layer has `layer_bytes`
+    bytes in an item of `item_bytes`.
+    """
+
+    group: Name
+    state_type: Name
+    item_bytes: Count
+    layer_bytes: Count
+    layers: tuple[Count, ...]
+    planes: tuple[StatePlane, ...]
+
+
+class StateRegion(msgspec.Struct, frozen=True):
+    """Registered memory of a peer for the items of a layout group in `KVLayout.state_groups`."""
+
+    address: Count
+    num_bytes: Count
+    facts: StateFacts
+
+
 class RankMemory(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory of one rank that peers write to: its transport address, and its pool of each layout group.
 
-    `host_addresses` are the IP addresses of the rank's host, from which its connections come; empty: not known.
+    `state_regions` are the pools of `KVLayout.state_groups`, `kv_regions` those of the other groups. `host_addresses`
+    are the IP addresses of the rank's host, from which its connections come; empty: not known.
     """
 
     transport_address: EngineAddress
     kv_regions: tuple[WireRegion, ...]
     host_addresses: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOST_ADDRESSES)] = ()
-
-    @classmethod
-    def of(
-        cls, transport_address: str, buffers: Iterable[tuple[int, int]], host_addresses: tuple[str, ...] = ()
-    ) -> RankMemory:
-        """Return the memory of a rank whose pools are `buffers`, `(address, bytes)` each."""
-        return cls(transport_address, tuple(WireRegion(*buffer) for buffer in buffers), host_addresses)
+    state_regions: tuple[StateRegion, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -115,17 +146,20 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: Text
 
 
-class TransferInfo(msgspec.Struct, frozen=True, kw_only=True, tag="Meta"):
-    """The receiver's pages (per layout group) and aux slot for one key, and the digest of the prompt.
+class TransferInfo(msgspec.Struct, frozen=True, kw_only=True, tag="Meta", omit_defaults=True):
+    """The receiver's pages, state items and aux slot for one key, and the digest of the prompt.
 
-    The receiver has the KV cache of the first `cached_tokens` tokens (whole pages); `pages` are those for the rest.
+    The receiver has the KV cache of the first `cached_tokens` tokens (whole pages); `pages` are those for the rest, by
+    layout group. `state_indices` are the items in the pools of `KVLayout.state_groups`, `pages` those of the other
+    groups.
     """
 
     key: MemoryKey
-    cached_tokens: Count = 0
+    cached_tokens: Count
     pages: tuple[tuple[Count, ...], ...]
     aux_slot: Count
     prompt_digest: Name
+    state_indices: tuple[tuple[Count, ...], ...] = ()
 
 
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):

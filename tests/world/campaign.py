@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import pages_for
@@ -25,7 +25,7 @@ from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
 from pdserve.sim.node import Prompt, Shape, monolith_tokens
 from pdserve.sim.router import ClientAnswer
-from tests.world.workload import MAX_NEW, MAX_PROMPT, with_groups
+from tests.world.workload import MAX_NEW, MAX_PROMPT, with_groups, with_states
 
 Rng = random.Random
 KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
@@ -88,11 +88,15 @@ class Played:
     failure: str | None = None
 
 
-def setting(seed: int, only: str | None = None, *, without: str | None = None, groups: bool = False) -> Setting:
+Model = Literal["full", "groups", "states"]
+"""Full attention; also a window and a state group; also a state group, with a prefix cache that keeps states."""
+
+
+def setting(seed: int, only: str | None = None, *, without: str | None = None, model: Model = "full") -> Setting:
     """A seeded cluster, workload and choice of faults: one kind of every fourth seed, several of the others.
 
-    `without` is a kind that is left out of the same cluster and workload: its faults, or the replicas or ranks. With
-    `groups` the model is a hybrid, on ranks of all kinds.
+    `without` is a kind that is left out of the same cluster and workload: its faults, or the replicas or ranks. A
+    `model` with other groups is on ranks of all kinds.
     """
     rng = random.Random(f"campaign {seed}")
     names = list(KINDS)
@@ -110,21 +114,24 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None, g
         layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, redirect=0.0)
     elif without == "ranks":
         layout = dataclasses.replace(layout, prefill_ranks=ParallelShape(), decode_ranks=ParallelShape())
-    if groups:
-        shape, layout = _with_groups(random.Random(f"groups {seed}"), shape, layout, kinds)
+    if model != "full":
+        shape, layout = _with_groups(random.Random(f"{model} {seed}"), shape, layout, kinds, model)
+    if model == "states":
+        prompts = _branching(random.Random(f"branches {seed}"), prompts)
+        late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
     drawn.pop(without or "", None)
     fields = {name: value for of_kind in drawn.values() for name, value in of_kind.items()}
     return Setting(tuple(drawn), shape, layout, Faults(**fields), prompts, late if seed % 2 else ())
 
 
-def play(seed: int, only: str | None = None, *, without: str | None = None, groups: bool = False) -> Counter[str]:
+def play(seed: int, only: str | None = None, *, without: str | None = None, model: Model = "full") -> Counter[str]:
     """Run a seed and hold it against the oracle; counts of what happened. For the last two see `setting`.
 
     Raises:
         AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
             request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
     """
-    it = setting(seed, only, without=without, groups=groups)
+    it = setting(seed, only, without=without, model=model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
     answers = cluster.run(it.prompts, MEETS, it.late)
@@ -135,6 +142,10 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, grou
     check(answers, expected, spared, prompt=prompt)
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
+    if model != "full":
+        counts += _events(cluster)
+        assert "damage" in it.kinds or not counts["state mismatches"], "a state of another request or position"
+        assert not counts["aux records of other KV or state"]
     counts["simulated seconds"] = round(cluster.clock.now())
     counts["requests"] = len(answers)
     counts["requests after all had healed"] = len(it.late)
@@ -143,6 +154,31 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, grou
         answer.error is None and answer.num_tries > 1 for answer in answers
     )
     return +counts
+
+
+EVENTS = {
+    "requests_retracted": "requests retracted",
+    "offloaded_pages": "pages offloaded",
+    "restored_pages": "pages restored",
+    "recomputed_tokens": "tokens computed again",
+    "kv_loads_recomputed": "prompts computed on decode after a failed transfer",
+    "states_copied": "requests that continued from a cached state",
+    "states_kept": "states kept for the cache",
+    "state_mismatches": "state mismatches",
+    "metadata_mismatches": "aux records of other KV or state",
+}
+
+
+def _events(cluster: Cluster) -> Counter[str]:
+    """What the schedulers of all servers counted, dead ones included."""
+    counts = Counter[str]()
+    for node in (node for server in (*cluster.servers, *cluster.dead) for node in server.replicas):
+        for name, words in EVENTS.items():
+            counts[words] += node.scheduler.context.counters[name]
+        states = node.memory.groups.states
+        counts["cached states evicted"] += 0 if states is None else states.num_evicted
+        counts["cached pages evicted"] += node.memory.pages.num_evicted
+    return counts
 
 
 def _spared(it: Setting, cluster: Cluster) -> set[int]:
@@ -219,9 +255,10 @@ def _cluster(rng: Rng, kinds: Sequence[str]) -> tuple[Shape, Layout]:
 PREFILL_SPLITS = [ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 3))]
 
 
-def _with_groups(rng: Rng, shape: Shape, layout: Layout, kinds: Sequence[str]) -> tuple[Shape, Layout]:
+def _with_groups(rng: Rng, shape: Shape, layout: Layout, kinds: Sequence[str], model: Model) -> tuple[Shape, Layout]:
     """A hybrid model with two KV heads, and prefill and decode split differently."""
-    shape = dataclasses.replace(with_groups(shape, rng), num_heads=2)
+    shape = with_groups(shape, rng) if model == "groups" else with_states(shape, rng)
+    shape = dataclasses.replace(shape, num_heads=2)
     if "damage" in kinds:
         return shape, layout
     prefill = rng.choice(PREFILL_SPLITS)
@@ -239,6 +276,18 @@ def _prompts(rng: Rng) -> list[Prompt]:
             tokens = tuple(rng.randint(0, 999) for _ in range(rng.randint(1, MAX_PROMPT)))
             prompts.append(Prompt(tokens, rng.randint(1, MAX_NEW)))
     return prompts
+
+
+def _branching(rng: Rng, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The same prompts, half of which begin like an earlier one."""
+    found: list[Prompt] = []
+    for prompt in prompts:
+        if found and rng.random() < 0.5:
+            begin = rng.choice(found).tokens
+            tokens = (*begin[: rng.randint(1, len(begin))], *prompt.tokens)[:MAX_PROMPT]
+            prompt = dataclasses.replace(prompt, tokens=tokens)
+        found.append(prompt)
+    return found
 
 
 # ---------------------------------------------------------------------- many seeds
@@ -263,11 +312,11 @@ class Tally:
             self.failures.append(played)
 
 
-def try_seed(seed: int, only: str | None = None, *, groups: bool = False) -> Played:
+def try_seed(seed: int, only: str | None = None, *, model: Model = "full") -> Played:
     """Play a seed; what was wrong is a value."""
     logging.disable(logging.ERROR)  # what fails on purpose is no news
     try:
-        return Played(seed, setting(seed, only).kinds, play(seed, only, groups=groups))
+        return Played(seed, setting(seed, only).kinds, play(seed, only, model=model))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         words = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {error}"
@@ -276,9 +325,9 @@ def try_seed(seed: int, only: str | None = None, *, groups: bool = False) -> Pla
         logging.disable(logging.NOTSET)
 
 
-def tally_of(seeds: Sequence[int], workers: int, only: str | None = None, *, groups: bool = False) -> Tally:
+def tally_of(seeds: Sequence[int], workers: int, only: str | None = None, *, model: Model = "full") -> Tally:
     """Play many seeds in `workers` processes."""
-    tally, one = Tally(), functools.partial(try_seed, only=only, groups=groups)
+    tally, one = Tally(), functools.partial(try_seed, only=only, model=model)
     if workers == 1:
         for seed in seeds:
             tally.add(one(seed))
@@ -300,13 +349,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--only", help=f"kinds of faults, joined by +, of {', '.join(KINDS)}")
     parser.add_argument("--groups", action="store_true", help="a model with window and state groups")
+    parser.add_argument("--states", action="store_true", help="a model with a state group, and cached states")
     args = parser.parse_args()
+    model: Model = "groups" if args.groups else "states" if args.states else "full"
     if args.seed is not None:
-        print(setting(args.seed, args.only, groups=args.groups))
-        print(play(args.seed, args.only, groups=args.groups))
+        print(setting(args.seed, args.only, model=model))
+        print(play(args.seed, args.only, model=model))
         return
     began = time.monotonic()
-    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only, groups=args.groups)
+    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only, model=model)
     took = time.monotonic() - began
     print(
         f"{tally.num_seeds} seeds in {took:.0f} s, {tally.num_seeds / took:.1f} a second; {len(tally.failures)} failed"

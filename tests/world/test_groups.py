@@ -18,6 +18,7 @@ from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease
+from pdserve.memory.radix_node import RadixNode
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.sim.network import Faults
@@ -49,6 +50,8 @@ def play_pressed(seed: int) -> Counter[str]:
     for node in (world.prefill, world.decode):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     counts = world.decode.scheduler.context.counters + world.prefill.scheduler.context.counters
+    for name in ("state_mismatches", "metadata_mismatches"):
+        assert not counts[name], f"seed {seed}: {name}"
     counts["aborts"] = world.num_aborts
     return counts
 
@@ -64,7 +67,7 @@ def test_hybrid_models_under_memory_pressure(case: int) -> None:
 
 @pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 300), marks=pytest.mark.slow)], ids=len)
 def test_hybrid_models_on_unequal_splits_with_all_kinds_of_faults(seeds: range) -> None:
-    tally = campaign.tally_of(seeds, 1, groups=True)
+    tally = campaign.tally_of(seeds, 1, model="groups")
     assert not tally.failures, tally.failures[0]
     assert tally.counts["replicas of several ranks"] and tally.counts["requests with the monolith's tokens"]
 
@@ -116,6 +119,25 @@ def the_state_is_sent_with_the_first_pages(patch: Patch) -> None:
         return numbers(layout, group, pages, num_tokens)
 
     patch.setattr(sender_module, "numbers_with", early)
+
+
+def the_state_of_another_slot_is_sent(patch: Patch) -> None:
+    pages = group_pools.pages_at
+
+    def another(group: KVGroup, lease: Lease, numbers: range) -> list[int]:
+        found = pages(group, lease, numbers)
+        return [slot - 1 if slot else slot for slot in found] if group.space is PageSpace.SLOTS else found
+
+    patch.setattr(sender_module, "pages_at", another)
+
+
+def the_state_is_not_sent(patch: Patch) -> None:
+    numbers = group_pools.numbers_with
+
+    def none(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
+        return range(0) if group.space is PageSpace.SLOTS else numbers(layout, group, pages, num_tokens)
+
+    patch.setattr(sender_module, "numbers_with", none)
 
 
 def the_first_window_page_is_not_sent(patch: Patch) -> None:
@@ -170,8 +192,10 @@ def a_window_page_returns_while_a_step_reads_it(patch: Patch) -> None:
 def a_slot_belongs_to_two_requests(patch: Patch) -> None:
     reserve = GroupPools.reserve
 
-    def shared(self: GroupPools, owner: str, max_len: int, *, decode_only: bool = False) -> GroupLease | None:
-        lease = reserve(self, owner, max_len, decode_only=decode_only)
+    def shared(
+        self: GroupPools, owner: str, max_len: int, *, decode_only: bool = False, source: RadixNode | None = None
+    ) -> GroupLease | None:
+        lease = reserve(self, owner, max_len, decode_only=decode_only, source=source)
         if lease is not None and lease.slot is not None:
             self.allocator_of(PageSpace.SLOTS).give_back([lease.slot])
         return lease
@@ -196,6 +220,8 @@ PRESSED = (
     a_retracted_state_is_not_restored,
     a_slot_is_free_although_it_is_sent,
     the_state_is_sent_with_the_first_pages,
+    the_state_of_another_slot_is_sent,
+    the_state_is_not_sent,
     the_first_window_page_is_not_sent,
     a_group_is_left_out,
     a_window_page_returns_while_a_step_reads_it,
@@ -219,7 +245,7 @@ def test_planes_cut_at_the_wrong_heads_are_caught(monkeypatch: Patch) -> None:
     all_planes_are_cut_like_the_first(monkeypatch)
     for seed in range(MAX_SEEDS):
         try:
-            campaign.play(seed, "ranks", groups=True)
+            campaign.play(seed, "ranks", model="groups")
         except (AssertionError, ValueError):
             return
     pytest.fail(f"not caught in {MAX_SEEDS} seeds")

@@ -55,6 +55,13 @@ def with_groups(shape: Shape, rng: random.Random, longest: int = MAX_PROMPT + MA
     )
 
 
+def with_states(shape: Shape, rng: random.Random) -> Shape:
+    """The same server for a model with recurrent layers and no window, with a prefix cache and few slots."""
+    return dataclasses.replace(
+        shape, has_state=True, num_slots=rng.choice((1, 2, 3, 5, 8)), state_grid_pages=rng.choice((1, 1, 2, 3))
+    )
+
+
 def play(seed: int, faults: Faults) -> tuple[World, list[RequestHalf | None]]:
     """Run a seed and hold it against the oracle: finished requests have the monolith's tokens, and nothing is left."""
     shape, prompts = workload(seed)

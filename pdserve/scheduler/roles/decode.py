@@ -26,6 +26,7 @@ from collections.abc import Collection, Iterator, Sequence
 from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import SampledToken
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
@@ -40,8 +41,16 @@ from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
-WRONG_ROOM = Failure(
-    code="metadata_mismatch", message="the aux record that arrived belongs to another room, or to another prompt length"
+WRONG_RECORD = Failure(
+    code="metadata_mismatch",
+    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
+)
+
+WRONG_STATE = Failure(
+    code="state_mismatch",
+    message="the recurrent state that arrived belongs to another request, or to another position",
+    origin="decode",
+    status=502,
 )
 
 
@@ -272,8 +281,15 @@ class DecodeRole(MixedBatchRole):
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
+        most_cached = req.num_input_tokens - memory.layout.has_state  # the state comes with the last page
         lease = memory.reserve_tokens(
-            req.num_input_tokens, req.rid, prompt, req.num_input_tokens, max_len=req.max_len, decode_only=True
+            req.num_input_tokens,
+            req.rid,
+            prompt,
+            most_cached,
+            max_len=req.max_len,
+            decode_only=True,
+            needs_state=False,
         )
         if lease is None:
             return False
@@ -299,7 +315,12 @@ class DecodeRole(MixedBatchRole):
         assert req.receiver is not None and req.aux is not None
         record = req.receiver.take(req.aux)
         if record is None:
-            self._lose(req, WRONG_ROOM)
+            self._context.counters["metadata_mismatches"] += 1
+            self._lose(req, WRONG_RECORD)
+            return
+        if not self._has_own_state(req):
+            self._context.counters["state_mismatches"] += 1
+            self._lose(req, WRONG_STATE)
             return
         damage = None if self._kv_checksum is None else self._kv_checksum.received(req)
         if damage is not None:
@@ -320,6 +341,15 @@ class DecodeRole(MixedBatchRole):
             self._leave(req)
         else:
             self._waiting[req.rid] = req
+
+    def _has_own_state(self, req: Req) -> bool:
+        """True when the stamp of the received state names this request and the end of its input; also without state."""
+        assert req.lease is not None and req.receiver is not None
+        groups = req.lease.groups
+        if groups is None or groups.slot is None or req.receiver.is_fake:
+            return True
+        expected = SlotStamp.of(req.spec.input_ids, req.num_input_tokens)
+        return self._context.executor.has_stamp(groups.slot, expected)
 
     def _take_logprobs(self, req: Req) -> tuple[float, ...]:
         """Emit the prompt's log probabilities that arrived; returns those of the first token, which the aux record

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pdserve.memory.prefix_cache import Eviction, RadixNode, RadixTree, token_bytes
+from pdserve.memory.prefix_cache import Eviction, RadixTree, token_bytes
+from pdserve.memory.radix_node import RadixNode
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
+from pdserve.base.parallel import SINGLE
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -35,9 +36,9 @@ from pdserve.transfer.control import ZmqControlSocket
 from pdserve.transfer.copy_workers import CopyWorkers
 from pdserve.transfer.events import Address, PeerListens, PrefillFound
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.transport import MemoryRegion
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
-from pdserve.transfer.wire import RankMemory
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -81,7 +82,7 @@ class Server:
         args = KVArgs(
             instance=mode,
             layout=executor.layout,
-            ranks=(RankMemory.of("", executor.buffers),),
+            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
             aux=aux,
             facts={"model": "hash"},
             token="t",

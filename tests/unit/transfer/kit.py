@@ -22,6 +22,7 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.manager import KVArgs, KVManager, KVReceiver, KVSender, TransferTimes
 from pdserve.transfer.peers import PeerState, SessionTimes
+from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import Body, Hello, MemoryKey, Packet, RankMemory, TransferStats, Wire
 
 ADDRESS: Address = ("prefill", 8998)
@@ -198,7 +199,7 @@ class Side:
         )
         layout = KVLayout((group,))
         first = buffer or (1 << 20, 16 * group.of_rank(shape.coord(0)).page_bytes)
-        ranks = (RankMemory.of(transport_address or instance, [first], host_addresses), *others)
+        ranks = (rank_memory(layout, shape.coord(0), transport_address or instance, [first], host_addresses), *others)
         self.engine = KitEngine(notifies, [rank.transport_address for rank in ranks])
         args = KVArgs(
             instance=instance,

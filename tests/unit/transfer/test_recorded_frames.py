@@ -4,7 +4,8 @@ A change of these bytes is a change of the protocol: raise `CONTROL_VERSION`, an
 `python -m tests.unit.transfer.test_recorded_frames > tests/unit/transfer/recorded_frames.txt`.
 
 A new field that packets omit while it has its default changes no recorded bytes. The file then gets more packets, which
-have the field: the last three lines have `RankMemory.host_addresses`.
+have the field: three lines have `RankMemory.host_addresses`, and the last six `RankMemory.state_regions` and
+`TransferInfo.state_indices`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pdserve.transfer.wire import CONTROL_VERSION, Body, Hello, Packet
+from pdserve.transfer.wire import CONTROL_VERSION, Body, Hello, Packet, RankMemory, StateRegion, TransferInfo
 from tests.fuzz.structs import sample
 
 RECORDED = Path(__file__).parent / "recorded_frames.txt"
@@ -42,6 +43,19 @@ def record() -> Iterator[str]:
     for _ in range(OF_EACH):
         body = sample(Hello, rng, {"host_addresses": ("10.0.0.2", "fd00::2")})
         yield f"Hello {msgspec.msgpack.encode(sample(Packet, rng, {'body': body})).hex()}"
+    yield from record_state()
+
+
+def record_state() -> Iterator[str]:
+    """The lines with state, made up by a seed of their own."""
+    rng = random.Random(2)
+    for _ in range(OF_EACH):
+        pins = {"state_regions": (sample(StateRegion, rng), sample(StateRegion, rng))}
+        body = sample(Hello, rng, pins | {"ranks": (sample(RankMemory, rng, pins),)})
+        yield f"Hello {msgspec.msgpack.encode(sample(Packet, rng, {'body': body})).hex()}"
+    for _ in range(OF_EACH):
+        info = sample(TransferInfo, rng, {"state_indices": ((3,), (4, 5))})
+        yield f"Meta {msgspec.msgpack.encode(sample(Packet, rng, {'body': info})).hex()}"
 
 
 @pytest.mark.parametrize(("tag", "packet"), recorded(), ids=lambda value: value if isinstance(value, str) else "")
@@ -58,7 +72,14 @@ def test_every_body_is_recorded() -> None:
 def test_packets_with_and_without_the_addresses_of_hosts_are_recorded() -> None:
     hellos = [msgspec.msgpack.decode(packet, type=Packet).body for tag, packet in recorded() if tag == "Hello"]
     addresses = {rank.host_addresses for hello in hellos if isinstance(hello, Hello) for rank in hello.ranks}
-    assert addresses == {(), ("10.0.0.2", "fd00::2")}
+    assert addresses >= {(), ("10.0.0.2", "fd00::2")}
+
+
+def test_packets_with_and_without_state_are_recorded() -> None:
+    bodies = [msgspec.msgpack.decode(packet, type=Packet).body for _, packet in recorded()]
+    infos = [body.state_indices for body in bodies if isinstance(body, TransferInfo)]
+    counts = {len(rank.state_regions) for body in bodies if isinstance(body, Hello) for rank in body.ranks}
+    assert infos == [()] * OF_EACH + [((3,), (4, 5))] * OF_EACH and counts == {0, 2}
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.transfer import sender as unmatched
+from pdserve.transfer import early_arrivals as unmatched
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST
@@ -229,13 +229,16 @@ def test_a_higher_attempt_of_the_same_receiver_supersedes_until_something_was_se
         pytest.param({"pages": ((0, 16),)}, id="page outside the pool"),
         pytest.param({"pages": ()}, id="no group"),
         pytest.param({"pages": ((0,), (1,))}, id="one group too many"),
+        pytest.param({"state_indices": ((0,),)}, id="a state that the layout lacks"),
         pytest.param({"aux_slot": 4}, id="slot outside the buffer"),
     ],
 )
 def test_pages_that_are_not_the_peers_are_refused_and_counted(info: dict[str, object]) -> None:
     net, prefill, _ = meet()
     sender = prefill.kv.open_sender(7, ADDRESS[0], "d")
-    good = TransferInfo(key=MemoryKey(7, 1, "decode-1"), pages=((0, 1, 2),), aux_slot=0, prompt_digest="d")
+    good = TransferInfo(
+        key=MemoryKey(7, 1, "decode-1"), cached_tokens=0, pages=((0, 1, 2),), aux_slot=0, prompt_digest="d"
+    )
     say(net, "decode-1", prefill, msgspec.structs.replace(good, **info))
     assert prefill.kv.counters["metas_refused"] == 1
     assert sender.poll() is KVPoll.BOOTSTRAPPING

@@ -93,7 +93,7 @@ def test_of_each_rank_the_first_address_comes_before_the_second_ones() -> None:
     net, prefill, _ = meet()
     answer = next(packet.body for packet in net.seen if isinstance(packet.body, Hello))
     own = [("10.0.0.1", "10.96.0.1", "10.96.0.2"), (), ("10.0.0.2", "10.96.0.1")]
-    ranks = tuple(RankMemory.of("", [], addresses) for addresses in own)
+    ranks = tuple(RankMemory("", (), addresses) for addresses in own)
     receivers = SessionReceivers(prefill.engine, net.clock, 1)
     receivers.open("session", "10.0.0.1:1")
     receivers.allow("session", "192.0.2.9", msgspec.structs.replace(answer, ranks=ranks))
@@ -184,7 +184,7 @@ def test_frames_for_another_instance_are_counted_and_dropped() -> None:
 def test_a_room_message_without_a_handshake_is_not_believed() -> None:
     net = Net()
     prefill = Side(net, "prefill-1")
-    info = TransferInfo(key=MemoryKey(1, 1, "x"), pages=((1,),), aux_slot=0, prompt_digest="d")
+    info = TransferInfo(key=MemoryKey(1, 1, "x"), cached_tokens=0, pages=((1,),), aux_slot=0, prompt_digest="d")
     prefill.kv.handle(FrameArrived(Wire(TOKEN).encode(Packet(sender="x", receiver="prefill-1", seq=1, body=info))))
     assert prefill.kv.counters["control_frames_unexpected"] == 1
     assert prefill.kv.quiet and not net.frames

@@ -55,6 +55,9 @@ RECORDS = st.builds(
     cached_tokens=TOKENS,
     logprob=st.none() | LOGPROBS,
     top=st.lists(st.tuples(TOKENS, LOGPROBS), max_size=MAX_TOP_LOGPROBS).map(tuple),
+    num_tokens=TOKENS,
+    state_type=st.sampled_from(("none", "mamba", "swa", "nsa", "mamba,swa", "mamba,swa,nsa")),
+    num_state_items=TOKENS,
 )
 
 
@@ -86,6 +89,7 @@ def test_every_field_starts_at_64_bytes_for_rdma() -> None:
         {"attempt": 1},
         {"first_token": 1},
         {"cached_tokens": 1},
+        {"num_tokens": 1},
         {"logprob": -1.0},
         {"top": ((1, -1.0),)},
     ]
@@ -95,7 +99,7 @@ def test_every_field_starts_at_64_bytes_for_rdma() -> None:
         before = np.frombuffer(aux.take_out(0), dtype="<u8")
         aux.write(0, dataclasses.replace(empty, **change))
         starts |= set((8 * np.flatnonzero(np.frombuffer(aux.take_out(0), dtype="<u8") != before)).tolist())
-    assert len(starts) == 8 and all(start % 64 == 0 for start in starts)
+    assert len(starts) == 9 and all(start % 64 == 0 for start in starts)
     assert MetadataBuffers(4).slot_bytes % 64 == 0
     assert MetadataBuffers(4).buffer[1] == 4 * MetadataBuffers(4).slot_bytes
 
@@ -118,6 +122,13 @@ def test_a_record_of_another_length_is_not_taken() -> None:
     sender.finish(my_slot, AuxRecord(7, 0, 42), TransferStats(), lease=mine, num_pages=3)
     sent = prefill.kv.args.aux.read(my_slot.pages[0])
     assert sent.num_tokens == 9
-    for num_tokens, is_taken in ((9, True), (8, False), (0, True)):
-        decode.kv.args.aux.write(their_slot.pages[0], dataclasses.replace(sent, num_tokens=num_tokens))
-        assert (receiver.take(their_slot) is not None) == is_taken, num_tokens
+    changes: list[tuple[dict[str, Any], bool]] = [
+        ({}, True),
+        ({"num_tokens": 8}, False),
+        ({"num_tokens": 0}, True),
+        ({"num_state_items": 1}, False),
+        ({"state_type": "mamba"}, False),
+    ]
+    for change, is_taken in changes:
+        decode.kv.args.aux.write(their_slot.pages[0], dataclasses.replace(sent, **change))
+        assert (receiver.take(their_slot) is not None) == is_taken, change

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split, layers_of
 from pdserve.errors import ConfigError, HandshakeError
-from pdserve.memory.layout import DTYPE_BYTES, GroupKind, KVGroup, Plane, Shard, attention_group
+from pdserve.memory.layout import DTYPE_BYTES, GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, plan_flow, shard_flows
+from tests.share import rest_slow
 
 Pool = npt.NDArray[np.int64]
 TP_SIZES = (1, 2, 3, 4, 6, 8)
@@ -191,33 +193,73 @@ def test_every_byte_between_all_splits_there_are(num_heads: int) -> None:
             check_bytes(group, source, destination, num_pages, pages, pages[::-1], [range(4)])
 
 
+def token_group(kind: GroupKind, num_heads: int, v_head_dim: int | None = None) -> KVGroup:
+    return attention_group(
+        kind=kind,
+        num_layers=5,
+        layers=(0, 3, 4),
+        page_tokens=2,
+        num_kv_heads=num_heads,
+        head_dim=2,
+        v_head_dim=v_head_dim,
+        dtype="bfloat16",
+        window=4 if kind is GroupKind.WINDOW else None,
+    )
+
+
+STAMPED = KVLayout((group_of(5, 1, 1), delta_net((0, 1, 2, 4), 5, 24, 1))).with_stamps()
+ALL_KINDS = {
+    "full": token_group(GroupKind.FULL, 24),
+    "window": token_group(GroupKind.WINDOW, 24),
+    "wider keys": token_group(GroupKind.WINDOW, 24, 1),
+    "draft": token_group(GroupKind.DRAFT, 24),
+    "latent": token_group(GroupKind.MLA, 1),
+    "index": token_group(GroupKind.INDEX, 1),
+    "delta net": delta_net((0, 1, 2, 4), 5, 24, 1),
+    "more value heads": delta_net((1, 3), 5, 24, 2),
+    "groups": mamba2((0, 2, 3), 5, 24, 24),
+    "groups on some splits": mamba2((0, 2, 3), 5, 24, 8),
+    "replicated groups": mamba2((0, 2, 3), 5, 24, 5),
+    "stamp": STAMPED.groups[2],
+}
+"""A group of every kind, with planes of every shard. Its heads can be split over all of `TP_SIZES`."""
+
+
+def test_every_kind_and_every_shard_is_among_the_groups() -> None:
+    assert {group.kind for group in ALL_KINDS.values()} == set(GroupKind)
+    assert {plane.shard for group in ALL_KINDS.values() for plane in group.planes} == set(Shard)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill_tp"),
+    rest_slow(
+        sorted(itertools.product(ALL_KINDS, TP_SIZES), key=lambda case: (TP_SIZES.index(case[1]) + len(case[0])) % 6),
+        keep=6,
+    ),
+)
+def test_every_plane_between_all_splits_there_are(kind: str, prefill_tp: int) -> None:
+    """P and D of 1, 2, 3, 4, 6 and 8 tensor ranks and 1 to 4 stages: every byte arrives, from one rank, and no other.
+
+    One case is a kind and the tensor ranks of P; the default tests take a few cases.
+    """
+    group = ALL_KINDS[kind]
+    assert sizes(group) == list(TP_SIZES)
+    for prefill_pp, decode_tp, decode_pp in itertools.product((1, 2, 3, 4), TP_SIZES, (1, 2, 3, 4)):
+        source = ParallelShape(tp_size=prefill_tp, pp_size=prefill_pp)
+        destination = ParallelShape(tp_size=decode_tp, pp_size=decode_pp)
+        ranges = [range(5)] if (prefill_pp + decode_tp) % 2 else [range(2), range(2, 5)]
+        check_bytes(group, source, destination, 2, [1], [0], ranges)
+
+
 @pytest.mark.parametrize(
     "group",
-    [
-        delta_net((0, 1, 2, 4), 5, 4, 2),
-        delta_net((1, 3), 5, 12, 2),
-        mamba2((0, 2, 3), 5, 24, 8),
-        mamba2((0, 2, 3), 5, 24, 3),
-        attention_group(
-            kind=GroupKind.WINDOW,
-            num_layers=5,
-            layers=(0, 3),
-            page_tokens=3,
-            num_kv_heads=12,
-            head_dim=2,
-            v_head_dim=1,
-            dtype="bfloat16",
-        ),
-    ],
-    ids=["delta net", "more key heads", "groups", "replicated groups", "wider keys"],
+    [delta_net((0, 1, 2, 4), 5, 4, 2), delta_net((1, 3), 5, 12, 2)],
+    ids=["fewer key heads than ranks", "3 key heads a rank"],
 )
-def test_every_plane_between_all_splits_there_are(group: KVGroup) -> None:
-    every = [ParallelShape(tp_size=tp, pp_size=pp) for tp in sizes(group) for pp in (1, 2, 3, 4)]
-    assert len(every) >= 4 * 3
-    for source in every:
-        for destination in every:
-            if destination.pp_size in (1, source.pp_size):
-                check_bytes(group, source, destination, 2, [1], [0], [range(5)])
+def test_planes_with_fewer_heads_than_ranks(group: KVGroup) -> None:
+    every = [ParallelShape(tp_size=tp, pp_size=pp) for tp in sizes(group) for pp in (1, 3)]
+    for source, destination in itertools.product(every, every):
+        check_bytes(group, source, destination, 2, [1], [0], [range(5)])
 
 
 def test_a_replicated_plane_has_one_writer_while_its_neighbours_are_split() -> None:

@@ -47,7 +47,7 @@ HELLO = Hello(
 BODIES: list[Body] = [
     HELLO,
     Refusal(field="page_size", message="differs"),
-    TransferInfo(key=KEY, pages=((1, 2, 3),), aux_slot=5, prompt_digest="d"),
+    TransferInfo(key=KEY, cached_tokens=0, pages=((1, 2, 3),), aux_slot=5, prompt_digest="d"),
     TransferDone(key=KEY, stats=TransferStats(num_bytes=9, write_s=0.5)),
     TransferEnded(key=KEY, failure=FAILURE, quiesced=True),
     Abort(key=KEY, failure=FAILURE, prompt_digest="d"),
@@ -75,6 +75,7 @@ def _frame(**changes: object) -> bytes:
         "pages": [[0]],
         "aux_slot": 0,
         "prompt_digest": "d",
+        "cached_tokens": 0,
     }
     packet = {"sender": "a", "receiver": "b", "seq": 1, "body": body | changes}
     return _seal(bytes([PROTOCOL_VERSION]) + msgspec.msgpack.encode(packet))

@@ -1,0 +1,100 @@
+"""State slots between the rows of steps: their stamps, and copies from and to the prefix cache.
+
+`LocalExecutor` reads a plan at its launch, and applies the result in the order of the steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.executor.interface import BatchPlan
+from pdserve.memory.kv_memory import PageTable
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.forward_batch import IntArray, to_device
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotCopies:
+    """Copies of state slots beside a step: pairs of slots, int64 `[2, N]` each, source and target."""
+
+    before: IntArray
+    after: IntArray
+
+    @classmethod
+    def of(cls, plan: BatchPlan, table: PageTable) -> SlotCopies | None:
+        """Return the copies of the plan; None when it has none."""
+        before = [(row.state_from, table.slots[row.row]) for row in plan.rows if row.state_from >= 0]
+        after = [(table.slots[row.row], row.state_to) for row in plan.rows if row.state_to >= 0]
+        if not before and not after:
+            return None
+        return cls(*(np.array(pairs, dtype=np.int64).reshape(-1, 2).T for pairs in (before, after)))
+
+
+@torch.inference_mode()
+def copy_slots(pools: Sequence[GroupPool], pairs: IntArray) -> None:
+    """Copy state slots in the pools that have them. On CUDA in the current stream. No slot is a target twice."""
+    if not pairs.shape[1]:
+        return
+    for pool in pools:
+        if pool.group.space is PageSpace.SLOTS and pool.group.num_layers:
+            slots = pool.pages_as_bytes
+            source, target = to_device(np.ascontiguousarray(pairs), slots.device)
+            slots.index_copy_(0, target, slots.index_select(0, source))
+
+
+@dataclasses.dataclass(frozen=True)
+class StampWrites:
+    """Stamps that a step writes: `slots` int64 `[R]`, `content` uint8 `[R, page_bytes]`."""
+
+    slots: IntArray
+    content: Tensor
+
+
+class SlotStamps:
+    """Stamps of the rows of `table` in `pool`. Only rows that compute known tokens are stamped, not decoding ones.
+
+    `open`, `plan_writes` and `has` are called on the scheduler thread, `write` in the order of the steps.
+    """
+
+    def __init__(self, pool: GroupPool, table: PageTable) -> None:
+        self._pool = pool
+        self._table = table
+        self._num_layers = pool.group.num_layers
+        self._open: dict[int, tuple[SlotStamp, int]] = {}
+
+    def open(self, row: int, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
+        """Record the request in `row`, whose known tokens are `token_ids`."""
+        self._open[row] = SlotStamp.of(token_ids[:num_prompt_tokens], 0), len(token_ids)
+
+    def plan_writes(self, plan: BatchPlan) -> StampWrites | None:
+        """Return the stamps that the plan writes; None when it computes no known tokens."""
+        rows = [row for row in plan.rows if row.end <= self._open[row.row][1]]
+        if not rows or not self._num_layers:
+            return None
+        stamps = [SlotStamp(self._open[row.row][0].request, row.end).to_bytes() for row in rows]
+        content = np.frombuffer(b"".join(stamp * self._num_layers for stamp in stamps), dtype=np.uint8)
+        slots = self._table.slots[[row.row for row in rows]].astype(np.int64)
+        return StampWrites(slots, torch.from_numpy(content.reshape(len(rows), -1).copy()))
+
+    def write(self, writes: StampWrites) -> None:
+        """Write planned stamps. On CUDA in the current stream."""
+        pages = self._pool.pages_as_bytes
+        content = writes.content
+        if pages.device.type == "cuda":
+            content = content.pin_memory().to(pages.device, non_blocking=True)
+        pages.index_copy_(0, to_device(writes.slots, pages.device), content)
+
+    def has(self, slot: int, stamp: SlotStamp) -> bool:
+        """Return whether all layers' stamps in `slot` are `stamp`; True on a rank without STATE layers."""
+        page = self._pool.pages_as_bytes[slot]
+        if page.device.type == "cpu":
+            return stamp.fills(page.numpy())
+        with torch.cuda.stream(torch.cuda.Stream(page.device)):  # type: ignore[no-untyped-call]
+            return stamp.fills(page.cpu().numpy())

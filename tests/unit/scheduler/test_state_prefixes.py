@@ -1,0 +1,65 @@
+"""Cached tokens of hybrid models, for workloads on which other servers reuse nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from pdserve.base.clock import ManualClock
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.node import Prompt, Shape, SimNode, monolith_tokens, request
+
+GRID = 64
+
+
+def serve(shape: Shape, prompts: Sequence[Prompt]) -> Iterator[float]:
+    """Run prompts one after the other; yield the cached tokens of each."""
+    node = SimNode("null", shape, SimNet(0, ManualClock(), Faults()), "mono", "mono")
+    expected = monolith_tokens(shape, prompts)
+    for index, prompt in enumerate(prompts):
+        before = node.scheduler.context.counters["cached_tokens"]
+        node.mailbox.post(request(f"r{index}", prompt, None))
+        for _ in range(500):
+            if not node.scheduler.step() and node.idle:
+                break
+        assert node.halves[f"r{index}"].tokens == expected[index]
+        yield node.scheduler.context.counters["cached_tokens"] - before
+    assert not node.leaks()
+
+
+def shape_of(chunk: int | None, num_slots: int = 16) -> Shape:
+    return Shape(
+        page_tokens=16, num_pages=256, num_rows=4, chunk_tokens=chunk, has_state=True, num_slots=num_slots,
+        state_grid_pages=GRID // 16,
+    )  # fmt: skip
+
+
+def tokens(count: int, first: int) -> tuple[int, ...]:
+    return tuple(range(first, first + count))
+
+
+@pytest.mark.parametrize("chunk", [None, 4096, 256, 100])
+def test_a_prompt_and_the_same_with_a_suffix(chunk: int | None) -> None:
+    """One prompt after the other, not at the same time."""
+    first = tokens(561, 1)
+    prompts = [Prompt(first, 1), Prompt((*first, *tokens(20, 5000)), 1)]
+    assert list(serve(shape_of(chunk), prompts)) == [0, 561 // GRID * GRID]
+
+
+@pytest.mark.parametrize(("num_shared", "num_own"), [(300, 140), (310, 130), (128, 128), (330, 3)])
+def test_a_shared_prefix_is_reused_wherever_the_prompts_end(num_shared: int, num_own: int) -> None:
+    """Also where the last multiple of the grid of each prompt lies in tokens of its own."""
+    shared = tokens(num_shared, 1)
+    prompts = [Prompt((*shared, *tokens(num_own, 1000 * (i + 1))), 1) for i in range(5)]
+    junction = num_shared // GRID * GRID
+    first_hit = junction if (num_shared + num_own - 1) // GRID * GRID == junction else 0
+    assert list(serve(shape_of(None), prompts)) == [0, first_hit, junction, junction, junction]
+
+
+def test_states_of_a_long_prompt_do_not_displace_those_of_junctions() -> None:
+    """States at the ends of other chunks are kept only in free slots."""
+    shared = tokens(130, 1)
+    prompts = [Prompt((*shared, *tokens(70, 1000 * (i + 1))), 1) for i in range(2)]
+    prompts += [Prompt(tokens(1000, 20_000), 1), Prompt((*shared, *tokens(70, 9000)), 1)]
+    assert list(serve(shape_of(64, num_slots=5), prompts)) == [0, 128, 0, 128]
