@@ -182,6 +182,16 @@ def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
+def test_other_choices_of_recurrent_layers_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["decode: 8 columns of a state for few rows", "prefill: 16 columns of a state"]
+    tilings.try_out(hybrid=True, only=names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == names
+    assert all("| 6: " in line for line in lines), "a prefill of six tokens"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_products_are_timed_by_every_tiling_beside_torch_s(capsys: pytest.CaptureFixture[str]) -> None:
     products.try_out()
     lines = capsys.readouterr().out.splitlines()
