@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from pdserve.base.startup_progress import told
+from pdserve.base.startup_progress import STARTING, announce_status, told
 from pdserve.errors import ConfigError, ModelError
 from pdserve.model import hub
 from pdserve.model.config import read_json
@@ -38,8 +38,10 @@ def made_once(target: Path, make: Callable[[Path], None]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
+            announce_status("converting model files, once")
             with told(log.info, f"converting to {target}, once"):
                 make(work)
+            announce_status(STARTING)
             work.chmod(0o755)
             with contextlib.suppress(FileExistsError, OSError):
                 os.rename(work, target)

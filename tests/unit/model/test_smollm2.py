@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from pdserve.base.startup_progress import ANNOUNCE, parse_status
 from pdserve.errors import ModelError
 from pdserve.model.paths import made_once, resolve_model_path, resolve_tokenizer_path
 from tests.driver import Driver, build
@@ -93,6 +94,18 @@ def test_processes_that_race_for_the_cache_all_see_a_whole_directory(tmp_path: P
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [0, 0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_a_conversion_is_the_status_of_its_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def make(target: Path) -> None:
+        (target / "a").write_text("x")
+
+    monkeypatch.setenv(ANNOUNCE, "1")
+    made_once(tmp_path / "made", make)
+    lines = capsys.readouterr().out.splitlines()
+    assert [parse_status(line) for line in lines] == ["converting model files, once", "starting"]
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:

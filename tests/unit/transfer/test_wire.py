@@ -176,3 +176,8 @@ def test_a_status_that_is_no_http_error_is_refused() -> None:
     frame = Wire("token").encode(Packet(sender="a", receiver="b", seq=1, body=lie))
     with pytest.raises(ProtocolError):
         Wire("token").decode(frame)
+
+
+def test_the_digest_of_a_prompt_is_the_one_of_its_ids_in_four_bytes_each() -> None:
+    assert prompt_digest([]) == hashlib.blake2b(b"", digest_size=8).hexdigest()
+    assert prompt_digest([1, 70_000]) == hashlib.blake2b(bytes([1, 0, 0, 0, 112, 17, 1, 0]), digest_size=8).hexdigest()
