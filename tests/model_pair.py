@@ -71,7 +71,7 @@ class ModelServer(SchedulerThread):
                 disaggregation_layerwise_transfer=layerwise,
             ),
         )
-        built = build_executor(config, max_rows=NUM_ROWS)
+        self.built = built = build_executor(config, max_rows=NUM_ROWS)
         executor = built.executor
         self.stack.callback(executor.close)
         memory = make_memory(config, built, self.stack)
