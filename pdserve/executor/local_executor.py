@@ -291,7 +291,8 @@ class LocalExecutor:
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         compute: Compute | None = None
         if self._native_path is not None and not layer_events and not self._unwritten:
-            compute = self._native_path.computation(plan)
+            has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
+            compute = None if has_copies else self._native_path.computation(plan)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)

@@ -399,7 +399,7 @@ class NativeDecodePath:
         if not 0 < len(rows) <= self._most_rows or self._params.prompt_logprob_params:
             return None
         for row in rows:
-            if not row.sample or row.end - row.start != 1 or max(row.state_from, row.state_to) >= 0:
+            if not row.sample or row.end - row.start != 1:
                 return None
             assert row.end < self._tokens.shape[1], "the next token has its place"
         facts = np.array([[row.row for row in rows], [row.start for row in rows]])

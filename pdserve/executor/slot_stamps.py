@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pdserve.executor.interface import BatchPlan
 from pdserve.memory.kv_memory import PageTable
@@ -51,10 +50,10 @@ def copy_slots(pools: Sequence[GroupPool], pairs: IntArray) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class StampWrites:
-    """Stamps that a step writes: `slots` int64 `[R]`, `content` uint8 `[R, page_bytes]`."""
+    """Stamps that a step writes: `slots` int64 `[R]`, `content` int64 `[R, 2 * layers]`."""
 
     slots: IntArray
-    content: Tensor
+    content: IntArray
 
 
 class SlotStamps:
@@ -78,17 +77,14 @@ class SlotStamps:
         rows = [row for row in plan.rows if row.end <= self._open[row.row][1]]
         if not rows or not self._num_layers:
             return None
-        stamps = [SlotStamp(self._open[row.row][0].request, row.end).to_bytes() for row in rows]
-        content = np.frombuffer(b"".join(stamp * self._num_layers for stamp in stamps), dtype=np.uint8)
+        words = [SlotStamp(self._open[row.row][0].request, row.end).words * self._num_layers for row in rows]
         slots = self._table.slots[[row.row for row in rows]].astype(np.int64)
-        return StampWrites(slots, torch.from_numpy(content.reshape(len(rows), -1).copy()))
+        return StampWrites(slots, np.array(words, dtype=np.uint64).view(np.int64))
 
     def write(self, writes: StampWrites) -> None:
         """Write planned stamps. On CUDA in the current stream."""
         pages = self._pool.pages_as_bytes
-        content = writes.content
-        if pages.device.type == "cuda":
-            content = content.pin_memory().to(pages.device, non_blocking=True)
+        content = to_device(writes.content, pages.device).view(torch.uint8)
         pages.index_copy_(0, to_device(writes.slots, pages.device), content)
 
     def has(self, slot: int, stamp: SlotStamp) -> bool:

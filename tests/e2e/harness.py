@@ -105,8 +105,8 @@ class Server:
         return {line.split("{")[0].split(" ")[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
 
     def leaks(self) -> dict[str, Any]:
-        """What is not free, not quiet or does not add up; empty at idle. Pages that only the prefix cache has are free:
-        whoever needs them gets them.
+        """What is not free, not quiet or does not add up; empty at idle. Pages and slots that only the prefix cache has
+        are free: whoever needs them gets them.
         """
         state = self.state()
         memory = state["memory"]
@@ -114,8 +114,9 @@ class Server:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= evictable
+        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
         lost["pages_locked"] = memory["pages_cached"] - evictable
-        cached = ("pages_cached", "pages_evictable")
+        cached = ("pages_cached", "pages_evictable", "slots_cached")
         lost |= {n: count for n, count in memory.items() if n not in cached and not n.endswith(("_total", "_free"))}
         wrong = {"audit": state["audit"], "audit_differences": state["counters"].get("audit_differences", 0)}
         return {name: what for name, what in (lost | wrong).items() if what}

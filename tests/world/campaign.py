@@ -135,7 +135,8 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, mode
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
     answers = cluster.run(it.prompts, MEETS, it.late)
-    local = LOCAL if it.faults.max_stop_s > 90.0 else LOCAL | {"stops"}
+    takes_turns = model != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
+    local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
     spared = _spared(it, cluster) if (HARMLESS | local).issuperset(it.kinds) else set()
     spared |= set(range(len(it.prompts), len(answers)))
     prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0

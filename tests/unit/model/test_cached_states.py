@@ -45,14 +45,15 @@ def counters(server: ModelServer) -> dict[str, float]:
     return server.state().counters
 
 
+@pytest.mark.parametrize("impl", ["native", "transformers"])
 @pytest.mark.parametrize("is_pair", [False, True], ids=["monolith", "pair"])
-def test_turns_and_branches_continue_from_a_state(is_pair: bool, checkpoint: Path) -> None:
+def test_turns_and_branches_continue_from_a_state(is_pair: bool, impl: str, checkpoint: Path) -> None:
     shared = random_tokens(150, 0)
     first, branch, third = (shared + random_tokens(count, seed) for seed, count in ((1, 60), (2, 20), (3, 30)))
     turn = first + random_tokens(70, 4)
     prompts = [first, branch, third, turn]
     expected = reference_tokens(checkpoint, prompts)
-    with running_models(checkpoint, pair=is_pair, chunk=512) as server:
+    with running_models(checkpoint, pair=is_pair, chunk=512, prefill_impl=impl, model_impl=impl) as server:
         prefill = server.prefill or server.answering
         cached = []
         for prompt, tokens in zip(prompts, expected, strict=True):
@@ -72,3 +73,18 @@ def test_requests_take_turns_with_few_slots(is_pair: bool, checkpoint: Path) -> 
         assert server.answering.state().memory["slots_total"] == 1
         assert server.generate(prompts, NEW_TOKENS) == expected
         server.assert_idle()
+
+
+def test_the_cpu_kernels_give_the_same_tokens_whatever_is_cached(checkpoint: Path) -> None:
+    """Prompts in two orders, so that each begins from other states, or from none."""
+    shared = random_tokens(150, 0)
+    prompts = [shared + random_tokens(count, seed) for seed, count in ((1, 60), (2, 20), (3, 30), (4, 200))]
+    found: list[dict[int, list[int]]] = []
+    for order in ((0, 1, 2, 3), (3, 2, 1, 0)):
+        with running_models(
+            checkpoint, pair=False, chunk=512, prefill_impl="native", model_impl="native", dtype="bfloat16"
+        ) as server:
+            found.append({index: server.generate([prompts[index]], NEW_TOKENS)[0] for index in order})
+            assert counters(server.answering)["states_copied"] >= 2
+            server.assert_idle()
+    assert found[0] == found[1]

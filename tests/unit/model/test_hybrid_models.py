@@ -48,7 +48,8 @@ def deeper(name: str) -> TinyFamily:
     """The family with three GatedDeltaNet layers before the attention layer."""
     family = FAMILIES[name]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    return dataclasses.replace(family, changes={**family.changes, "num_hidden_layers": 4, "layer_types": kinds})
+    changes = {"num_hidden_layers": 4, "layer_types": kinds, "max_position_embeddings": 2048}
+    return dataclasses.replace(family, changes=family.changes | changes)
 
 
 @pytest.mark.parametrize("name", rest_slow(NAMES))
@@ -78,7 +79,7 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
 )
 def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
-    prompts = prompts_of((*LENGTHS, 64, 127, 5))
+    prompts = prompts_of((*LENGTHS, 64, 1500, 5))
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False, model_impl="native", chunk=chunk) as server:
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
