@@ -87,28 +87,6 @@ def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, chec
         server.assert_idle()
 
 
-@pytest.mark.parametrize("is_pair", [False, True], ids=["monolith", "pair"])
-def test_turns_and_branches_of_native_models_continue_from_a_state(
-    is_pair: bool, checkpoint: Callable[[str], Path]
-) -> None:
-    name = "qwen3_5_moe"
-    shared, *rests = prompts_of((150, 60, 20, 30, 70), seed=3)
-    first, branch, third = (shared + rest for rest in rests[:3])
-    prompts = [first, branch, third, first + rests[3]]
-    expected = deeper(name).reference_tokens(checkpoint(name), prompts, NEW_TOKENS)
-    impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
-    with running_models(checkpoint(name), pair=is_pair, chunk=512, **impls) as server:
-        prefill = server.prefill or server.answering
-        cached = []
-        for prompt, tokens in zip(prompts, expected, strict=True):
-            before = prefill.state().counters.get("cached_tokens", 0)
-            assert server.generate([prompt], NEW_TOKENS) == [tokens]
-            cached.append(prefill.state().counters.get("cached_tokens", 0) - before)
-        assert cached == [0, 0, 128, 192], "150 shared tokens reach the second multiple of 64, 210 the third"
-        assert server.generate(prompts * 2, NEW_TOKENS) == expected * 2, "eight at once"
-        server.assert_idle()
-
-
 def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_field(
     checkpoint: Callable[[str], Path],
 ) -> None:
