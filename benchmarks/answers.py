@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -55,21 +55,11 @@ async def read_answer(
     """
     sampling = {"temperature": 0, "max_new_tokens": output_len, "ignore_eos": True}
     body = {"input_ids": list(prompt), "sampling_params": sampling, "stream": True}
-    answer.sent_s = time.perf_counter()
-    async with session.post(f"{url}/generate", data=orjson.dumps(body)) as response:
-        if response.status != 200:
-            raise RuntimeError(f"{url}: status {response.status}: {(await response.text())[:200]}")
-        async for data in events(response):
-            now = time.perf_counter()
-            if data == b"[DONE]":
-                break
-            event = orjson.loads(data)
-            if "error" in event:
-                raise RuntimeError(f"{url}: {event['error']}")
-            answer.timing = event["meta_info"]["timing"]
-            if event["output_ids"]:
-                answer.came_s.append(now)
-                answer.output_ids += event["output_ids"]
+    async for event, now in _events(session, f"{url}/generate", body, answer):
+        answer.timing = event["meta_info"]["timing"]
+        if event["output_ids"]:
+            answer.came_s.append(now)
+            answer.output_ids += event["output_ids"]
     if len(answer.output_ids) != output_len:
         raise RuntimeError(f"{url}: {len(answer.output_ids)} of {output_len} tokens came")
 
@@ -91,10 +81,27 @@ async def read_completion(
         "stream": True,
     }
     reason = None
+    async for event, now in _events(session, f"{url}/v1/completions", body, answer):
+        for choice in event["choices"]:
+            if piece_of(choice):
+                answer.came_s.append(now)
+            reason = choice.get("finish_reason") or reason
+    if reason != "length":
+        raise RuntimeError(f"{url}: the answer ended with {reason}, not with its {output_len} tokens")
+    if not answer.came_s:
+        raise RuntimeError(f"{url}: {output_len} tokens without text came")
+
+
+async def _events(
+    session: aiohttp.ClientSession, url: str, body: Mapping[str, Any], answer: Answer
+) -> AsyncIterator[tuple[dict[str, Any], float]]:
+    """Send a request and yield the events of its stream, each with the time when it came. Sets `answer.sent_s`.
+
+    Raises:
+        RuntimeError: the status is not 200, or an event tells of an error.
+    """
     answer.sent_s = time.perf_counter()
-    async with session.post(
-        f"{url}/v1/completions", data=orjson.dumps(body), headers={"Content-Type": "application/json"}
-    ) as response:
+    async with session.post(url, data=orjson.dumps(body), headers={"Content-Type": "application/json"}) as response:
         if response.status != 200:
             raise RuntimeError(f"{url}: status {response.status}: {(await response.text())[:200]}")
         async for data in events(response):
@@ -104,14 +111,7 @@ async def read_completion(
             event = orjson.loads(data)
             if "error" in event:
                 raise RuntimeError(f"{url}: {event['error']}")
-            for choice in event["choices"]:
-                if piece_of(choice):
-                    answer.came_s.append(now)
-                reason = choice.get("finish_reason") or reason
-    if reason != "length":
-        raise RuntimeError(f"{url}: the answer ended with {reason}, not with its {output_len} tokens")
-    if not answer.came_s:
-        raise RuntimeError(f"{url}: {output_len} tokens without text came")
+            yield event, now
 
 
 def equal_tokens(ours: Sequence[Answer], theirs: Sequence[Answer]) -> list[bool]:

@@ -277,11 +277,12 @@ def delta_case(threads: Threads, name: str, num_rows: int, start: int, end: int)
     weights = torch.randn(shape.conv_width, shape.taps), -torch.rand(heads), torch.randn(heads)
     kept, size = (heads, shape.key_dim, shape.taps - 1), heads * shape.key_dim * (shape.taps - 1)
     stride = 4 * heads * dims + 3 * 2 * size
-    raw = torch.frombuffer(allocate_private(DELTA_LAYERS * num_rows * stride), dtype=torch.float32).fill_(0)
-    for layer in raw.view(DELTA_LAYERS, num_rows, -1):
+    num_slots = num_rows + 1
+    raw = torch.frombuffer(allocate_private(DELTA_LAYERS * num_slots * stride), dtype=torch.float32).fill_(0)
+    for layer in raw.view(DELTA_LAYERS, num_slots, -1):
         state, halves = layer[:, : heads * dims], layer[:, heads * dims :].view(torch.bfloat16)
-        q, k, v = (halves[:, i * size : (i + 1) * size].view(num_rows, *kept) for i in range(3))
-        states = DeltaStates((q, k, v), state.view(num_rows, heads, shape.key_dim, shape.value_dim))
+        q, k, v = (halves[:, i * size : (i + 1) * size].view(num_slots, *kept) for i in range(3))
+        states = DeltaStates((q, k, v), state.view(num_slots, heads, shape.key_dim, shape.value_dim))
         program.delta(source, shape, states, *weights, torch.ones(shape.value_dim), 1e-6, out)
     program.begin(dataclasses.replace(batch, host=host))
     tokens = len(batch.positions)

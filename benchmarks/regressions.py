@@ -6,7 +6,8 @@
 Kernels stand against the bytes and products that the machine does in the same rounds (`kernels`), decode steps against
 torch's (`bench_cpu_step`), servers against bare steps of as many rows or the products that a prompt takes, int8 against
 bf16, and 1P1D against a monolith of as many threads. The model is SmolLM2-135M. `--only kernels,steps,servers` measures
-a part, and compares that part. Each instruction-set level has ratios of its own: they are of other processors.
+a part, and compares that part; `--cases` measures some kernels. Each instruction-set level has ratios of its own: they
+are of other processors.
 
 Everything is measured in several passes, all of it in each, and of a ratio the medians of the passes are kept: they
 spread as much as the median of another run may, and less than single rounds do.
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 import sys
 import time
 import urllib.request
@@ -42,9 +44,9 @@ NUM_WEIGHTS = 106_168_320
 """Of SmolLM2-135M's layers: those that every token of a prompt is multiplied with."""
 
 
-def kernel_ratios(threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
-    """Each kernel's share of its limit."""
-    cases = kernels.all_cases(Threads(threads))
+def kernel_ratios(threads: int, rounds: int, clock: Callable[[], float], wanted: str = "") -> dict[str, Spread]:
+    """Each kernel's share of its limit. `wanted`: a regular expression that finds the names of cases."""
+    cases = [case for case in kernels.all_cases(Threads(threads)) if re.search(wanted, case.name)]
     results = kernels.measure(cases, rounds, clock).cases
     return {f"kernel: {case.name}, share of the limit": share for case, (_, share) in zip(cases, results, strict=True)}
 
@@ -123,12 +125,14 @@ def server_ratios(threads: int, rounds: int) -> dict[str, Spread]:
     }
 
 
-def measure(parts: Sequence[str], threads: int, rounds: int, clock: Callable[[], float]) -> dict[str, Spread]:
-    """All ratios of `parts`, in one pass."""
+def measure(
+    parts: Sequence[str], threads: int, rounds: int, clock: Callable[[], float], wanted: str = ""
+) -> dict[str, Spread]:
+    """All ratios of `parts`, in one pass. `wanted`: see `kernel_ratios`."""
     torch.set_num_threads(threads)
     torch.manual_seed(0)
     measures: dict[str, Callable[[], dict[str, Spread]]] = {
-        "kernels": lambda: kernel_ratios(threads, rounds, clock),
+        "kernels": lambda: kernel_ratios(threads, rounds, clock, wanted),
         "steps": lambda: step_ratios(rounds, clock),
         "servers": lambda: server_ratios(threads, rounds),
     }
@@ -164,6 +168,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="of a pass")
     add("--clock", choices=list(kernels.CLOCKS), default="wall", help="cpu: on a machine that others use; not servers")
     add("--only", default=",".join(PARTS), metavar="PARTS", help=f"some of {','.join(PARTS)}")
+    add("--cases", default="", metavar="REGEX", help="kernels whose names have it, such as 'linear.*bf16'")
     add("--write", action="store_true", help="store what is measured, instead of comparing")
     add("--table", type=Path, help="the stored ratios (default: those of this machine's instruction-set level)")
     args = parser.parse_args(argv)
@@ -171,8 +176,8 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     args.parts = args.only.split(",")
     if not set(args.parts) <= set(PARTS):
         parser.error(f"--only is {args.only}, but must be some of {','.join(PARTS)}")
-    if args.write and set(args.parts) != set(PARTS):
-        parser.error("--write stores a whole table; leave --only out")
+    if args.write and (set(args.parts) != set(PARTS) or args.cases):
+        parser.error("--write stores a whole table; leave --only and --cases out")
     if not args.write and not args.table.is_file():
         parser.error(f"{args.table} does not exist; make it with --write")
     return args
@@ -185,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = kernels.CLOCKS[args.clock]
     passes, memory = [], []
     for _ in range(args.passes):
-        passes.append(measure(args.parts, args.cpu_threads, args.rounds, clock))
+        passes.append(measure(args.parts, args.cpu_threads, args.rounds, clock, args.cases))
         memory.append(kernels.memory_gbytes_per_s(clock))
     found = over_passes(passes)
     facts, host = run.facts(), run.machine
@@ -200,7 +205,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"wrote {args.table}")
         return 0
     stored = ratio_table.read(args.table)
-    lines = ratio_table.compare(of_parts(stored.ratios, args.parts), found)
+    before = of_parts(stored.ratios, args.parts)
+    if args.cases:
+        before = {name: spread for name, spread in before.items() if name in found}
+    lines = ratio_table.compare(before, found)
     print("\n" + ratio_table.report_of(lines, ratio_table.doubts(stored, now)))
     return int(ratio_table.is_worse(lines))
 

@@ -6,63 +6,34 @@ The schedulers run in threads, over zmq control sockets and a transport that cop
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.mailbox import Mailbox
-from pdserve.base.parallel import SINGLE
 from pdserve.config import ServerConfig
-from pdserve.config.groups import DisaggConfig, DisaggMode, KernelConfig, MemoryConfig, ModelConfig, ScheduleConfig
+from pdserve.config.groups import (
+    DisaggConfig,
+    DisaggMode,
+    DType,
+    KernelConfig,
+    MemoryConfig,
+    ModelConfig,
+    ModelImpl,
+    ScheduleConfig,
+)
 from pdserve.engine.assemble import make_memory, make_scheduler
 from pdserve.executor.factory import build_executor
-from pdserve.protocol.messages import (
-    AbortRequest,
-    EngineState,
-    FinishReason,
-    GenerateRequest,
-    OutputBatch,
-    RoomAddress,
-    Shutdown,
-    StateQuery,
-    StateReply,
-    ToApi,
-)
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.scheduler.scheduler import Event
-from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.control import ZmqControlSocket
-from pdserve.transfer.copy_workers import CopyWorkers
-from pdserve.transfer.events import Address, PeerListens, PrefillFound
-from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
-from pdserve.transfer.plan import rank_memory
-from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
+from pdserve.transfer.transports.memory import MemoryHub
+from tests.scheduler_threads import ADDRESS, DEADLINE_S, SchedulerThread, Served
 from tests.waiting import wait_until
 
-DEADLINE_S = 120.0
 NUM_ROWS = 8
-ADDRESS: Address = ("prefill", 1)
-Served = dict[Address, tuple[str, str]]
 
 
-class _LocalDirectory:
-    """The prefill server is where `served` says, and listens."""
-
-    def __init__(self, served: Served, post: Callable[[Event], None]) -> None:
-        self._served, self._post = served, post
-
-    def find(self, address: Address) -> None:
-        self._post(PrefillFound(address, (self._served[address],)))
-
-    def probe(self, instance: str, endpoint: str) -> None:
-        self._post(PeerListens(instance))
-
-
-class ModelServer:
-    """One scheduler in a thread, over a model of a checkpoint.
+class ModelServer(SchedulerThread):
+    """A scheduler in a thread, over a model of a checkpoint.
 
     `max_total_tokens`: tokens of the pool; `num_slots`: state slots, None: by memory. `layerwise`: prefill sends by
     groups of layers while it computes.
@@ -79,17 +50,13 @@ class ModelServer:
         chunk: int,
         offload: bool,
         layerwise: bool,
-        model_impl: str,
+        model_impl: ModelImpl,
         num_slots: int | None,
-        dtype: str = "float32",
+        dtype: DType,
     ) -> None:
-        self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.finish: dict[str, FinishReason] = {}
-        self._states: list[EngineState] = []
-        self._heard = threading.Condition()
-        self._stack = contextlib.ExitStack()
+        super().__init__(mode)
         config = ServerConfig(
-            model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),  # type: ignore[arg-type]
+            model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),
             memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
@@ -104,91 +71,19 @@ class ModelServer:
                 disaggregation_layerwise_transfer=layerwise,
             ),
         )
-        self.built = build_executor(config, max_rows=NUM_ROWS)
-        self._stack.callback(self.built.executor.close)
-        memory = make_memory(config, self.built, self._stack)
-        self.mailbox: Mailbox[Event] = Mailbox()
-        clock = MonotonicClock()
-        kv = None if mode == "null" else self._transfer(mode, memory.aux.num_total, hub, served, clock)
-        scheduler = make_scheduler(
-            config,
-            self.built,
-            self.built.executor,
-            memory,
-            kv,
-            None,
-            self.mailbox,
-            clock,
-            self._hear,
-            profile_name=mode,
+        self.built = built = build_executor(config, max_rows=NUM_ROWS)
+        executor = built.executor
+        self.stack.callback(executor.close)
+        memory = make_memory(config, built, self.stack)
+        kv = None
+        if mode != "null":
+            facts = {"model": built.spec.digest(), "weights": executor.weights_fingerprint}
+            kv = self.make_kv(executor, memory.aux.num_total, hub, served, facts)
+        self.start(
+            make_scheduler(
+                config, built, executor, memory, kv, None, self.mailbox, MonotonicClock(), self.hear, profile_name=mode
+            )
         )
-        self._thread = threading.Thread(target=scheduler.run, name=mode, daemon=True)
-        self._thread.start()
-
-    def _transfer(self, mode: str, num_aux: int, hub: MemoryHub, served: Served, clock: MonotonicClock) -> KVManager:
-        executor = self.built.executor
-        aux = MetadataBuffers(num_aux, shareable=False)
-        transport = MemoryTransport(hub)
-        transport.register([MemoryRegion(*buffer) for buffer in (*executor.buffers, aux.buffer)])
-        socket = ZmqControlSocket("127.0.0.1")
-        self.mailbox.attach(socket)
-        workers = CopyWorkers(transport, self.mailbox.post, num_threads=2)
-        for close in (transport.close, workers.close, socket.close):
-            self._stack.callback(close)
-        args = KVArgs(
-            instance=mode,
-            layout=executor.layout,
-            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
-            aux=aux,
-            facts={"model": self.built.spec.digest(), "weights": executor.weights_fingerprint},
-            token="t",
-            secret=mode,
-        )
-        if mode == "prefill":
-            served[ADDRESS] = (mode, socket.endpoint)
-        return KVManager(args, socket, workers, _LocalDirectory(served, self.mailbox.post), clock, TransferTimes())
-
-    def state(self) -> EngineState:
-        """Ask, and wait for the answer."""
-        with self._heard:
-            count = len(self._states)
-            self.mailbox.post(StateQuery(query_id="q"))
-            assert self._heard.wait_for(lambda: len(self._states) > count, DEADLINE_S), "the scheduler is dead"
-            return self._states[-1]
-
-    def wait_for(self, rids: Sequence[str]) -> None:
-        """Until these requests have ended."""
-        with self._heard:
-            ended = self._heard.wait_for(lambda: all(rid in self.finish for rid in rids), DEADLINE_S)
-        assert ended, f"{len(self.finish)} of {len(rids)} requests have ended"
-
-    def leaks(self) -> dict[str, int]:
-        """Memory that is not free, and rooms that live, by name."""
-        memory = self.state().memory
-        names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
-        lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
-        lost["pages"] -= memory["pages_evictable"]
-        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
-        lost |= {name: memory[name] for name in ("rooms_live", "reqs_live", "keys_writing") if name in memory}
-        return {name: count for name, count in lost.items() if count}
-
-    def close(self) -> None:
-        """End the scheduler and free what it has."""
-        self.mailbox.post(Shutdown())
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-        self._stack.close()
-
-    def _hear(self, message: ToApi) -> None:
-        with self._heard:
-            if isinstance(message, StateReply):
-                self._states.append(message.state)
-            elif isinstance(message, OutputBatch):
-                for output in message.outputs:
-                    self.tokens[output.rid] += output.token_ids
-                    if output.finish is not None:
-                        self.finish[output.rid] = output.finish
-            self._heard.notify_all()
 
 
 class ModelPair:
@@ -246,20 +141,20 @@ def running_models(
     path: Path,
     *,
     pair: bool,
-    prefill_impl: str = "transformers",
-    model_impl: str = "transformers",
+    prefill_impl: ModelImpl = "transformers",
+    model_impl: ModelImpl = "transformers",
     max_total_tokens: int = 4096,
     chunk: int = 96,
     offload: bool = False,
     layerwise: bool = True,
+    dtype: DType = "float32",
     num_slots: int | None = None,
-    dtype: str = "float32",
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
     served: Served = {}
     hub = MemoryHub()
 
-    def start(mode: DisaggMode, tokens: int, impl: str) -> ModelServer:
+    def start(mode: DisaggMode, tokens: int, impl: ModelImpl) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
             model_impl=impl, num_slots=num_slots, dtype=dtype,

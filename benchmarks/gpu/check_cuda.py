@@ -50,7 +50,7 @@ from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
 from pdserve.config.groups import AttentionBackend
 from tests import model_families
-from tests.tiny import FAMILIES, Family, make_tiny
+from tests.tiny import EOS_ID, FAMILIES, Family, make_tiny
 
 EXIT_FAILED, EXIT_NO_DEVICE = 1, 3
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -163,24 +163,29 @@ def check_hybrid_kernels(deadline: float) -> tuple[list[Outcome], list[str]]:
 
 
 def check_hybrid_family(name: str, deadline: float) -> tuple[list[Outcome], list[str]]:
-    """Tokens of a tiny hybrid model: those of the CPU, with graphs and without, in whole and mixed batches."""
+    """The same of a tiny hybrid model."""
+    family = model_families.FAMILIES[name]
     with tempfile.TemporaryDirectory() as directory:
-        checkpoint = Path(directory)
-        model_families.FAMILIES[name].write(checkpoint)
-        expected = checks.greedy_tokens(checkpoint, "cpu", page_size=16, chunk=None, dtype="float32")
-        named: list[tuple[str, Callable[[], object]]] = [
+        dataclasses.replace(family, changes=family.changes | {"eos_token_id": EOS_ID}).write(Path(directory))
+        return _run_until(hybrid_checks_of(name, Path(directory), "cuda"), deadline)
+
+
+def hybrid_checks_of(name: str, checkpoint: Path, device: checks.Device) -> list[tuple[str, Callable[[], object]]]:
+    """Checks of a model with recurrent layers, by name: tokens of the CPU, with graphs and without."""
+    expected = checks.greedy_tokens(checkpoint, "cpu", page_size=16, chunk=None, dtype="float32")
+    return [
+        *(
             (
                 f"{name}: greedy fp32 tokens, {how}",
-                partial(checks.check_greedy, checkpoint, "cuda", 16, expected, **flags),
+                partial(checks.check_greedy, checkpoint, device, 16, expected, **flags),
             )
             for how, flags in VARIANTS.items()
-        ]
-        named += [
-            (f"{name}: seeded sampling", partial(checks.check_sampling, checkpoint, "cuda")),
-            (f"{name}: bf16 results are finite", partial(checks.check_finite_bf16, checkpoint, "cuda")),
-            (f"{name}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, "cuda")),
-        ]
-        return _run_until(named, deadline)
+        ),
+        (f"{name}: seeded sampling", partial(checks.check_sampling, checkpoint, device)),
+        (f"{name}: bf16 results are finite", partial(checks.check_finite_bf16, checkpoint, device)),
+        (f"{name}: steps launched ahead", partial(ahead_checks.check_ahead, checkpoint, device)),
+        (f"{name}: a launch never waits", partial(ahead_checks.check_launch_never_waits, checkpoint, device)),
+    ]
 
 
 def _run_until(

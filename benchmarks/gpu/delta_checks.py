@@ -86,8 +86,8 @@ def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device
         _close(plane[used], theirs.planes[name][used], shape.dtype, name)
     z = torch.randn(expected.shape, generator=torch.Generator(device).manual_seed(7), device=device).to(got.dtype)
     weight = torch.linspace(0.5, 1.5, shape.value_dim, device=device).to(got.dtype)
-    normed = (kernels.norm(got, z, weight, 1e-6) for kernels in (TritonDelta(), TorchDelta()))
-    _close(*normed, shape.dtype, "norm")
+    normed, other = (kernels.norm(got, z, weight, 1e-6) for kernels in (TritonDelta(), TorchDelta()))
+    _close(normed, other, shape.dtype, "norm")
 
 
 def delta_step(
@@ -125,7 +125,7 @@ def delta_step(
 
     channels, heads, num_tokens = 2 * spec.key_width + spec.value_width, spec.num_value_heads, int(lengths.sum())
     wide = normal(num_tokens, channels + spec.value_width + 2 * heads).to(dtype)
-    qkv, _, b, a = wide.split((channels, spec.value_width, heads, heads), -1)
+    qkv, b, a = wide[:, :channels], wide[:, -2 * heads : -heads], wide[:, -heads:]
     inputs = DeltaInputs(
         qkv, b, a, conv_weight=(normal(channels, spec.conv_kernel) / 2).to(dtype),
         a_log=torch.linspace(-3.0, 2.0, heads, device=device), dt_bias=normal(heads),

@@ -217,8 +217,9 @@ def section(results: Results) -> str:
         f"bf16 matmul {results.limits.matmul_flop_s / 1e12:.0f} TFLOP/s.",
         report.markdown_table(header, body, num_text=4),
         "Floors: decode reads its weights (of experts those that a batch of that size chooses by lot) and all KV "
-        "once, at the copy's bytes a second; prefill does its multiplications at the matmul's rate. A step is measured "
-        "on the host, from the plan to the sampled tokens; with overlap, from the end of one to the end of the next.",
+        "once, and reads and writes recurrent states, at the copy's bytes a second; prefill does its multiplications "
+        "at the matmul's rate. A step is measured on the host, from the plan to the sampled tokens; with overlap, from "
+        "the end of one to the end of the next.",
         *(_profile_part(profile) for profile in results.profiles),
     ]
     if results.notes:

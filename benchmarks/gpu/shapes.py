@@ -106,6 +106,32 @@ MODELS: dict[str, dict[str, Any]] = {
     "Qwen3-8B": QWEN3_8B,
     "Qwen3-30B-A3B": QWEN3_30B_A3B,
 }
+LATENT_MODELS: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2-Lite": {
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "intermediate_size": 10944,
+        "num_hidden_layers": 27,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 64,
+        "n_shared_experts": 2,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 163840,
+        "torch_dtype": "bfloat16",
+    },
+}
+"""Models with MLA, which run through transformers."""
 HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3.5-0.8B": QWEN35_SMALL,
     "Qwen3-Next-8-layers": QWEN3_NEXT_SLICE,

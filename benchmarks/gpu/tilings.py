@@ -1,10 +1,11 @@
 """Decode of the 8B shape under other choices than attention's own: where a device of another kind may want them.
 
-    python -m benchmarks.gpu.tilings [--batches 1 16 64] [--only NAME ...]
+    python -m benchmarks.gpu.tilings [--hybrid] [--batches 1 16 64] [--only NAME ...]
 
-Each alternative is captured and timed with overlap, as in `check_cuda`, beside the same floor; the choice as it is
-comes first and last, for what lies between its two figures is noise. Prints, writes nothing. A minute on one GPU.
-Tilings of products: `products.py`.
+With `--hybrid` decode and prefill of the shape of Qwen3.5-0.8B, under other choices than GatedDeltaNet's. Each
+alternative is captured and timed with overlap, as in `check_cuda`, beside the same floor; the choice as it is comes
+first and last, for what lies between its two figures is noise. Prints, writes nothing. A minute on one GPU. Tilings of
+products: `products.py`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from unittest import mock
 import torch
 
 from benchmarks.gpu.check_cuda import EXIT_NO_DEVICE
-from benchmarks.gpu.shapes import MODELS, TINY_MODELS
+from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
 from benchmarks.gpu.timings import Limits, Plan, Timer, build_dummy, measure_limits
 from pdserve.executor.graphs import Capture, EagerCapture, GraphCapture
-from pdserve.model.gpu import decode_attention, small_batch_gemm
+from pdserve.model.gpu import decode_attention, gated_delta, gated_delta_prefill, small_batch_gemm
 from pdserve.model.gpu.decode_attention import AttentionTiling as Attention
 
 Change = tuple[Any, str, Any]
@@ -50,6 +51,22 @@ def alternatives() -> dict[str, list[Change]]:
     }
 
 
+def hybrid_alternatives() -> dict[str, list[Change]]:
+    """By name, those of GatedDeltaNet."""
+    return {
+        "as it is": [],
+        "decode: 64 columns of a state": [(gated_delta, "_BLOCK_V", 64)],
+        "decode: 16 columns of a state": [(gated_delta, "_BLOCK_V", 16)],
+        "decode: 8 columns of a state for few rows": [(gated_delta, "_SMALL_BLOCK_V", 8)],
+        "decode: 2 warps": [(gated_delta, "_WARPS", 2)],
+        "prefill: 16 columns of a state": [(gated_delta_prefill, "_STATE_COLUMNS", 16)],
+        "prefill: 64 columns of a state": [(gated_delta_prefill, "_STATE_COLUMNS", 64)],
+        "prefill: 32 columns of outputs": [(gated_delta_prefill, "_OUTPUT_COLUMNS", 32)],
+        "prefill: 8 warps for a chunk's matrices": [(gated_delta_prefill, "_WARPS", 8)],
+        "as it is, again": [],
+    }
+
+
 @contextlib.contextmanager
 def changed(changes: Sequence[Change]) -> Iterator[None]:
     """Within, things are as `changes` say."""
@@ -61,7 +78,13 @@ def changed(changes: Sequence[Change]) -> Iterator[None]:
 
 
 def measure(
-    config: dict[str, Any], plan: Plan, limits: Limits, named: dict[str, list[Change]], capture: Callable[[], Capture]
+    config: dict[str, Any],
+    plan: Plan,
+    limits: Limits,
+    named: dict[str, list[Change]],
+    capture: Callable[[], Capture],
+    *,
+    with_prefills: bool = False,
 ) -> None:
     """Build the model once, and capture and time it under each alternative."""
     with tempfile.TemporaryDirectory() as directory:
@@ -71,10 +94,11 @@ def measure(
         with changed(changes):
             built.executor.capture_decode(plan.batches, capture())
             timings = [timer.decode(batch, ahead=True) for batch in plan.batches]
+            timings += [timer.prefill(num_tokens) for num_tokens in plan.prefills if with_prefills]
         shown = (
-            f"{batch}: {one.median_s * 1e3:.3f} ms ({one.low_s * 1e3:.3f}-{one.high_s * 1e3:.3f}), "
+            f"{one.tokens}: {one.median_s * 1e3:.3f} ms ({one.low_s * 1e3:.3f}-{one.high_s * 1e3:.3f}), "
             f"{one.floor_s / one.median_s:.1%} of the limit"
-            for batch, one in zip(plan.batches, timings, strict=True)
+            for one in timings
         )
         print(f"{name:<{width}}  {' | '.join(shown)}", flush=True)
     built.executor.close()
@@ -84,26 +108,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--only", nargs="*", choices=alternatives(), help="of the alternatives")
+    parser.add_argument("--hybrid", action="store_true", help="GatedDeltaNet's choices")
+    parser.add_argument("--only", nargs="*", help="of the alternatives, by name")
     args = parser.parse_args(argv)
+    known = hybrid_alternatives() if args.hybrid else alternatives()
+    if unknown := set(args.only or ()) - set(known):
+        parser.error(f"--only: {', '.join(sorted(unknown))}; there are: {', '.join(known)}")
     if not torch.cuda.is_available():
         print("no CUDA device: torch.cuda.is_available() is False; nothing was measured")
         return EXIT_NO_DEVICE
-    named = {name: changes for name, changes in alternatives().items() if args.only is None or name in args.only}
-    plan = Plan(batches=tuple(sorted(args.batches)))
+    named = {name: changes for name, changes in known.items() if args.only is None or name in args.only}
+    plan = Plan(batches=tuple(sorted(args.batches)), prefills=(2048,))
     limits = measure_limits(torch.device("cuda"))
     print(f"{torch.cuda.get_device_name()}: copy {limits.copy_bytes_s / 1e12:.2f} TB/s")
-    measure(MODELS["Qwen3-8B"], plan, limits, named, GraphCapture)
+    config = HYBRID_MODELS["Qwen3.5-0.8B"] if args.hybrid else MODELS["Qwen3-8B"]
+    measure(config, plan, limits, named, GraphCapture, with_prefills=args.hybrid)
     return 0
 
 
-def try_out() -> None:
-    """The same on a CPU, at a tiny shape, by Triton's interpreter."""
+def try_out(*, hybrid: bool = False, only: Sequence[str] = ()) -> None:
+    """The same on a CPU, at a tiny shape, by Triton's interpreter; `only` these alternatives if there are any."""
     plan = Plan(
         device="cpu", attention_backend="triton", page_size=4, batches=(1, 2), context=5, prefills=(6,), num_warm=0,
         num_timed=2,
     )  # fmt: skip
-    measure(TINY_MODELS["tiny"], plan, Limits(1e9, 1e9), alternatives(), EagerCapture)
+    config = TINY_HYBRID_MODELS["tiny-hybrid"] if hybrid else TINY_MODELS["tiny"]
+    named = hybrid_alternatives() if hybrid else alternatives()
+    chosen = {name: changes for name, changes in named.items() if not only or name in only}
+    measure(config, plan, Limits(1e9, 1e9), chosen, EagerCapture, with_prefills=hybrid)
 
 
 if __name__ == "__main__":

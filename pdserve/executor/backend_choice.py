@@ -28,11 +28,11 @@ from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_ca
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
-from pdserve.model.config import ModelSpec, beyond_kernels
+from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
-from pdserve.model.layer_spec import GatedDeltaSpec
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -133,11 +133,30 @@ def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer is not installed"
-    beyond = beyond_kernels(spec)
+    beyond = _beyond_flashinfer(spec)
     if beyond is not None:
         return f"{beyond}, which flashinfer is not called with"
     (heads,) = spec.attentions
     return flashinfer_cannot_run(heads.head_dim, dtype)
+
+
+def _beyond_flashinfer(spec: ModelSpec) -> str | None:
+    """Name the first feature of a model for which flashinfer is not called; None: there is none."""
+    if len(spec.attentions) > 1:
+        return f"its layers have {len(spec.attentions)} kinds of attention"
+    for op in spec.operations:
+        if isinstance(op, GatedDeltaSpec):
+            return "it has gated delta layers"
+        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
+            return "it has shared experts"
+        if isinstance(op, AttentionSpec):
+            if op.window is not None:
+                return f"its layers attend to a window of {op.window} tokens"
+            if op.output_gate:
+                return "its attention has output gates"
+            if op.rope.partial_rotary_factor != 1.0:
+                return f"it rotates a part of each head (partial_rotary_factor {op.rope.partial_rotary_factor})"
+    return "its norms add an offset to their weights" if spec.norm_offset else None
 
 
 def _refusal(asked: str, reason: str) -> ConfigError:

@@ -147,9 +147,9 @@ def _executor(
 ) -> LocalExecutor:
     """Make the executor of a loaded model over its pools."""
     config, kernels = wanted.config, loaded.kernels
-    of_model = [pool for pool in pools if pool.group.kind is not GroupKind.STAMP]
+    attention = loaded.bind([pool for pool in pools if pool.group.kind is not GroupKind.STAMP])
     return LocalExecutor(
-        loaded.model, loaded.layout, pools, loaded.bind(of_model), table, context_length=context_length,
+        loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
         grammars=_grammars(wanted), returns_results=returns_results,
         choose=choose_with_torch if kernels is None else kernels.chooser(),

@@ -128,6 +128,10 @@ def pool_tokens(
     return layout.round_down(wanted)
 
 
+CACHED_STATES = 2
+"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
+
+
 def sizes_of_one(
     layout: KVLayout, *, context_length: int, step_tokens: int | None, num_steps_ahead: int = 1
 ) -> GroupPoolSizes:
@@ -139,10 +143,10 @@ def sizes_of_one(
     return dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
 
 
-def sizes_of_many(one: GroupPoolSizes, num_requests: int) -> GroupPoolSizes:
-    """Return the window pages and state slots of `num_requests` requests."""
+def sizes_of_many(one: GroupPoolSizes, num_requests: int, num_slots: int) -> GroupPoolSizes:
+    """Return the window pages of `num_requests` requests, and `num_slots` state slots where one request has one."""
     return dataclasses.replace(
-        one, num_window_pages=one.num_window_pages * num_requests, num_slots=one.num_slots * num_requests
+        one, num_window_pages=one.num_window_pages * num_requests, num_slots=one.num_slots * num_slots
     )
 
 
@@ -152,19 +156,16 @@ def most_requests(
     one: GroupPoolSizes,
     device: torch.device,
     *,
-    max_rows: int,
     num_sharing: int = 1,
     reserved_bytes: int = 0,
 ) -> int:
-    """Return how many requests could have window pages and state slots at a time, in about half of the pool's memory.
+    """Return for how many requests window pages and state slots fit in about half of the pool's memory, at least 1.
 
-    With STATE groups `mamba_full_memory_ratio` sets that share. Between 1 and `max_rows`. Other arguments: see
-    `pool_tokens`.
+    With STATE groups `mamba_full_memory_ratio` sets that share. Other arguments: see `pool_tokens`.
     """
     available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
     ratio = memory.mamba_full_memory_ratio if layout.has_state else 1.0
-    share = int(available * ratio / (1.0 + ratio))
-    return max(1, min(max_rows, share // max(1, group_bytes(layout, one))))
+    return max(1, int(available * ratio / (1.0 + ratio)) // max(1, group_bytes(layout, one)))
 
 
 def group_bytes(layout: KVLayout, sizes: GroupPoolSizes) -> int:

@@ -72,10 +72,10 @@ class ModelToLoad:
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A rank's model with its weights. `layout` is the whole model's.
+    """A rank's model with its weights. `layout` is the whole model's, with a STAMP group where it has states.
 
-    `bind` binds the model to this rank's pools, one for each group of the layout but STAMP, and returns the backend of
-    its layers. `arithmetic`: TORCH, or level and number format of the CPU kernels. `can_split_prompts`: False where a
+    `bind` binds the model to this rank's pools, one for each other group of the layout, and returns the backend of its
+    layers. `arithmetic`: TORCH, or level and number format of the CPU kernels. `can_split_prompts`: False where a
     prompt must be one chunk. `kernels`: the model, if the CPU kernels run it.
     """
 
@@ -111,18 +111,20 @@ def load(wanted: ModelToLoad) -> LoadedModel:
         ConfigError: a flag does not fit the model or the machine.
         ModelError: the weights are missing or damaged.
     """
-    loaded = _load(wanted)
+    way, level = _choose_way(wanted)
+    loaded = LOADERS[way](wanted, level)
     return dataclasses.replace(loaded, layout=loaded.layout.with_stamps())
 
 
-def _load(wanted: ModelToLoad) -> LoadedModel:
+def _choose_way(wanted: ModelToLoad) -> tuple[Way, str]:
+    """Return what runs the model, and the level of the CPU kernels. Raises ConfigError."""
     if wanted.source is not None:
-        return LOADERS["transformers"](wanted, "")
-    config, dtype = wanted.config, torch_dtype(wanted.dtype)
+        return "transformers", ""
+    config = wanted.config
     if config.kernels.enable_deterministic_inference:
         _keep_bits(wanted.device)
-    level = choose_level(config.kernels, config.model, wanted.spec, dtype, wanted.device)
-    return LOADERS["torch"](wanted, "") if level is None else LOADERS["kernels"](wanted, level)
+    level = choose_level(config.kernels, config.model, wanted.spec, torch_dtype(wanted.dtype), wanted.device)
+    return ("torch", "") if level is None else ("kernels", level)
 
 
 def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:

@@ -11,6 +11,7 @@ import torch
 from pdserve.config.groups import KernelConfig, ServerConfig
 from pdserve.executor.graphs import DEFAULT_MAX_ROWS, graph_sizes
 from pdserve.executor.memory_sizing import (
+    CACHED_STATES,
     bytes_behind_pool,
     group_bytes,
     most_requests,
@@ -27,8 +28,6 @@ from pdserve.model.params import torch_dtype
 _LOG = logging.getLogger(__name__)
 DEFAULT_CHUNK = 2048
 """Tokens of the longest prefill chunk where no flag sets it."""
-CACHED_STATES = 2
-"""States of the prefix cache for each row: one at a junction and one for the next turn of its conversation."""
 Agree = Callable[[int], int]
 """Returns the smallest of the numbers that the ranks of a replica pass."""
 
@@ -68,6 +67,9 @@ class PoolDemand:
 def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) -> PoolSizes:
     """Return the sizes of the pools. `agree` None: the rank is alone.
 
+    Window pages and state slots are for `max_rows` requests, as far as they fit in about half of the memory, and state
+    slots also for the prefix cache. `max_mamba_cache_size` sets their number.
+
     Raises:
         ConfigError: not even one page fits.
     """
@@ -87,21 +89,13 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
     )  # fmt: skip
     groups = one
     if held.window or held.has_state:
-        num_requests = most_requests(
-            config.memory, held, one, device, max_rows=max_rows, num_sharing=demand.num_sharing,
-            reserved_bytes=reserved_bytes,
-        )  # fmt: skip
-        groups = sizes_of_many(one, agree(num_requests))
-    if held.has_state:
-        num_slots = config.memory.max_mamba_cache_size
-        if num_slots is None and config.wants_prefix_cache and demand.can_split_prompts and not held.window:
-            rows = max_rows * (1 + CACHED_STATES)
-            num_slots = most_requests(
-                config.memory, held, one, device, max_rows=rows, num_sharing=demand.num_sharing,
-                reserved_bytes=reserved_bytes,
-            )  # fmt: skip
-            num_slots = agree(num_slots)
-        groups = groups if num_slots is None else dataclasses.replace(groups, num_slots=num_slots)
+        caches_states = config.wants_prefix_cache and demand.can_split_prompts and not held.window
+        wanted = max_rows * (1 + CACHED_STATES if caches_states else 1)
+        most = most_requests(
+            config.memory, held, one, device, num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes
+        )
+        fitting = agree(min(wanted, most))
+        groups = sizes_of_many(one, min(max_rows, fitting), config.memory.max_mamba_cache_size or fitting)
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=demand.context_length, max_rows=max_rows,
         num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes, group_bytes=group_bytes(held, groups),

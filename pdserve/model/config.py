@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,11 @@ def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
     return asked
 
 
+LayerKind = tuple[GroupKind, int | None, tuple[Plane, ...]]
+"""What a layer caches: the kind of its group, its window, and its planes."""
+_GROUP_ORDER = (GroupKind.FULL, GroupKind.MLA, GroupKind.INDEX, GroupKind.WINDOW, GroupKind.STATE)
+
+
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: layers that cache the same planes form a group.
 
@@ -182,7 +187,7 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
         UnsupportedModelError: the model has no attention.
     """
     keeps_all = all(op.window is not None for op in spec.attentions)
-    layers: dict[tuple[GroupKind, int | None, tuple[Plane, ...]], list[int]] = {}
+    layers: dict[LayerKind, list[int]] = {}
     for index, layer in enumerate(spec.layers):
         for op in layer.operations:
             if isinstance(op, AttentionSpec):
@@ -195,23 +200,31 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                 layers.setdefault((kind, window, planes), []).append(index)
             elif isinstance(op, GatedDeltaSpec):
                 layers.setdefault((GroupKind.STATE, None, state_planes(op, dtype)), []).append(index)
-    order = (GroupKind.FULL, GroupKind.WINDOW, GroupKind.STATE)
+    layout = layout_of_layers(layers, spec.num_layers, page_tokens)
+    if not layout.groups or layout.groups[0].kind is not GroupKind.FULL:
+        raise UnsupportedModelError("the model has recurrent layers only; at least one attention layer is needed")
+    return layout
+
+
+def layout_of_layers(layers: Mapping[LayerKind, Sequence[int]], num_layers: int, page_tokens: int) -> KVLayout:
+    """Return the layout of a model of `num_layers` layers: a group for each kind of layer, token groups first.
+
+    The first group of a kind has the kind's name, a second one the name with the number 2.
+    """
     groups: list[KVGroup] = []
-    for (kind, window, planes), numbers in sorted(layers.items(), key=lambda item: order.index(item[0][0])):
+    for (kind, window, planes), numbers in sorted(layers.items(), key=lambda item: _GROUP_ORDER.index(item[0][0])):
         same = sum(group.kind is kind for group in groups)
         groups.append(
             KVGroup(
                 name=kind.value if same == 0 else f"{kind.value}{same + 1}",
                 kind=kind,
                 layers=tuple(numbers),
-                num_model_layers=spec.num_layers,
+                num_model_layers=num_layers,
                 page_tokens=0 if kind is GroupKind.STATE else page_tokens,
                 planes=planes,
                 window=window,
             )
         )
-    if not groups or groups[0].kind is not GroupKind.FULL:
-        raise UnsupportedModelError("the model has recurrent layers only; at least one attention layer is needed")
     return KVLayout(tuple(groups))
 
 
@@ -262,25 +275,6 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
                 intermediate_size=intermediate_size,
                 num_sharing=num_sharing,
             )
-
-
-def beyond_kernels(spec: ModelSpec) -> str | None:
-    """Name the first feature of a model that the CPU kernels and flashinfer do not have; None: there is none."""
-    if len(spec.attentions) > 1:
-        return f"its layers have {len(spec.attentions)} kinds of attention"
-    for op in spec.operations:
-        if isinstance(op, GatedDeltaSpec):
-            return "it has gated delta layers"
-        if isinstance(op, MoeSpec) and op.shared_intermediate_size:
-            return "it has shared experts"
-        if isinstance(op, AttentionSpec):
-            if op.window is not None:
-                return f"its layers attend to a window of {op.window} tokens"
-            if op.output_gate:
-                return "its attention has output gates"
-            if op.rope.partial_rotary_factor != 1.0:
-                return f"it rotates a part of each head (partial_rotary_factor {op.rope.partial_rotary_factor})"
-    return "its norms add an offset to their weights" if spec.norm_offset else None
 
 
 def _not_implemented(spec: ModelSpec) -> str | None:

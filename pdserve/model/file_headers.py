@@ -6,8 +6,10 @@ the rest later; the metadata of a GGUF file with a large vocabulary takes second
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -41,30 +43,17 @@ def check_safetensors(path: Path) -> None:
     Raises:
         ModelError: the message names the file and what is wrong.
     """
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_LFS))
-            if start == _LFS:
-                raise _lfs_pointer(path)
-            size = file.seek(0, 2)
-            (length,) = struct.unpack_from("<Q", start)
-            if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
-                raise ModelError(f"{path} is not a safetensors file, or is cut short: its header would not fit")
-            file.seek(8)
-            header = json.loads(file.read(length))
-            end = (
-                8
-                + length
-                + max((each["data_offsets"][1] for name, each in header.items() if name != _EXTRA), default=0)
-            )
-    except (OSError, struct.error, ValueError, AttributeError, LookupError, TypeError) as error:
-        raise ModelError(f"{path} is not a readable safetensors file: {error}") from error
+    with _reading(path, "safetensors") as (file, start):
+        size = file.seek(0, 2)
+        (length,) = struct.unpack_from("<Q", start)
+        if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
+            raise ModelError(f"{path} is not a safetensors file, or is cut short: its header would not fit")
+        file.seek(8)
+        header = json.loads(file.read(length))
+        ends = (each["data_offsets"][1] for name, each in header.items() if name != _EXTRA)
+        end = 8 + length + max(ends, default=0)
     if end > size:
         raise ModelError(f"{path} is cut short: it has {size} of {end} bytes; download it again")
-
-
-def _lfs_pointer(path: Path) -> ModelError:
-    return ModelError(f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in its directory")
 
 
 def check_gguf(path: Path) -> None:
@@ -73,19 +62,28 @@ def check_gguf(path: Path) -> None:
     Raises:
         ModelError: the message names the file and what is wrong.
     """
+    with _reading(path, "gguf") as (file, start):
+        if start[: len(_MAGIC)] != _MAGIC:
+            raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
+        file.seek(len(_MAGIC))
+        architecture = _architecture(file)
+    if architecture is not None and architecture not in ARCHITECTURES:
+        raise unsupported(path, architecture)
+
+
+@contextlib.contextmanager
+def _reading(path: Path, kind: str) -> Iterator[tuple[IO[bytes], bytes]]:
+    """Open a file of the format `kind`, and read its first bytes. Errors while it is read become a ModelError."""
     try:
         with path.open("rb") as file:
             start = file.read(len(_LFS))
             if start == _LFS:
-                raise _lfs_pointer(path)
-            file.seek(len(_MAGIC))
-            if start[: len(_MAGIC)] != _MAGIC:
-                raise ModelError(f"{path} is not a gguf file: it does not begin with {_MAGIC.decode()!r}")
-            architecture = _architecture(file)
-    except (OSError, struct.error, ValueError) as error:
-        raise ModelError(f"{path} is not a readable gguf file: {error}") from error
-    if architecture is not None and architecture not in ARCHITECTURES:
-        raise unsupported(path, architecture)
+                raise ModelError(
+                    f"{path} is a pointer of Git LFS in place of the file: run `git lfs pull` in its directory"
+                )
+            yield file, start
+    except (OSError, struct.error, ValueError, AttributeError, LookupError, TypeError) as error:
+        raise ModelError(f"{path} is not a readable {kind} file: {error}") from error
 
 
 def _architecture(file: IO[bytes]) -> str | None:

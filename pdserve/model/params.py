@@ -19,6 +19,8 @@ from pdserve.errors import ModelError
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
+EXPERT_SAMPLES = 2
+"""Values of each weight of an expert that are compared with other ranks and peers: a model has thousands of them."""
 _STRIDE = 2654435761
 """A prime near 2^32 / golden ratio: its multiples, modulo a tensor's size, spread over all rows and columns."""
 
@@ -177,9 +179,9 @@ class ParamSlots:
             first += shape[0]
         return whole
 
-    def adopt(self, name: str, tensor: Tensor) -> None:
-        """Take over a parameter that is filled already, and that this rank holds whole."""
-        self._params[name] = Param(name, tuple(tensor.shape))
+    def adopt(self, name: str, tensor: Tensor, num_samples: int = _NUM_SAMPLES) -> None:
+        """Take over a parameter that is filled already, and that this rank holds whole. `num_samples`: see `Param`."""
+        self._params[name] = Param(name, tuple(tensor.shape), num_samples=num_samples)
         self._slots[name] = tensor
         self._filled.add(name)
 

@@ -167,20 +167,21 @@ class Outbox:
         timing: RequestTiming | None = None,
     ) -> None:
         """Add new tokens of `req`, and its finish reason if it ended. With `max_new_tokens` 0 no token is sent."""
+        spec = req.spec
         if finish is not None:
-            self.log_end(req.spec, finish, len(req.output_ids))
-        if req.spec.sampling.max_new_tokens == 0:
+            self.log_end(spec, finish, len(req.output_ids))
+        if spec.sampling.max_new_tokens == 0:
             tokens = ()
         logprobs = None
-        if req.spec.logprobs is not None and req.spec.logprobs.output:
+        if spec.logprobs is not None and spec.logprobs.output:
             logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
         self._outputs.append(
             EngineCoreOutput(
-                rid=req.rid,
+                rid=spec.rid,
                 token_ids=[token.token_id for token in tokens],
                 logprobs=logprobs,
                 finish=finish,
-                prompt_tokens=req.num_prompt,
+                prompt_tokens=len(spec.input_ids),
                 cached_tokens=req.num_cached,
                 timing=timing,
             )

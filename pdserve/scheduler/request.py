@@ -103,7 +103,8 @@ class Req:
     @property
     def max_len(self) -> int:
         """Most tokens whose KV the request can need; the KV of its last token is never computed."""
-        return self.num_prompt + max(self.spec.sampling.max_new_tokens, 1) - 1
+        max_new_tokens = self.spec.sampling.max_new_tokens
+        return len(self.spec.input_ids) + (max_new_tokens - 1 if max_new_tokens > 1 else 0)
 
     @property
     def num_reserved(self) -> int:

@@ -21,6 +21,7 @@ packet names its session, so a message of an ended session cannot affect a later
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import Annotated
 
 import msgspec
@@ -304,5 +305,5 @@ class Wire:
 
 def prompt_digest(token_ids: list[int]) -> str:
     """Return a short digest of a prompt: both sides must have tokenized the request alike."""
-    packed = b"".join(token.to_bytes(4, "little") for token in token_ids)
+    packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
     return hashlib.blake2b(packed, digest_size=8).hexdigest()

@@ -48,7 +48,6 @@ class Server:
         environment. `num_engines`: how many it will start, one after the other.
         """
         self.lines: deque[str] = deque(maxlen=200)
-        RUNNING.add(self)
         env = dict(os.environ, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1")
         env |= variables or {}
         argv = [*before, PYTHON, "-m", module, *flags]
@@ -58,6 +57,7 @@ class Server:
             self.child = ForkedChild(
                 fork_server, name, argv, env=env, on_line=self.lines.append, num_engines=num_engines
             )
+        RUNNING.add(self)
         self.ready: ServerReady | None = None
         self.headers: dict[str, str] = {}
         """With questions about its state: a key, where it wants one."""

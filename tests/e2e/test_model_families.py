@@ -4,14 +4,15 @@ transformers' own, also with clients that leave and with too little memory where
 
 from __future__ import annotations
 
-import random
+import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
+import requests
+from safetensors.torch import save_file
 
 from tests.e2e.harness import (
     Pair,
@@ -19,53 +20,25 @@ from tests.e2e.harness import (
     generate_all,
     generate_batch,
     generate_while_some_leave,
+    running,
     running_monolith,
     running_pair,
+    start_server,
 )
-from tests.model_families import FAMILIES
-from tests.tiny import VOCAB_SIZE
+from tests.model_families import FAMILIES, LENGTHS, prompts_of
+from tests.tiny import tiny_tokenizer
 
-LENGTHS = (1, 63, 64, 65, 300)
 NEW_TOKENS = 12
-COMMON = ("--dtype", "float32", "--chunked-prefill-size", "96", "--model-impl", "transformers")
+NUMBERS = ("--dtype", "float32", "--chunked-prefill-size", "96")
+COMMON = (*NUMBERS, "--model-impl", "transformers")
 SHORT = ("--max-total-tokens", "384", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 """Memory of a decode server for half of the requests of the load."""
 LONG = 100
 
 
-@pytest.fixture(scope="module")
-def family_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the tiny checkpoint of a family, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("families") / name
-            FAMILIES[name].write(made[name])
-        return made[name]
-
-    return make
-
-
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
 def bodies_of(prompts: Sequence[list[int]], num_new: int) -> list[dict[str, Any]]:
     sampling = {"temperature": 0, "max_new_tokens": num_new, "ignore_eos": True}
     return [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
-
-
-def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
-    """What transformers generates greedily, for each prompt alone."""
-    model_class = getattr(transformers, FAMILIES[name].architecture)
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
 
 
 def tokens_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
@@ -76,7 +49,7 @@ def tokens_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_monolith(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_monolith(str(path), *COMMON) as server:
         bodies = bodies_of(prompts, NEW_TOKENS)
         assert [tokens_of(generate_all(server.url, [body]))[0] for body in bodies] == expected
@@ -88,14 +61,105 @@ def test_monolith(name: str, family_checkpoint: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pair_over_mooncake(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     load = prompts_of((63, 64, 65, 40), seed=1)
-    long = reference_tokens(name, path, load, LONG)
+    long = FAMILIES[name].reference_tokens(path, load, LONG)
     with running_pair(str(path), *COMMON, decode_flags=SHORT) as pair:
         bodies = bodies_of(prompts, NEW_TOKENS)
         assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
-        assert tokens_of(generate_batch(pair.url, bodies[1:4])) == expected[1:4], "several at once"
+        assert tokens_of(generate_batch(pair.url, bodies[1:])) == expected[1:], "four at once"
         _check_pressure(pair, load, long)
+
+
+@pytest.mark.slow
+def test_replicas_of_a_decode_server_give_transformers_tokens(family_checkpoint: Callable[[str], Path]) -> None:
+    path, prompts = family_checkpoint("qwen3_next"), prompts_of(LENGTHS)
+    expected = FAMILIES["qwen3_next"].reference_tokens(path, prompts, NEW_TOKENS)
+    with running_pair(str(path), *COMMON, decode_flags=("--dp-size", "2")) as pair:
+        assert tokens_of(generate_batch(pair.url, bodies_of(prompts, NEW_TOKENS))) == expected
+        assert_idle(*pair.workers)
+
+
+CHANGED: dict[str, tuple[str, dict[str, Any]]] = {
+    "state.conv0.rows": ("qwen3_next", {"linear_value_head_dim": 16}),
+    "window.window": ("gemma3_text", {"sliding_window": 40}),
+    "mla.head_dim": ("deepseek_v32", {"kv_lora_rank": 24}),
+    "index.head_dim": ("deepseek_v32", {"index_head_dim": 24}),
+}
+"""By the field of a refusal, a family and the change of its config."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("field", CHANGED)
+def test_a_pair_whose_groups_differ_is_refused_on_both_sides_by_the_planes_field(
+    field: str, family_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    name, changes = CHANGED[field]
+    family = FAMILIES[name]
+    dataclasses.replace(family, changes=family.changes | changes).write(tmp_path)
+    _check_refused(field, (str(family_checkpoint(name)), *COMMON), (str(tmp_path), *COMMON))
+
+
+@pytest.mark.slow
+def test_a_native_and_a_transformers_server_of_a_moe_model_are_a_pair_only_with_the_same_weights(
+    family_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    path, prompts = family_checkpoint("qwen3_moe"), prompts_of(LENGTHS)
+    expected = FAMILIES["qwen3_moe"].reference_tokens(path, prompts, NEW_TOKENS)
+    impls = (("--model-impl", "native"), ("--model-impl", "transformers"))
+    for prefill_flags, decode_flags in (impls, impls[::-1]):
+        with running_pair(str(path), *NUMBERS, prefill_flags=prefill_flags, decode_flags=decode_flags) as pair:
+            assert tokens_of(generate_batch(pair.url, bodies_of(prompts, NEW_TOKENS))) == expected
+            assert_idle(*pair.workers)
+    FAMILIES["qwen3_moe"].write(tmp_path, seed=1)
+    _check_refused("weights", (str(path), *NUMBERS, *impls[0]), (str(tmp_path), *NUMBERS, *impls[1]))
+
+
+def _check_refused(field: str, prefill: Sequence[str], decode: Sequence[str]) -> None:
+    """Two servers, each given by its model and flags, refuse each other by the name of `field`."""
+    servers = (start_server(prefill[0], "prefill", *prefill[1:]), start_server(decode[0], "decode", *decode[1:]))
+    with running(*servers):
+        room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": servers[0].bootstrap_port, "bootstrap_room": 4711}
+        answer = requests.post(f"{servers[1].url}/generate", json={"input_ids": [5, 6], **room}, timeout=60)
+        assert answer.status_code == 500, answer.text
+        assert field in answer.text
+        for server in servers:
+            assert field in server.state()["facts"]["last_handshake_refusal"]
+        assert_idle(*servers)
+
+
+UNSUPPORTED: dict[str, dict[str, Any]] = {
+    "the model has recurrent layers only": {
+        "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "hidden_size": 16, "num_heads": 4,
+        "head_dim": 8, "n_groups": 1, "num_hidden_layers": 1,
+    },
+    "the attention mask of layer 0 is neither causal nor a window": {
+        "architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "hidden_size": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 2, "intermediate_size": 16,
+        "intermediate_size_mlp": 16, "num_local_experts": 2, "head_dim": 8, "attention_chunk_size": 32,
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
+    "rope_parameters has rope_type 'dynamic'": {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    },
+}  # fmt: skip
+"""By the reason of a refusal, a config that neither native code nor transformers can run here."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reason", UNSUPPORTED)
+def test_a_model_that_neither_way_can_run_ends_the_start_in_one_sentence(reason: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **UNSUPPORTED[reason]}))
+    tiny_tokenizer().save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    server = start_server(str(tmp_path), "null", name="refused")
+    try:
+        assert server.child.wait_exit(60.0), "it goes on"
+    finally:
+        status = server.child.end(5.0)
+    assert status != 0
+    assert sum(reason in line for line in server.lines) == 1, list(server.lines)
 
 
 def _check_pressure(pair: Pair, prompts: Sequence[list[int]], expected: Sequence[list[int]]) -> None:
@@ -103,4 +167,6 @@ def _check_pressure(pair: Pair, prompts: Sequence[list[int]], expected: Sequence
     bodies = bodies_of(prompts, LONG)
     answers = generate_while_some_leave(pair.url, bodies, bodies[:2])
     assert tokens_of(answers) == expected
+    assert pair.decode.counter("requests_retracted") > 0
+    assert pair.decode.counter("requests_aborted") > 0
     assert_idle(*pair.workers)

@@ -53,7 +53,7 @@ def _widths(planes: StatePlanes) -> tuple[int, int]:
 def _num_blocks(planes: StatePlanes, block: int) -> int:
     """Return the blocks of channels; a block has channels of one plane only."""
     key, value = _widths(planes)
-    return 2 * triton.cdiv(key, block) + triton.cdiv(value, block)
+    return 2 * -(-key // block) + -(-value // block)
 
 
 def _slot_stride(planes: StatePlanes) -> int:

@@ -17,6 +17,8 @@ from pdserve.model.gpu.state_rows import DecodeStateRows, StatePlanes
 
 _BLOCK_V = 32
 _SMALL_BLOCK_V = 16
+"""Columns of a state per program. `benchmarks/gpu/tilings.py --hybrid` times alternatives."""
+_WARPS = 4
 _HEADS_PER_NORM = 4
 
 
@@ -43,7 +45,7 @@ def delta_decode(
             mixed, a, b, a_log, dt_bias, out, planes.state, rows.slots, rows.starts, rows.tokens,
             mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), dk**-0.5,
             KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
-            BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=4, **chaining(mixed.device),
+            BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS, **chaining(mixed.device),
         )  # fmt: skip
 
 

@@ -22,6 +22,9 @@ from pdserve.model.gpu.state_rows import CHUNK, StateChunks, StatePlanes
 
 _LEAST_DIM = 16
 """Minimum width of a tensor-core product."""
+_STATE_COLUMNS, _OUTPUT_COLUMNS = 32, 64
+"""Columns of a state per program of `_pass_state` and `_outputs`. `benchmarks/gpu/tilings.py` times alternatives."""
+_WARPS = 4
 _SUB = 16
 """Tokens of the blocks on the diagonal of A that are inverted row by row."""
 
@@ -52,14 +55,14 @@ def delta_prefill(
     of_rows = (rows.starts, rows.offsets, rows.chunks)
     _prepare[(num_chunks, heads)](
         mixed, a, b, a_log, dt_bias, keys, w, u, decay, *of_rows, mixed.stride(0), a.stride(0), b.stride(0),
-        **shape, **options, BLOCK_V=min(64, all_v), SUB=_SUB, num_warps=4, num_stages=2, **chained,
+        **shape, **options, BLOCK_V=min(64, all_v), SUB=_SUB, num_warps=_WARPS, num_stages=2, **chained,
     )  # fmt: skip
-    block = min(32, all_v)
+    block = min(_STATE_COLUMNS, all_v)
     _pass_state[(rows.num_rows, heads, triton.cdiv(dv, block))](
         keys, w, u, decay, states, planes.state, rows.slots, rows.starts, rows.chunks, rows.chunk_starts,
         planes.state.stride(0), **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,
     )  # fmt: skip
-    block = min(64, all_v)
+    block = min(_OUTPUT_COLUMNS, all_v)
     _outputs[(num_chunks, heads, triton.cdiv(dv, block))](
         mixed, keys, u, decay, states, out, *of_rows, mixed.stride(0), out.stride(0), dk**-0.5,
         **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,

@@ -57,7 +57,7 @@ def attend_pages(
         else:
             first = span.first
             keys, values = (_row(plane.values, span) for plane in (k, v))
-        out[tokens] = _extend(query[tokens], keys, values, call, span.start, span.end, first)
+        out[tokens] = attend_span(query[tokens], keys, values, call, span.start, span.end, first)
     return out
 
 
@@ -73,14 +73,14 @@ def attend_rows(query: Tensor, call: AttentionCall, rows: PassRows) -> Tensor:
         if selected is not None:
             only = torch.zeros(end - start, call.key.shape[2], dtype=torch.bool, device=query.device)
             only = only.scatter_(1, selected[tokens], True)[:, context]
-        out[tokens] = _extend(query[tokens], keys, values, call, start, end, 0, only)
+        out[tokens] = attend_span(query[tokens], keys, values, call, start, end, 0, only)
     return out
 
 
 def _decode(query: Tensor, bucket: DecodeBucket, k: PagedPlane, v: PagedPlane, call: AttentionCall) -> Tensor:
     """Attend with one query a row, `[rows, heads, width]`."""
     num_rows, num_heads, _ = query.shape
-    keys, values = (_gathered(plane, bucket) for plane in (k, v))
+    keys, values = (gather_bucket(plane, bucket) for plane in (k, v))
     num_kv_heads = keys.shape[1]
     visible = None if bucket.visible is None else bucket.visible[:, None, None]
     sinks = None if call.sinks is None else call.sinks.view(1, num_kv_heads, -1, 1)
@@ -88,7 +88,7 @@ def _decode(query: Tensor, bucket: DecodeBucket, k: PagedPlane, v: PagedPlane, c
     return out.reshape(num_rows, num_heads, -1)
 
 
-def _gathered(plane: PagedPlane, bucket: DecodeBucket) -> Tensor:
+def gather_bucket(plane: PagedPlane, bucket: DecodeBucket) -> Tensor:
     """Gather the context of a bucket: `[rows, kv_heads, slots, width]`; slots without a token are zero."""
     num_rows, num_pages = bucket.pages.shape
     _, num_heads, size, width = plane.values.shape
@@ -109,7 +109,7 @@ def _row(plane: Tensor, span: ExtendSpan) -> Tensor:
     return plane[span.pages].transpose(0, 1).flatten(1, 2)[:, : span.end - span.first]
 
 
-def _extend(
+def attend_span(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -150,6 +150,16 @@ def _attend(
     """
     if call.softcap is None and sinks is None:
         return F.scaled_dot_product_attention(query, keys, values, attn_mask=visible, scale=call.scaling)
+    return attend_explicitly(query, keys, values, visible, call, sinks)
+
+
+def attend_explicitly(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, call: AttentionCall, sinks: Tensor | None
+) -> Tensor:
+    """Attention `[..., queries, width]` over `[..., keys, width]` by two products, with all options of `call`.
+
+    `visible` and `sinks` broadcast to the scores `[..., queries, keys]`, the latter with one key.
+    """
     scores = torch.matmul(query, keys.transpose(-1, -2)).float() * call.scaling
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap

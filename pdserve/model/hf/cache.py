@@ -1,14 +1,14 @@
 """`PagedCache`: the cache that a transformers model sees. Its tensors are pages and slots of pdserve's pools.
 
 A layer whose attention reads keys and values as the cache returned them gets its new ones back, and attention reads the
-context from the pages. Other layers (MLA, sparse attention) get the whole context, gathered. Recurrent states are
-gathered when a layer asks for them, and written to the slots when the layer is complete.
+context from the pages. An MLA layer gets its new latents back; see `latent`. Other layers get the whole context,
+gathered. Recurrent states are gathered when a layer asks for them, and written to the slots when the layer is complete.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,32 +19,37 @@ from pdserve.memory.layout import GroupKind, PageSpace
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.hf.attention import PagedPlane, attend_pages, attend_rows
 from pdserve.model.hf.interface import AttentionCall, MaskFunction
+from pdserve.model.hf.latent import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.rows import PassRows, causal_mask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerPlanes:
-    """One layer's keys and values, or the two parts of its latent. `window`: see `LayerCalls`."""
+    """One layer's keys and values. `is_direct`: see `LayerCalls`."""
 
     space: PageSpace
     null_page: int
     k: PagedPlane
     v: PagedPlane
     is_direct: bool
-    window: int | None
 
 
 class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     """Implements transformers' `Cache` and `ForwardHandler` over the pools of a model's groups.
 
-    Call `begin` before each pass and `end` behind it. `found`: the probe of the model.
+    Call `begin` before each pass and `end` behind it. `found`: the probe of the model. `projections`: see
+    `find_projections`.
     """
 
-    def __init__(self, found: CacheProbe, pools: Sequence[GroupPool]) -> None:
+    def __init__(
+        self, found: CacheProbe, pools: Sequence[GroupPool], projections: Mapping[int, LatentProjection]
+    ) -> None:
         super().__init__(layers=[])
         self._is_sparse = found.is_sparse
+        self._projections = projections
         self._attended: dict[int, LayerPlanes] = {}
+        self._latents: dict[int, LatentPlane] = {}
         self._index: dict[int, Tensor] = {}
         self._states: dict[tuple[int, str], tuple[Tensor, tuple[int, ...]]] = {}
         for pool in pools:
@@ -54,7 +59,6 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         self._on_layer: Callable[[int], None] | None = None
         self._num_reported = 0
         self._returned: dict[int, tuple[Tensor, int]] = {}
-        self._last_layer = 0
         self._taken: dict[tuple[int, str], Tensor] = {}
 
     def _add(self, found: CacheProbe, pool: GroupPool, local: int, number: int) -> None:
@@ -68,12 +72,13 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
                 self._index[number] = pool.plane(local, 0)
             case GroupKind.MLA:
                 assert layer.kv is not None
-                latent, width = pool.plane(local, 0), layer.kv[0][1]
-                k, v = PagedPlane(latent[..., :width], None), PagedPlane(latent[..., width:], None)
-                self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, False, layer.window)
+                plane = PagedPlane(pool.plane(local, 0), pool.plane_blocks(local, 0))
+                self._latents[number] = LatentPlane(
+                    plane, layer.kv[0][1], pool.null_page, self._projections.get(number)
+                )
             case _:
                 k, v = (PagedPlane(pool.plane(local, i), pool.plane_blocks(local, i)) for i in range(2))
-                self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, layer.is_direct, layer.window)
+                self._attended[number] = LayerPlanes(group.space, pool.null_page, k, v, layer.is_direct)
 
     def begin(self, rows: PassRows, on_layer: Callable[[int], None] | None) -> None:
         """Begin a pass over `rows`. `on_layer(i)` is called once keys, values and states of layer i are written."""
@@ -98,8 +103,10 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         """Write new keys and values `[batch, heads, tokens, width]` to their pages."""
         self._report(layer_idx)
-        self._last_layer = layer_idx
-        layer, rows = self._attended[layer_idx], self.rows
+        rows = self.rows
+        if layer_idx in self._latents:
+            return self._update_latents(self._latents[layer_idx], key_states, value_states, layer_idx)
+        layer = self._attended[layer_idx]
         pages, slots = rows.written[layer.space]
         for plane, states in ((layer.k.values, key_states), (layer.v.values, value_states)):
             plane[pages, :, slots] = _flat(states).to(plane.dtype)
@@ -108,6 +115,24 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
             return key_states, value_states
         pages, slots = rows.context
         return tuple(plane.values[pages, :, slots].transpose(0, 1)[None] for plane in (layer.k, layer.v))
+
+    def _update_latents(
+        self, layer: LatentPlane, latent: Tensor, rope: Tensor, layer_idx: int
+    ) -> tuple[Tensor, Tensor]:
+        """Write new latents `[batch, 1, tokens, width]` and their rotary keys; see `update`."""
+        plane = layer.plane.values
+        pages, slots = self.rows.written[PageSpace.TOKENS]
+        plane[pages, 0, slots] = torch.cat([_flat(latent), _flat(rope)], -1)[:, 0].to(plane.dtype)
+        if layer.projection is not None:
+            self._returned[id(latent)] = latent, layer_idx
+            return latent, rope
+        pages, slots = self.rows.context
+        context = plane[pages, 0, slots][None, None]
+        return context[..., : layer.rank], context[..., layer.rank :]
+
+    def expands(self, latent: Tensor) -> bool:
+        """True when a layer must expand `latent`; False for new latents of this pass, which stay as they are."""
+        return id(latent) not in self._returned
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Write new index keys `[batch, tokens, width]`; returns those of the context, `[1, tokens, width]`."""
@@ -184,6 +209,9 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         query = call.query.transpose(1, 2).flatten(0, 1)
         if returned is None:
             out = attend_rows(query, call, self.rows)
+        elif returned[1] in self._latents:
+            new = torch.cat([_flat(call.key), _flat(call.value)], -1)[:, 0]
+            out = attend_latents(query, new, call, self.rows, self._latents[returned[1]])
         else:
             layer = self._attended[returned[1]]
             new_k, new_v = _flat(call.key), _flat(call.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,8 +17,10 @@ from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.hf.cache import PagedCache
+from pdserve.model.hf.checkpoint_names import adopt_weights
 from pdserve.model.hf.config import TransformersSource
 from pdserve.model.hf.interface import NAME, handled_by
+from pdserve.model.hf.latent import find_projections
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.rows import PassRows, passes_of
 from pdserve.model.hf.self_check import check_against, own_hidden
@@ -52,8 +55,7 @@ class TransformersModel:
         """Modules that the head's code may call for hidden states."""
         self.device = next(model.parameters()).device
         self.params = ParamSlots(dtype, self.device)
-        for name, parameter in model.named_parameters():
-            self.params.adopt(name, parameter.data)
+        adopt_weights(model, self.params)
         self.can_split_prompts = not found.is_stateful or _can_split(model)
         self._text = self._decoder.config
         self._text._attn_implementation = NAME
@@ -69,12 +71,17 @@ class TransformersModel:
         Raises:
             ModelError: the hidden states differ from those of transformers' own cache; see `self_check`.
         """
-        self._cache = PagedCache(self._found, pools)
         self._page_tokens = pools[0].group.page_tokens
         with torch.inference_mode():
             self._text._attn_implementation = "eager"
             own = own_hidden(self._model, self.device)
             self._text._attn_implementation = NAME
+            projections = find_projections(self._decoder, self._found)
+            self._cache = cache = PagedCache(
+                self._found, pools, {number: projection for number, (_, projection) in projections.items()}
+            )
+            for module, _ in projections.values():
+                module.expand_kv = partial(_expand_kv, cache, module.expand_kv)
             check_against(own, self._hidden, pools, self.spec.vocab_size, self._where)
 
     @property
@@ -147,6 +154,11 @@ class TransformersModel:
                 del module.forward
         logits: Tensor = found.logits[0]
         return logits
+
+
+def _expand_kv(cache: PagedCache, expand: Callable[..., Any], latent: Tensor, rope: Tensor) -> Any:
+    """Stands for the method of an MLA layer that expands latents: those that `cache` attends over stay as they are."""
+    return expand(latent, rope) if cache.expands(latent) else (latent, rope)
 
 
 def load_transformers_model(

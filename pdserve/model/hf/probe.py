@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from pdserve.errors import ModelError
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard
+from pdserve.memory.layout import GroupKind, KVLayout, Plane, Shard
+from pdserve.model.config import LayerKind, layout_of_layers
 from pdserve.model.hf.interface import NAME, AttentionCall, MaskFunction, handled_by
 
 NUM_TOKENS = 2
@@ -228,7 +229,7 @@ def layout_of(found: CacheProbe, page_tokens: int, where: str) -> KVLayout:
     if not attended:
         raise ModelError(f"{where}: the model has recurrent layers only; at least one attention layer is needed")
     keeps_all = all(layer.window is not None for layer in attended)
-    layers: dict[tuple[GroupKind, int | None, tuple[Plane, ...]], list[int]] = {}
+    layers: dict[LayerKind, list[int]] = {}
     for number, layer in found.layers.items():
         if layer.kv is not None:
             has_pool = layer.window is not None and layer.is_direct and not keeps_all
@@ -242,22 +243,7 @@ def layout_of(found: CacheProbe, page_tokens: int, where: str) -> KVLayout:
         if layer.states:
             planes = tuple(_state_plane(name, *state) for name, state in sorted(layer.states.items()))
             layers.setdefault((GroupKind.STATE, None, planes), []).append(number)
-    groups: list[KVGroup] = []
-    order = (GroupKind.FULL, GroupKind.MLA, GroupKind.INDEX, GroupKind.WINDOW, GroupKind.STATE)
-    for (kind, window, planes), numbers in sorted(layers.items(), key=lambda item: order.index(item[0][0])):
-        same = sum(group.kind is kind for group in groups)
-        groups.append(
-            KVGroup(
-                name=kind.value if same == 0 else f"{kind.value}{same + 1}",
-                kind=kind,
-                layers=tuple(numbers),
-                num_model_layers=found.num_layers,
-                page_tokens=0 if kind is GroupKind.STATE else page_tokens,
-                planes=planes,
-                window=window,
-            )
-        )
-    return KVLayout(tuple(groups))
+    return layout_of_layers(layers, found.num_layers, page_tokens)
 
 
 def _kv_planes(layer: LayerCalls, kind: GroupKind, page_tokens: int) -> tuple[Plane, ...]:

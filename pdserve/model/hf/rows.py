@@ -55,11 +55,12 @@ class DecodeBucket:
 
 @dataclasses.dataclass(frozen=True)
 class ExtendSpan:
-    """A row with several new tokens at flat index `offset`, positions `[start, end)`.
+    """Row number `row` of a pass, with several new tokens at flat index `offset`, positions `[start, end)`.
 
     `pages` `[P]`: the pages of its context. The first page begins at position `first`.
     """
 
+    row: int
     offset: int
     start: int
     end: int
@@ -134,6 +135,17 @@ class PassRows:
         return self._tensor(pages), self._tensor(slots)
 
     @functools.cached_property
+    def decode_contexts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the rows with one new token: its flat index `[rows]`, and the range of the row's tokens in `context`.
+
+        First and end are int64 `[rows, 1]`.
+        """
+        rows = self._decoding
+        firsts = np.asarray(self.context_starts, dtype=np.int64)[rows]
+        first, end = (self._tensor(array)[:, None] for array in (firsts, firsts + self.ends[rows]))
+        return self._tensor(self.offsets[rows]), first, end
+
+    @functools.cached_property
     def _decoding(self) -> IntArray:
         return np.flatnonzero(self.ends - self.starts == 1)
 
@@ -147,7 +159,7 @@ class PassRows:
                 first = self._first_page(start, window)
                 pages = self._pages[space][row, first : -(-end // self._page_tokens)].astype(np.int64)
                 offset = int(self.offsets[row])
-                spans.append(ExtendSpan(offset, start, end, first * self._page_tokens, self._tensor(pages)))
+                spans.append(ExtendSpan(row, offset, start, end, first * self._page_tokens, self._tensor(pages)))
             self._made[key] = spans
         found: list[ExtendSpan] = self._made[key]
         return found

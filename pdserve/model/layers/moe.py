@@ -18,10 +18,7 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import Param, ParamPiece, ParamSlots
-
-_NUM_SAMPLES = 2
-"""Weight samples per expert tensor. Small, because a model has thousands of these tensors."""
+from pdserve.model.params import EXPERT_SAMPLES, Param, ParamPiece, ParamSlots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +78,11 @@ class Experts:
         self._kernels = kernels
         wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
         pairs = [
-            Param(_weight(name, expert), wide, 0, inner, _NUM_SAMPLES)
+            Param(_weight(name, expert), wide, 0, inner, EXPERT_SAMPLES)
             for expert in held
             for name in (names.expert_gate, names.expert_up)
         ]
-        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, _NUM_SAMPLES) for expert in held]
+        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, EXPERT_SAMPLES) for expert in held]
         _accept_fused(params, names, hidden_size, moe)
         self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
         self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))

@@ -87,6 +87,8 @@ def test_the_floors_count_bytes_and_operations() -> None:
     shape = timings.Shape(num_layers=2, num_heads=4, head_dim=8, layer_params=1000, head_params=50)
     # 2 per weight and token, the head for one token, and QK and PV over the causal half
     assert timings.prefill_flop(shape, 10) == 2 * 1000 * 10 + 2 * 50 + 2 * 2 * 2 * 4 * 8 * 10 * 11 // 2
+    # states are read and written
+    assert timings.decode_floor_s(limits, weight_bytes=10**9, kv_bytes=0, state_bytes=10**9) == pytest.approx(3e-3)
 
 
 def test_floors_of_experts_count_those_that_are_chosen() -> None:
@@ -158,6 +160,18 @@ def test_the_whole_program_runs_on_a_cpu_with_tiny_shapes(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.slow
+def test_the_program_for_hybrid_models_runs_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    assert check_cuda.main(["--tiny", "--hybrid"]) == 0
+    printed = capsys.readouterr().out
+    assert "Checks: 6 of 6 passed" in printed and "| GatedDeltaNet, prefill 70 |" in printed
+    assert sum(line.startswith("| tiny-hybrid") for line in printed.splitlines()) == 1 + 2 * 2
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
 def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys: pytest.CaptureFixture[str]) -> None:
     own = Attention.of(1, 16, torch.float32, torch.device("cpu"))
     tilings.try_out()
@@ -165,6 +179,16 @@ def test_other_tilings_are_timed_and_the_kernels_own_are_back_behind_them(capsys
     assert [line.split("  ")[0] for line in lines] == list(tilings.alternatives())
     assert all("1: " in line and "| 2: " in line for line in lines)
     assert Attention.of(1, 16, torch.float32, torch.device("cpu")) == own
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.slow
+def test_other_choices_of_recurrent_layers_are_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["decode: 8 columns of a state for few rows", "prefill: 16 columns of a state"]
+    tilings.try_out(hybrid=True, only=names)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines] == names
+    assert all("| 6: " in line for line in lines), "a prefill of six tokens"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")

@@ -91,7 +91,7 @@ def test_the_exit_status_says_whether_something_fell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = {"kernel: a": Spread(0.8, 0.7, 0.9), "step: b": Spread(2.0, 1.9, 2.1)}
-    monkeypatch.setattr(regressions, "measure", lambda parts, threads, rounds, clock: regressions.of_parts(now, parts))
+    monkeypatch.setattr(regressions, "measure", lambda parts, *_: regressions.of_parts(now, parts))
     monkeypatch.setattr(regressions, "best_level", lambda: "avx2")
     where = ["--table", str(tmp_path / "t.json")]
     assert regressions.main(["--write", *where]) == 0
@@ -102,6 +102,25 @@ def test_the_exit_status_says_whether_something_fell(
     assert "1 of 2 ratios are worse: step: b" in capsys.readouterr().out
 
 
+def test_some_kernels_are_compared_with_their_own_stored_ratios(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = table(**{"kernel: a": Spread(0.8, 0.7, 0.9), "kernel: b": Spread(0.8, 0.7, 0.9)})
+    write(tmp_path / "t.json", stored)
+    asked = []
+
+    def measure(parts: object, threads: int, rounds: int, clock: object, wanted: str) -> dict[str, Spread]:
+        asked.append(wanted)
+        return {"kernel: a": Spread(0.4, 0.4, 0.4)}
+
+    monkeypatch.setattr(regressions, "measure", measure)
+    monkeypatch.setattr(regressions, "best_level", lambda: "avx2")
+    flags = ["--only", "kernels", "--cases", "a$", "--passes", "1", "--table", str(tmp_path / "t.json")]
+    assert regressions.main(flags) == 1
+    assert asked == ["a$"]
+    assert "1 of 1 ratios are worse: kernel: a" in capsys.readouterr().out
+
+
 def test_what_counts_is_how_far_medians_of_passes_lie_apart() -> None:
     """One round that somebody else disturbed must not make room for any loss."""
     passes = [{"a": Spread(2.0, 0.1, 9.0)}, {"a": Spread(1.9, 1.0, 2.0)}, {"a": Spread(2.2, 0.5, 2.3)}]
@@ -110,7 +129,9 @@ def test_what_counts_is_how_far_medians_of_passes_lie_apart() -> None:
     assert is_worse(compare(stored, {"a": Spread(1.8, 0.1, 9.0)}))
 
 
-@pytest.mark.parametrize("flags", [["--only", "x"], ["--only", "steps", "--write"], ["--table", "nowhere.json"]])
+@pytest.mark.parametrize(
+    "flags", [["--only", "x"], ["--only", "steps", "--write"], ["--cases", "a", "--write"], ["--table", "nowhere.json"]]
+)
 def test_flags_that_do_not_fit_are_refused(flags: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         regressions.main(flags)

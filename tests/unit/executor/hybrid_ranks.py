@@ -11,7 +11,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
-from pdserve.memory.layout import PageSpace
+from pdserve.memory.layout import GroupKind, PageSpace
 from pdserve.model.config import kv_layout
 from pdserve.model.eplb import Row
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
@@ -57,6 +57,7 @@ def outcome(parallel: Parallel, path: Path, vocab_size: int, split: ParallelConf
     planes = {
         (number, plane.name): pool.plane(local, index)[: pool.num_pages].clone()
         for pool in built.executor.pools
+        if pool.group.kind is not GroupKind.STAMP
         for local, number in enumerate(pool.group.layers)
         for index, plane in enumerate(pool.group.planes)
     }

@@ -42,9 +42,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each step that was computed by one call; of models that are built after this."""
     decode, found = NativeDecoder.decode, list[int]()
 
-    def counting(self, facts, tokens, pages):  # type: ignore[no-untyped-def]
+    def counting(self, facts, *tables):  # type: ignore[no-untyped-def]
         found.append(facts.shape[1])
-        return decode(self, facts, tokens, pages)
+        return decode(self, facts, *tables)
 
     monkeypatch.setattr(NativeDecoder, "decode", counting)
     return found

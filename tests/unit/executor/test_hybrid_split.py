@@ -17,6 +17,7 @@ from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
+from tests.unit.executor import sharing_ranks
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.hybrid_ranks import build, decode, moved, outcome, prefill
 from tests.unit.model.test_hybrid_models import deeper
@@ -77,6 +78,24 @@ def test_ranks_that_receive_pages_and_states_go_on_with_the_whole_models_tokens(
     ranks = [dataclasses.replace(rank, tokens=leader.tokens) for rank in ranks]
     for tokens in gang.run(target, decode, tmp_path, VOCAB_SIZE, decode_split, source, ranks):
         assert tokens == whole.greedy
+
+
+@pytest.mark.parametrize("ep_size", rest_slow([2, 1]))
+def test_replicas_that_share_feed_forward_layers_compute_what_the_whole_model_does(
+    ep_size: int, gang: Gang, tmp_path: Path
+) -> None:
+    """One replica begins idle, and the other ends so."""
+    deeper("qwen3_next").write(tmp_path)
+    jobs = (sharing_ranks.Job((1, 40, 70)), sharing_ranks.Job((65, 3), chunk=33, idle_rounds=2))
+    wholes = [
+        sharing_ranks.outcome(SingleRank(), tmp_path, VOCAB_SIZE, ParallelConfig(), [job], overlap=False)
+        for job in jobs
+    ]
+    flags = ParallelConfig(tp_size=2, dp_size=2, enable_dp_attention=True, ep_size=ep_size)
+    ranks = gang.run(ParallelShape(), sharing_ranks.outcome, tmp_path, VOCAB_SIZE, flags, jobs, False, num_sharing=2)
+    for rank, whole in zip(ranks, wholes, strict=True):
+        assert rank.greedy == whole.greedy
+        assert rank.num_bytes < whole.num_bytes
 
 
 def test_experts_that_move_in_the_middle_of_generation_change_no_token(gang: Gang, tmp_path: Path) -> None:

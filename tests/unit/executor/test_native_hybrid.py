@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from pdserve.base import native
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import ParallelConfig
 from pdserve.memory.layout import PageSpace
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
@@ -19,8 +21,11 @@ from tests.model_families import FAMILIES
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_logits
 from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
+from tests.unit.executor import expert_ranks
+from tests.unit.executor.gang import Gang
 from tests.unit.executor.native_ranks import LENGTHS, outcome
 from tests.unit.executor.test_native_executor import divergence
+from tests.unit.executor.test_native_experts import ROUNDING, apart
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
 
 pytestmark = needs_kernels
@@ -189,3 +194,46 @@ def test_a_pair_gives_the_monolith_s_tokens(name: str, checkpoint: Callable[[str
             answers.append(servers.generate(prompts, 20))
             servers.assert_idle()
     assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (ParallelShape(tp_size=2), "qwen3_next"),
+        (ParallelShape(pp_size=2), "qwen3_5_text"),
+        (ParallelShape(tp_size=2, pp_size=2), "qwen3_5_moe_text"),
+        (ParallelShape(tp_size=2, pp_size=2), "qwen3"),
+    ],
+    ids=str,
+)
+def test_a_split_model_is_near_the_whole_one(
+    shape: ParallelShape, name: str, gang: Gang, checkpoint: Callable[[str], Path]
+) -> None:
+    """A rank has some heads of each kind, and a stage layers of some kinds."""
+    path = checkpoint(name)
+    whole = outcome(SingleRank(), path, VOCAB_SIZE, "native")
+    for rank in gang.run(shape, outcome, path, VOCAB_SIZE, "native"):
+        assert divergence(rank.logprobs, whole.logprobs) < 5e-3
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_8_bits_are_near_too(name: str, checkpoint: Callable[[str], Path]) -> None:
+    path, prompt = checkpoint(name), PROMPT[:70]
+    wanted = reference_logits(load_reference(path), prompt)[-1].log_softmax(-1)
+    driver = make(path, quantization="int8", cpu_threads=2)
+    token = driver.step((driver.open(prompt, 80, top_logprobs=VOCAB_SIZE), 0, len(prompt), True))[0]
+    assert token is not None
+    ids, values = zip(*token.top, strict=True)
+    logprobs = torch.zeros(VOCAB_SIZE)
+    logprobs[list(ids)] = torch.tensor(values)
+    assert divergence(logprobs[None], wanted[None]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_moe_text"])
+def test_whole_experts_on_ranks_beside_a_shared_one(name: str, gang: Gang, checkpoint: Callable[[str], Path]) -> None:
+    path, experts = checkpoint(name), ParallelConfig(tp_size=2, ep_size=2)
+    whole = expert_ranks.outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig(), "bfloat16")
+    ranks = gang.run(ParallelShape(tp_size=2), expert_ranks.outcome, path, VOCAB_SIZE, experts, "bfloat16")
+    heads = torch.cat([rank.pages for rank in ranks], 3)
+    assert ranks[0].greedy == ranks[1].greedy
+    assert apart(heads, whole.pages) < ROUNDING

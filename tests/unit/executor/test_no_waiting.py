@@ -19,6 +19,8 @@ from pdserve.executor.graphs import EagerCapture
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.model.triton_kit import DEVICE
 
@@ -95,10 +97,18 @@ def test_what_waits_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             wait()
 
 
-def test_a_launch_never_waits(tiny_checkpoint: Callable[[Family], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_state", rest_slow([False, True]))
+def test_a_launch_never_waits(
+    tiny_checkpoint: Callable[[Family], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_state: bool
+) -> None:
     """A step with prompts, then steps by replays; one row asks for log probabilities, one follows a grammar."""
+    checkpoint, samplings = tmp_path, SAMPLINGS[:-1]  # without an EOS token there is no grammar
+    if has_state:
+        FAMILIES["qwen3_next"].write(checkpoint)
+    else:
+        checkpoint, samplings = tiny_checkpoint("qwen3_moe"), SAMPLINGS
     built = build(
-        tiny_checkpoint("qwen3_moe"), dtype="float32", attention_backend="triton", context_length=64, max_rows=5,
+        checkpoint, dtype="float32", attention_backend="triton", context_length=64, max_rows=5,
         device="cuda" if DEVICE == "cuda" else "cpu", disable_cuda_graph=DEVICE == "cpu",
     )  # fmt: skip
     if DEVICE == "cpu":
@@ -106,7 +116,7 @@ def test_a_launch_never_waits(tiny_checkpoint: Callable[[Family], Path], monkeyp
     driver, executor = Driver(built), built.executor
     rows = [
         driver.open(random_prompt(3 + i, VOCAB_SIZE), 16, sampling, top_logprobs=2 if i == 0 else None)
-        for i, sampling in enumerate(SAMPLINGS)
+        for i, sampling in enumerate(samplings)
     ]
     for step in range(2):
         spans = [(0, 3 + i) if step == 0 else (2 + i + step, 3 + i + step) for i in range(len(rows))]

@@ -16,8 +16,9 @@ from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
 from tests.unit.model.triton_kit import DEVICE
 
-PROMPTS = [random_prompt(length, VOCAB_SIZE) for length in (1, 66)]
-MODELS = ["qwen3_next", "qwen3_5_text", "window"]
+SHORT = [random_prompt(length, VOCAB_SIZE) for length in (3, 2)]
+MODELS = [("qwen3_next", 20, 12), ("qwen3_next", 66, 40), ("qwen3_5_text", 66, 40), ("window", 66, 40)]
+"""Families, the longer prompt, and its chunks."""
 NUM_TOKENS = 2
 
 
@@ -45,12 +46,11 @@ def built(path: Path, attention_backend: Any) -> LoadedEngine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rest_slow(MODELS))
-def test_tokens_are_torch_s(name: str, checkpoint: Callable[[str], Path]) -> None:
-    """Chunks that end inside the blocks of 64 tokens beside a row that decodes, and captured decode steps."""
-    path = checkpoint(name)
-    expected = Driver(built(path, "torch")).generate(PROMPTS, NUM_TOKENS)
-    assert Driver(built(path, "triton")).generate(PROMPTS, NUM_TOKENS, chunk=40) == expected
-    mine = built(path, "triton")
-    mine.executor.capture_decode((4,), EagerCapture() if DEVICE == "cpu" else GraphCapture())
-    assert Driver(mine).generate(PROMPTS, NUM_TOKENS) == expected
+@pytest.mark.parametrize(("name", "length", "chunk"), rest_slow(MODELS))
+def test_tokens_are_torch_s(name: str, length: int, chunk: int, checkpoint: Callable[[str], Path]) -> None:
+    """Chunks that end inside blocks of 64 tokens, beside a row that decodes; and captured decode steps."""
+    path, prompts = checkpoint(name), [random_prompt(1, VOCAB_SIZE), random_prompt(length, VOCAB_SIZE)]
+    mine, theirs = Driver(built(path, "triton")), Driver(built(path, "torch"))
+    assert mine.generate(prompts, NUM_TOKENS, chunk=chunk) == theirs.generate(prompts, NUM_TOKENS)
+    mine.built.executor.capture_decode((4,), EagerCapture() if DEVICE == "cpu" else GraphCapture())
+    assert mine.generate(SHORT, NUM_TOKENS) == theirs.generate(SHORT, NUM_TOKENS)

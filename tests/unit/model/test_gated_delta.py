@@ -175,6 +175,24 @@ def test_generated_tokens_that_are_computed_again_have_the_same_bits() -> None:
         assert torch.equal(first.state(request), again.state(request))
 
 
+def test_a_captured_step_is_a_decode_step_and_padding_touches_no_request() -> None:
+    """A step without rows on the host, whose last row is padding."""
+    first, captured = Requests(), Requests()
+    for requests in (first, captured):
+        requests.step(Row(2, 0, 30, 30), Row(4, 0, 70, 70))
+    first.step(Row(2, 30, 31, 30), Row(4, 70, 71, 70))
+    parts = [REQUESTS[2].part(30, 31).tensors, REQUESTS[4].part(70, 71).tensors, REQUESTS[0].tensors]
+    slots, starts = torch.tensor([captured.slots[2], captured.slots[4], -1]), torch.tensor([30, 70, 0])
+    before = captured.plane.clone()
+    inputs = [torch.cat(tensors) for tensors in zip(*parts, strict=True)]
+    out = gated_delta_rule(*inputs, captured.plane, DeltaRows(slots, starts, None))  # type: ignore[arg-type]
+    assert torch.equal(out[0], first.out[2][30]) and torch.equal(out[1], first.out[4][70])
+    for request in (2, 4):
+        assert torch.equal(captured.state(request), first.state(request))
+    others = [slot for slot in range(NUM_SLOTS - 1) if slot not in (captured.slots[2], captured.slots[4])]
+    torch.testing.assert_close(captured.plane[others], before[others], rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def test_the_rule_is_that_of_transformers() -> None:
     inputs, requests = REQUESTS[4], Requests()
     arguments = [tensor[None] for tensor in inputs.tensors]

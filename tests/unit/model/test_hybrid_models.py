@@ -48,7 +48,8 @@ def deeper(name: str) -> TinyFamily:
     """The family with three GatedDeltaNet layers before the attention layer."""
     family = FAMILIES[name]
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    return dataclasses.replace(family, changes={**family.changes, "num_hidden_layers": 4, "layer_types": kinds})
+    changes = {"num_hidden_layers": 4, "layer_types": kinds, "max_position_embeddings": 2048}
+    return dataclasses.replace(family, changes=family.changes | changes)
 
 
 @pytest.mark.parametrize("name", rest_slow(NAMES))
@@ -78,11 +79,33 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
 )
 def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     path = checkpoint(name)
-    prompts = prompts_of((*LENGTHS, 64, 127, 5))
+    prompts = prompts_of((*LENGTHS, 64, 1500, 5))
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False, model_impl="native", chunk=chunk) as server:
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
         assert server.generate(prompts, NEW_TOKENS) == expected, "eight at once"
+        server.assert_idle()
+
+
+@pytest.mark.parametrize("is_pair", [False, True], ids=["monolith", "pair"])
+def test_turns_and_branches_of_native_models_continue_from_a_state(
+    is_pair: bool, checkpoint: Callable[[str], Path]
+) -> None:
+    name = "qwen3_5_moe"
+    shared, *rests = prompts_of((150, 60, 20, 30, 70), seed=3)
+    first, branch, third = (shared + rest for rest in rests[:3])
+    prompts = [first, branch, third, first + rests[3]]
+    expected = deeper(name).reference_tokens(checkpoint(name), prompts, NEW_TOKENS)
+    impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
+    with running_models(checkpoint(name), pair=is_pair, chunk=512, **impls) as server:
+        prefill = server.prefill or server.answering
+        cached = []
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            before = prefill.state().counters.get("cached_tokens", 0)
+            assert server.generate([prompt], NEW_TOKENS) == [tokens]
+            cached.append(prefill.state().counters.get("cached_tokens", 0) - before)
+        assert cached == [0, 0, 128, 192], "150 shared tokens reach the second multiple of 64, 210 the third"
+        assert server.generate(prompts * 2, NEW_TOKENS) == expected * 2, "eight at once"
         server.assert_idle()
 
 

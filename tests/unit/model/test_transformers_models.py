@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file, save_file
 
-from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ParallelConfig, ServerConfig
-from pdserve.errors import ConfigError, ModelError
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ModelImpl, ParallelConfig, ServerConfig
+from pdserve.errors import ConfigError, HandshakeError, ModelError
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.launch_checks import check_model
 from pdserve.memory.layout import GroupKind, attention_group
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.hf.config import read_source
+from pdserve.model.hf.model import load_transformers_model
 from pdserve.model.hf.self_check import check_against
-from tests.model_families import FAMILIES, PAGE, page_with, table
+from pdserve.model.parallel import SingleRank
+from pdserve.transfer.peers import check_facts
+from tests.model_families import FAMILIES, LENGTHS, PAGE, page_with, prompts_of, table
 from tests.model_pair import running_models
-from tests.tiny import VOCAB_SIZE
+from tests.share import rest_slow
 
-LENGTHS = (1, 63, 64, 65, 300)
 NEW_TOKENS, LONG = 12, 100
 FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
 QUICK = ("gpt_oss", "qwen3_next")
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the tiny checkpoint of a family, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("families") / name
-            FAMILIES[name].write(made[name])
-        return made[name]
-
-    return make
 
 
 def write_config(directory: Path, architecture: str, model_type: str, **fields: Any) -> Path:
@@ -62,24 +49,8 @@ def build(path: Path, **groups: Any) -> LoadedEngine:
     return build_executor(ServerConfig(**(defaults | groups)), max_rows=4)
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
-
-
-def reference_tokens(name: str, path: Path, prompts: Sequence[list[int]], num_new: int) -> list[list[int]]:
-    """What transformers generates greedily, for each prompt alone."""
-    model_class = getattr(transformers, FAMILIES[name].architecture)
-    model = model_class.from_pretrained(path, dtype=torch.float32).eval()
-    found = []
-    for prompt in prompts:
-        ids = model.generate(torch.tensor([prompt]), max_new_tokens=num_new, do_sample=False)
-        found.append(ids[0, len(prompt) :].tolist())
-    return found
-
-
-def test_layers_with_other_heads_and_windows_are_groups_of_their_own(checkpoint: Callable[[str], Path]) -> None:
-    source = read_source(checkpoint("mimo_v2_flash"))
+def test_layers_with_other_heads_and_windows_are_groups_of_their_own(family_checkpoint: Callable[[str], Path]) -> None:
+    source = read_source(family_checkpoint("mimo_v2_flash"))
     full, window = source.layout(source.probe("bfloat16"), 16).groups
     assert (full.kind, full.layers, window.kind, window.layers) == (GroupKind.FULL, (0,), GroupKind.WINDOW, (1,))
     assert [(plane.num_heads, plane.width, plane.dtype) for plane in full.planes] == [
@@ -89,8 +60,8 @@ def test_layers_with_other_heads_and_windows_are_groups_of_their_own(checkpoint:
     assert window.window == 24
 
 
-def test_recurrent_layers_have_state_and_latents_are_one_plane(checkpoint: Callable[[str], Path]) -> None:
-    source = read_source(checkpoint("kimi_linear"))
+def test_recurrent_layers_have_state_and_latents_are_one_plane(family_checkpoint: Callable[[str], Path]) -> None:
+    source = read_source(family_checkpoint("kimi_linear"))
     latent, state = source.layout(source.probe("float32"), 16).groups
     assert (latent.kind, latent.layers, latent.planes[0].width) == (GroupKind.MLA, (1,), 16 + 8)
     assert (state.kind, state.layers) == (GroupKind.STATE, (0,))
@@ -100,9 +71,9 @@ def test_recurrent_layers_have_state_and_latents_are_one_plane(checkpoint: Calla
 
 
 def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
-    checkpoint: Callable[[str], Path],
+    family_checkpoint: Callable[[str], Path],
 ) -> None:
-    sparse, windows = read_source(checkpoint("deepseek_v32")), read_source(checkpoint("mistral"))
+    sparse, windows = read_source(family_checkpoint("deepseek_v32")), read_source(family_checkpoint("mistral"))
     layout = sparse.layout(sparse.probe("float32"), 16)
     assert [group.kind for group in layout.groups] == [GroupKind.MLA, GroupKind.INDEX]
     assert layout.state_type == "nsa"
@@ -169,30 +140,28 @@ def test_a_model_that_neither_way_can_run_is_refused_before_its_weights_are_read
     ],
 )
 def test_flags_that_need_native_code_are_refused_by_name(
-    field: str, groups: dict[str, Any], checkpoint: Callable[[str], Path]
+    field: str, groups: dict[str, Any], family_checkpoint: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(checkpoint("gpt_oss"), **groups)
+        build(family_checkpoint("gpt_oss"), **groups)
     assert caught.value.field == field
 
 
-def test_the_launcher_refuses_to_split_a_model_without_native_code(checkpoint: Callable[[str], Path]) -> None:
-    model = ModelConfig(model_path=str(checkpoint("gpt_oss")))
+def test_the_launcher_refuses_to_split_a_model_without_native_code(family_checkpoint: Callable[[str], Path]) -> None:
+    model = ModelConfig(model_path=str(family_checkpoint("gpt_oss")))
     with pytest.raises(ConfigError, match=r"--pp-size does not fit a model through transformers") as caught:
         check_model(ServerConfig(model=model, parallel=ParallelConfig(pp_size=2)))
     assert caught.value.field == "pp_size"
 
 
-def test_native_only_refuses_what_it_does_not_know(checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint("gpt_oss")
+def test_native_only_refuses_what_it_does_not_know(family_checkpoint: Callable[[str], Path]) -> None:
+    path = family_checkpoint("gpt_oss")
     with pytest.raises(ModelError, match="GptOssForCausalLM"):
         build(path, model=ModelConfig(model_path=str(path), model_impl="native"))
 
 
-def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    for file in checkpoint("gpt_oss").iterdir():
+def test_a_missing_tensor_is_named(family_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    for file in family_checkpoint("gpt_oss").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.self_attn.sinks"]
@@ -201,8 +170,11 @@ def test_a_missing_tensor_is_named(checkpoint: Callable[[str], Path], tmp_path: 
         build(tmp_path)
 
 
-def test_both_builds_of_a_family_have_the_same_layout_config_and_weights(checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint("llama")
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_both_builds_of_a_family_have_the_same_layout_config_and_weights(
+    name: str, family_checkpoint: Callable[[str], Path]
+) -> None:
+    path = family_checkpoint(name)
 
     def facts(impl: Any, load_format: Any) -> tuple[object, ...]:
         model = ModelConfig(model_path=str(path), dtype="float32", model_impl=impl, load_format=load_format)
@@ -214,15 +186,46 @@ def test_both_builds_of_a_family_have_the_same_layout_config_and_weights(checkpo
     assert facts("native", "auto") != facts("native", "dummy")
 
 
+def test_builds_with_other_weights_are_refused_as_a_pair(
+    family_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    FAMILIES["qwen3_moe"].write(tmp_path, seed=1)
+
+    def facts(path: Path, impl: ModelImpl) -> dict[str, str | int]:
+        built = build(path, model=ModelConfig(model_path=str(path), dtype="float32", model_impl=impl))
+        return {**built.layout.fields(), "weights": built.executor.weights_fingerprint}
+
+    with pytest.raises(HandshakeError) as caught:
+        check_facts(facts(family_checkpoint("qwen3_moe"), "native"), facts(tmp_path, "transformers"))
+    assert caught.value.field == "weights"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+def test_weights_have_the_names_and_values_of_the_checkpoint(
+    name: str, family_checkpoint: Callable[[str], Path]
+) -> None:
+    path = family_checkpoint(name)
+    source = read_source(path)
+    model = load_transformers_model(
+        source, source.probe("float32"), "float32", torch.device("cpu"), SingleRank(), load_format="auto", seed=0
+    )
+    samples = model.params.samples()
+    weights = load_file(path / "model.safetensors")
+    assert samples.keys() <= weights.keys()
+    for weight, values in samples.items():
+        flat = weights[weight].flatten()
+        assert all(float(flat[position]) == value for position, value in values.items()), weight
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in FAMILIES]
 )
 def test_pair_gives_transformers_tokens_with_retractions_and_an_abort(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
-    long = reference_tokens(name, path, load, LONG)
+    path, prompts, load = family_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
+    long = FAMILIES[name].reference_tokens(path, load, LONG)
     offload = sorted(FAMILIES).index(name) % 2 == 0
     with running_models(path, pair=True, max_total_tokens=FEW_TOKENS, offload=offload) as pair:
         assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
@@ -236,9 +239,9 @@ def test_pair_gives_transformers_tokens_with_retractions_and_an_abort(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(FAMILIES))
-def test_monolith_gives_transformers_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = checkpoint(name), prompts_of(LENGTHS)
-    expected = reference_tokens(name, path, prompts, NEW_TOKENS)
+def test_monolith_gives_transformers_tokens(name: str, family_checkpoint: Callable[[str], Path]) -> None:
+    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False) as server:
         assert [server.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
         assert server.generate(prompts[1:], NEW_TOKENS) == expected[1:], "four at once"
@@ -246,14 +249,21 @@ def test_monolith_gives_transformers_tokens(name: str, checkpoint: Callable[[str
 
 
 @pytest.mark.parametrize(
-    ("prefill_impl", "decode_impl"),
-    [("native", "transformers"), pytest.param("transformers", "native", marks=pytest.mark.slow)],
+    ("name", "prefill_impl", "decode_impl"),
+    rest_slow(
+        [
+            ("qwen3_moe", "native", "transformers"),
+            ("qwen3_moe", "transformers", "native"),
+            ("llama", "native", "transformers"),
+            ("llama", "transformers", "native"),
+        ]
+    ),
 )
 def test_a_native_and_a_transformers_server_are_a_pair(
-    prefill_impl: str, decode_impl: str, checkpoint: Callable[[str], Path]
+    name: str, prefill_impl: ModelImpl, decode_impl: ModelImpl, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts = checkpoint("llama"), prompts_of(LENGTHS)
-    expected = reference_tokens("llama", path, prompts, NEW_TOKENS)
+    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
+    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=True, prefill_impl=prefill_impl, model_impl=decode_impl) as pair:
         assert pair.generate(prompts, NEW_TOKENS) == expected
         pair.assert_idle()

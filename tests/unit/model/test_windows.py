@@ -11,7 +11,6 @@ import pytest
 
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
-from pdserve.errors import ConfigError
 from pdserve.executor.factory import build_executor
 from pdserve.memory.layout import GroupKind
 from pdserve.model.config import kv_layout, read_model_spec
@@ -21,6 +20,7 @@ from tests.model_families import FAMILIES as MODELS
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import VOCAB_SIZE, WINDOW, WINDOW_FAMILIES, Family, make_tiny
+from tests.unit.model.native_kit import needs_kernels
 
 NUM_TOKENS = 6
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 150, 300)
@@ -114,22 +114,21 @@ def test_mixtral_has_names_of_its_own_and_may_have_windows(tmp_path: Path) -> No
     assert Driver(build(path, model_impl="native")).generate(prompts, NUM_TOKENS, chunk=40) == expected
 
 
-def test_the_cpu_kernels_leave_windows_to_torch_and_say_why(
-    checkpoint: Callable[[Family], Path], caplog: pytest.LogCaptureFixture
+@needs_kernels
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_pair_by_the_cpu_kernels_gives_the_tokens_of_the_monolith(
+    family: Family, checkpoint: Callable[[Family], Path]
 ) -> None:
-    caplog.set_level("INFO")
-    path = checkpoint("mistral")
-    built = build(path, dtype="bfloat16", model_impl="native")
-    assert built.arithmetic == "torch"
-    assert f"attend to a window of {WINDOW} tokens" in caplog.text
-    config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
-        memory=MemoryConfig(page_size=16, max_total_tokens=512),
-        kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels="native"),
-    )
-    with pytest.raises(ConfigError, match="attend to a window") as caught:
-        build_executor(config, max_rows=1)
-    assert caught.value.field == "cpu_kernels"
+    path, prompts = checkpoint(family), [random_prompt(length, VOCAB_SIZE) for length in LENGTHS]
+    found = []
+    for pair in (False, True):
+        with running_models(
+            path, pair=pair, prefill_impl="native", model_impl="native", dtype="bfloat16", max_total_tokens=2048
+        ) as servers:
+            assert {server.built.arithmetic != "torch" for server in servers.servers} == {True}
+            found.append(servers.generate(prompts, 12))
+            servers.assert_idle()
+    assert found[0] == found[1]
 
 
 def test_the_pages_of_a_window_are_far_fewer_than_those_of_all_tokens(checkpoint: Callable[[Family], Path]) -> None:

@@ -4,139 +4,39 @@ from __future__ import annotations
 
 import random
 import threading
-from collections import defaultdict
-from collections.abc import Callable
 
 from pdserve.base.clock import MonotonicClock
-from pdserve.base.mailbox import Mailbox
-from pdserve.base.parallel import SINGLE
 from pdserve.memory.kv_memory import KVMemory, PageTable
-from pdserve.protocol.messages import (
-    AbortRequest,
-    EngineState,
-    FinishReason,
-    GenerateRequest,
-    OutputBatch,
-    RoomAddress,
-    Shutdown,
-    StateQuery,
-    StateReply,
-    ToApi,
-)
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.scheduler import Scheduler
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 from pdserve.sim.world import Prompt, Shape, monolith_tokens
-from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.control import ZmqControlSocket
-from pdserve.transfer.copy_workers import CopyWorkers
-from pdserve.transfer.events import Address, PeerListens, PrefillFound
-from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
-from pdserve.transfer.plan import rank_memory
-from pdserve.transfer.transport import MemoryRegion
-from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
+from pdserve.transfer.transports.memory import MemoryHub
+from tests.scheduler_threads import ADDRESS, DEADLINE_S, SchedulerThread, Served
 from tests.waiting import wait_until
 
-DEADLINE_S = 60.0
 NUM_REQUESTS = 60
 NUM_PAGES, NUM_ROWS, NUM_AUX = 48, 8, 8
-ADDRESS: Address = ("prefill", 1)
 
 
-class LocalDirectory:
-    """Everybody is where the test says, and listens."""
-
-    def __init__(self, served: dict[Address, tuple[str, str]], post: Callable[[Event], None]) -> None:
-        self._served, self._post = served, post
-
-    def find(self, address: Address) -> None:
-        self._post(PrefillFound(address, (self._served[address],)))
-
-    def probe(self, instance: str, endpoint: str) -> None:
-        self._post(PeerListens(instance))
-
-
-class Server:
+class HashServer(SchedulerThread):
     """A scheduler in a thread, with everything real below it but the model."""
 
-    def __init__(self, mode: str, hub: MemoryHub, served: dict[Address, tuple[str, str]]) -> None:
-        self.tokens: dict[str, list[int]] = defaultdict(list)
-        self.finish: dict[str, FinishReason] = {}
-        self._states: list[EngineState] = []
-        self._heard = threading.Condition()
+    def __init__(self, mode: str, hub: MemoryHub, served: Served) -> None:
+        super().__init__(mode)
         table = PageTable(NUM_ROWS, NUM_PAGES)
         executor = HashExecutor(hash_layout(4), NUM_PAGES, table)
         memory = KVMemory(executor.layout, NUM_PAGES, table, NUM_AUX, on_free=executor.poison)
-        context = SchedulerContext(memory, executor, Outbox(self._hear), MonotonicClock(), StepLimits(chunk_tokens=7))
-        self.mailbox: Mailbox[Event] = Mailbox()
-        aux = MetadataBuffers(NUM_AUX, shareable=False)
-        self._transport = MemoryTransport(hub)
-        self._transport.register([MemoryRegion(*buffer) for buffer in (*executor.buffers, aux.buffer)])
-        self._socket = ZmqControlSocket("127.0.0.1")
-        self.mailbox.attach(self._socket)
-        self._workers = CopyWorkers(self._transport, self.mailbox.post, num_threads=2)
-        args = KVArgs(
-            instance=mode,
-            layout=executor.layout,
-            ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
-            aux=aux,
-            facts={"model": "hash"},
-            token="t",
-            secret=mode,
-        )
-        kv = KVManager(
-            args, self._socket, self._workers, LocalDirectory(served, self.mailbox.post), context.clock, TransferTimes()
-        )
-        if mode == "prefill":
-            served[ADDRESS] = (mode, self._socket.endpoint)
+        context = SchedulerContext(memory, executor, Outbox(self.hear), MonotonicClock(), StepLimits(chunk_tokens=7))
+        kv = self.make_kv(executor, NUM_AUX, hub, served, {"model": "hash"})
         waiting = WaitingQueue("fcfs", 10.0, context.memory)
         role = PrefillRole(context, kv, waiting) if mode == "prefill" else DecodeRole(context, kv, waiting)
-        self._thread = threading.Thread(target=Scheduler(role, context, kv, self.mailbox).run, name=mode)
-        self._thread.start()
-
-    def state(self) -> EngineState:
-        """Ask, and wait for the answer."""
-        with self._heard:
-            count = len(self._states)
-            self.mailbox.post(StateQuery(query_id="q"))
-            assert self._heard.wait_for(lambda: len(self._states) > count, DEADLINE_S), "the scheduler is dead"
-            return self._states[-1]
-
-    def wait_for(self, count: int) -> None:
-        """Until `count` requests have ended."""
-        with self._heard:
-            assert self._heard.wait_for(lambda: len(self.finish) >= count, DEADLINE_S), len(self.finish)
-
-    def close(self) -> None:
-        self.mailbox.post(Shutdown())
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-        self._socket.close()
-        self._workers.close()
-        self._transport.close()
-
-    def _hear(self, message: ToApi) -> None:
-        with self._heard:
-            if isinstance(message, StateReply):
-                self._states.append(message.state)
-            elif isinstance(message, OutputBatch):
-                for output in message.outputs:
-                    self.tokens[output.rid] += output.token_ids
-                    if output.finish is not None:
-                        self.finish[output.rid] = output.finish
-            self._heard.notify_all()
-
-
-def _all_free(state: EngineState) -> bool:
-    memory = state.memory
-    live = ("rooms_live", "reqs_live", "keys_writing", "keys_published", "keys_early", "control_unacked")
-    return all(memory[f"{n}_free"] == memory[f"{n}_total"] for n in ("pages", "rows", "aux")) and not any(
-        memory[name] for name in live
-    )
+        self.start(Scheduler(role, context, kv, self.mailbox))
 
 
 def test_requests_and_hang_ups_over_real_threads_give_the_monoliths_tokens_and_leave_nothing() -> None:
@@ -147,8 +47,8 @@ def test_requests_and_hang_ups_over_real_threads_give_the_monoliths_tokens_and_l
         for _ in range(NUM_REQUESTS)
     ]
     expected = monolith_tokens(Shape(num_pages=48), prompts)
-    hub, served = MemoryHub(), dict[Address, tuple[str, str]]()
-    servers = [Server("prefill", hub, served), Server("decode", hub, served)]
+    hub, served = MemoryHub(), Served()
+    servers = [HashServer("prefill", hub, served), HashServer("decode", hub, served)]
     try:
         for i, prompt in enumerate(prompts):
             request = GenerateRequest(
@@ -164,8 +64,8 @@ def test_requests_and_hang_ups_over_real_threads_give_the_monoliths_tokens_and_l
                 for server in servers:  # as a router does whose client hung up
                     server.mailbox.post(AbortRequest(rid=rid))
         for server in servers:
-            server.wait_for(NUM_REQUESTS)
-        wait_until(lambda: all(_all_free(server.state()) for server in servers), "all is free", DEADLINE_S)
+            server.wait_for([f"r{i}" for i in range(NUM_REQUESTS)])
+        wait_until(lambda: not any(server.leaks() for server in servers), "all is free", DEADLINE_S)
         decode = servers[1]
         aborted = [rid for rid, finish in decode.finish.items() if finish.type == "abort"]
         assert len(aborted) <= NUM_REQUESTS // 10
