@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# What to run at once on a machine with one GPU, the most wanted first; eighteen minutes at most, ten as a rule. A failure
-# of one step does not stop the next. Arguments choose steps: packages pair hybrid hybrid-timings hybrid-pair fence checks
-# timings (all when absent). Where a call may take ten minutes: the first four, and the others in a second call.
+# What to run at once on a machine with one GPU, the most wanted first; eighteen minutes at most, ten as a rule. A
+# failure of one step does not stop the next. Arguments choose steps: packages pair hybrid hybrid-timings hybrid-pair
+# fence checks timings (all when absent). Where a call may take ten minutes: the first four, and the others in a second
+# call.
 #
 #   packages   installs what build/gpu-wheels holds (`python -m benchmarks.gpu.wheels --make`, beforehand) into
 #              build/gpu-site, for the steps behind it

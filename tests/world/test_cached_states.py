@@ -25,7 +25,7 @@ from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import Prompt, Shape, SimNode
 from pdserve.sim.world import World, monolith_tokens, request
 from tests.share import rest_slow
-from tests.world import pressure
+from tests.world import campaign, pressure
 from tests.world.pressure import pressured
 from tests.world.workload import with_states
 
@@ -103,6 +103,13 @@ def test_prompts_that_branch_under_memory_pressure(case: int) -> None:
         counts += play(seed)
     happened = ("states_copied", "states_kept", "states_evicted", "evicted_pages", "requests_retracted")
     assert all(counts[name] for name in happened), counts
+
+
+@pytest.mark.parametrize("seeds", [range(5), pytest.param(range(5, 200), marks=pytest.mark.slow)], ids=len)
+def test_cached_states_on_unequal_splits_with_all_kinds_of_faults(seeds: range) -> None:
+    tally = campaign.tally_of(seeds, 1, model="states")
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["replicas of several ranks"] and tally.counts["requests that continued from a cached state"]
 
 
 def test_a_second_turn_and_a_branch_continue_from_a_state() -> None:
