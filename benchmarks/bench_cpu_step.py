@@ -5,6 +5,8 @@
     python -m benchmarks.bench_cpu_step --batches 1,16 --kinds "torch bf16,transformers bf16"
     python -m benchmarks.bench_cpu_step --batches 1 --context 2048 --shape DeepSeek-V2-Lite --layers 1 \
         --kinds "transformers bf16"
+    python -m benchmarks.bench_cpu_step --batches 1 --context 512 --new-tokens 512 --shape Qwen3.5-0.8B --layers 4 \
+        --kinds "transformers bf16,native bf16"
 
 Every row computes the last of `--context` tokens, or the last `--new-tokens`. Ratios compare each round with the round
 of the first kind beside it; with `--fused`, a directory with a `cstep.cpp` (see `fused_step`), also with that step of
@@ -28,7 +30,7 @@ import torch
 
 from benchmarks import report
 from benchmarks.fused_step import FORMATS, FusedStep
-from benchmarks.gpu.shapes import LATENT_MODELS, MODELS, TINY_MODELS
+from benchmarks.gpu.shapes import HYBRID_MODELS, LATENT_MODELS, MODELS, TINY_MODELS
 from benchmarks.kernels import CLOCKS
 from benchmarks.report import markdown_table, ratios, spread_of
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -37,7 +39,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.protocol.sampling import CoreSamplingParams
 
 PAGE_TOKENS = MemoryConfig().page_size
-SHAPES = MODELS | LATENT_MODELS | TINY_MODELS
+SHAPES = MODELS | HYBRID_MODELS | LATENT_MODELS | TINY_MODELS
 VOCAB_SIZE = 4096
 """Of models of random weights: of few layers, the logits would be most of the step."""
 TOKEN = 50
@@ -75,6 +77,7 @@ def step_of(
     for index in range(batch):
         row = built.table.open(order[index * per_row : (index + 1) * per_row])
         assert row is not None, "there are rows and pages for all"
+        built.table.slots[row] = index  # of states, where the model has them
         built.executor.open_row(row, [TOKEN] * context, context - 1, CoreSamplingParams(temperature=0.0), None)
         rows.append(BatchRow(str(index), row, context - new_tokens, context, True))
     for pool in built.executor.pools:

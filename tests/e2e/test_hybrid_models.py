@@ -12,8 +12,7 @@ import pytest
 from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.harness import assert_idle, generate_all, generate_batch, generate_while_some_leave, running_pair, until
 from tests.e2e.test_model_families import LONG, SHORT, bodies_of, tokens_of
-from tests.model_families import LENGTHS, prompts_of
-from tests.unit.model.test_hybrid_models import deeper
+from tests.model_families import LENGTHS, deep_hybrid, prompts_of
 
 NEW_TOKENS = 12
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "96", "--model-impl", "native", "--cpu-kernels", "torch")
@@ -27,24 +26,10 @@ SPLITS = {
 MOVING = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the checkpoint of a family with four layers, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("hybrids") / name
-            deeper(name).write(made[name])
-        return made[name]
-
-    return make
-
-
 def check_split(name: str, path: Path, prefill: str, decode: str, *flags: str) -> None:
     prompts, load = prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = deeper(name).reference_tokens(path, prompts, NEW_TOKENS)
-    long = deeper(name).reference_tokens(path, load, LONG)
+    expected = deep_hybrid(name).reference_tokens(path, prompts, NEW_TOKENS)
+    long = deep_hybrid(name).reference_tokens(path, load, LONG)
     sides = {"prefill_flags": prefill.split(), "decode_flags": (*decode.split(), *SHORT)}
     with running_pair(str(path), *COMMON, *flags, **sides) as pair:
         bodies = bodies_of(prompts, NEW_TOKENS)
@@ -58,26 +43,26 @@ def check_split(name: str, path: Path, prefill: str, decode: str, *flags: str) -
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
-def test_split_models(split: str, checkpoint: Callable[[str], Path]) -> None:
+def test_split_models(split: str, hybrid_checkpoint: Callable[[str], Path]) -> None:
     name, prefill, decode = SPLITS[split]
-    check_split(name, checkpoint(name), prefill, decode)
+    check_split(name, hybrid_checkpoint(name), prefill, decode)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_installed(), reason="nixl is not installed; scripts/setup.sh says how")
 @pytest.mark.parametrize("split", [split for split in SPLITS if "2 to" in split])
-def test_split_models_over_nixl(split: str, checkpoint: Callable[[str], Path]) -> None:
+def test_split_models_over_nixl(split: str, hybrid_checkpoint: Callable[[str], Path]) -> None:
     name, prefill, decode = SPLITS[split]
-    check_split(name, checkpoint(name), prefill, decode, "--disaggregation-transfer-backend", "nixl")
+    check_split(name, hybrid_checkpoint(name), prefill, decode, "--disaggregation-transfer-backend", "nixl")
 
 
 @pytest.mark.slow
-def test_experts_move_while_requests_run(checkpoint: Callable[[str], Path]) -> None:
+def test_experts_move_while_requests_run(hybrid_checkpoint: Callable[[str], Path]) -> None:
     """On decode, every third step, with copies of experts; prefill has a part of every expert."""
     name = "qwen3_next"
     prompts = prompts_of(LENGTHS)
-    expected = deeper(name).reference_tokens(checkpoint(name), prompts, NEW_TOKENS)
-    with running_pair(str(checkpoint(name)), *COMMON, decode_flags=MOVING.split()) as pair:
+    expected = deep_hybrid(name).reference_tokens(hybrid_checkpoint(name), prompts, NEW_TOKENS)
+    with running_pair(str(hybrid_checkpoint(name)), *COMMON, decode_flags=MOVING.split()) as pair:
 
         def have_moved() -> bool:
             """A thread plans while steps go on, so the number of requests that this takes varies."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import requests
+import torch
 from safetensors.torch import save_file
 
 from tests.e2e.harness import (
@@ -152,7 +153,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
 def test_a_model_that_neither_way_can_run_ends_the_start_in_one_sentence(reason: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 64, **UNSUPPORTED[reason]}))
     tiny_tokenizer().save_pretrained(tmp_path)
-    save_file({}, tmp_path / "model.safetensors")
+    save_file({"unused": torch.zeros(1)}, tmp_path / "model.safetensors")
     server = start_server(str(tmp_path), "null", name="refused")
     try:
         assert server.child.wait_exit(60.0), "it goes on"

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import functools
 import logging
+import math
 import multiprocessing
 import random
 import sys
@@ -139,8 +140,9 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, mode
     local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
     spared = _spared(it, cluster) if (HARMLESS | local).issuperset(it.kinds) else set()
     spared |= set(range(len(it.prompts), len(answers)))
-    prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0
-    check(answers, expected, spared, prompt=prompt)
+    is_prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0
+    most_s = PROMPT_S if model == "full" else 2 * PROMPT_S  # more ranks: a copy of each request fails more often
+    check(answers, expected, spared, most_s=most_s if is_prompt else math.inf)
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
     if model != "full":
@@ -197,15 +199,18 @@ def _spared(it: Setting, cluster: Cluster) -> set[int]:
 
 
 def check(
-    answers: Sequence[ClientAnswer], expected: Sequence[Sequence[int]], spared: Container[int], *, prompt: bool
+    answers: Sequence[ClientAnswer], expected: Sequence[Sequence[int]], spared: Container[int], *, most_s: float
 ) -> None:
-    """What clients got, beside what a monolith gives. Nothing has happened to those `spared` that may end a request."""
+    """What clients got, beside what a monolith gives, in at most `most_s` seconds each.
+
+    Nothing has happened to those `spared` that may end a request.
+    """
     for index, (answer, tokens) in enumerate(zip(answers, expected, strict=True)):
         if answer.error is None:
             assert answer.tokens == tokens, f"request {index}: tokens differ from the monolith's"
         else:
             assert answer.tokens == tokens[: len(answer.tokens)], f"request {index}: wrong tokens before its end"
-        assert not prompt or answer.took_s < PROMPT_S, f"request {index}: ended after {answer.took_s:.0f} s"
+        assert answer.took_s < most_s, f"request {index}: ended after {answer.took_s:.0f} s"
         if index in spared:
             tried = f"request {index}: {answer.error} after {answer.num_tries} tries"
             assert answer.error is None and answer.num_tries == 1, f"{tried}, though nothing had happened to it"

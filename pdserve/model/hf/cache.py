@@ -72,9 +72,9 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
                 self._index[number] = pool.plane(local, 0)
             case GroupKind.MLA:
                 assert layer.kv is not None
-                plane = PagedPlane(pool.plane(local, 0), pool.plane_blocks(local, 0))
+                latents = PagedPlane(pool.plane(local, 0), pool.plane_blocks(local, 0))
                 self._latents[number] = LatentPlane(
-                    plane, layer.kv[0][1], pool.null_page, self._projections.get(number)
+                    latents, layer.kv[0][1], pool.null_page, self._projections.get(number)
                 )
             case _:
                 k, v = (PagedPlane(pool.plane(local, i), pool.plane_blocks(local, i)) for i in range(2))

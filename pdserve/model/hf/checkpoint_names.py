@@ -23,7 +23,7 @@ _EXPERTS_DIM = 3
 class _View(Tensor):
     """A tensor whose parts stay views: transformers' conversions copy them by `contiguous`."""
 
-    def contiguous(self, *_: Any, **__: Any) -> Tensor:  # type: ignore[override]
+    def contiguous(self, *_: Any, **__: Any) -> Tensor:
         """Return this tensor."""
         return self
 
@@ -46,9 +46,9 @@ def adopt_weights(model: Any, params: ParamSlots) -> None:
 def _checkpoint_tensors(model: Any) -> dict[str, Tensor]:
     """Return the weights of the language model as views of its parameters and buffers, by name in the checkpoint."""
     weights = _text_weights(model)
-    views = {name: tensor.as_subclass(_View) for name, tensor in weights.items()}
+    views: dict[str, Tensor] = {name: tensor.as_subclass(_View) for name, tensor in weights.items()}
     try:
-        reverted = revert_weight_conversion(model, views)  # type: ignore[no-untyped-call]
+        reverted = revert_weight_conversion(model, views)
     except Exception as error:  # transformers' code may raise anything
         _LOG.debug("weights have the names of their modules: %s", error)
         return weights

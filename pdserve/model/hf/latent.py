@@ -38,9 +38,9 @@ class LatentProjection:
         self._weight = weight
         self.rank = weight.shape[1]
         self.v_width = v_width
-        self._sizes = [nope, v_width]
+        self._nope = nope
         by_head = weight.view(num_heads, nope + v_width, self.rank)
-        self._to_k, self._to_v = by_head.split(self._sizes, 1)
+        self._to_k, self._to_v = by_head[:, :nope], by_head[:, nope:]
         expanded = self.rank * (nope + v_width)
         saved = 2 * self.rank + rope_width - (nope + rope_width + v_width)
         self._worth = expanded / saved if saved > 0 else float("inf")
@@ -55,7 +55,7 @@ class LatentProjection:
 
     def absorb(self, query: Tensor) -> Tensor:
         """Map queries `[tokens, heads, nope + rope_width]` to queries over latents, `[tokens, heads, latent]`."""
-        nope, rope = query.split([self._sizes[0], query.shape[-1] - self._sizes[0]], -1)
+        nope, rope = query[..., : self._nope], query[..., self._nope :]
         return torch.cat([torch.bmm(nope.transpose(0, 1), self._to_k).transpose(0, 1), rope], -1)
 
     def project(self, attended: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class LatentProjection:
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Expand latents `[tokens, latent]` to keys `[heads, tokens, key width]` and values of all heads."""
         both = F.linear(latents[:, : self.rank], self._weight).view(len(latents), len(self._to_k), -1)
-        nope, values = both.split(self._sizes, -1)
+        nope, values = both[..., : self._nope], both[..., self._nope :]
         rope = latents[:, None, self.rank :].expand(-1, nope.shape[1], -1)
         return torch.cat([nope, rope], -1).transpose(0, 1), values.transpose(0, 1)
 
@@ -88,14 +88,15 @@ def find_projections(decoder: nn.Module, found: CacheProbe) -> dict[int, tuple[A
 
     A module is understood when its `expand_kv` gives the keys and values of `LatentProjection.expand`.
     """
-    projections = {}
+    projections: dict[int, tuple[Any, LatentProjection]] = {}
     for module in decoder.modules():
-        layer = found.layers.get(getattr(module, "layer_idx", -1))
+        number: Any = getattr(module, "layer_idx", -1)
+        layer = found.layers.get(number)
         if layer is None or layer.kv is None or not layer.is_latent or not hasattr(module, "expand_kv"):
             continue
         projection = _projection(module, layer.kv[0][1], layer.kv[1][1])
         if projection is not None:
-            projections[module.layer_idx] = module, projection
+            projections[number] = module, projection
     return projections
 
 
@@ -131,10 +132,10 @@ def attend_latents(query: Tensor, new: Tensor, call: AttentionCall, rows: PassRo
             latents = gather_bucket(layer.plane, bucket)[:, 0]
             out[bucket.tokens] = _absorbed(query[bucket.tokens], latents, bucket.visible, call, projection)
     else:
-        tokens, firsts, ends = rows.decode_contexts
-        if len(tokens):
-            latents, visible = _selected(selected[tokens], firsts, ends, call.window, rows, layer.plane)
-            out[tokens] = _absorbed(query[tokens], latents, visible, call, projection)
+        decoding, firsts, ends = rows.decode_contexts
+        if len(decoding):
+            latents, visible = _selected(selected[decoding], firsts, ends, call.window, rows, layer.plane)
+            out[decoding] = _absorbed(query[decoding], latents, visible, call, projection)
     for span in rows.extends(PageSpace.TOKENS, None if selected is not None else call.window):
         tokens = slice(span.offset, span.offset + span.end - span.start)
         latents = new[tokens] if span.start == 0 else _row(layer.plane.values, span)

@@ -13,7 +13,7 @@ import torch
 from pdserve.base import native
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ParallelConfig
-from pdserve.memory.layout import PageSpace
+from pdserve.memory.layout import GroupKind, PageSpace
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
 from tests.driver import GREEDY, Driver, build, random_prompt
@@ -115,6 +115,8 @@ def of_row(driver: Driver, row: int, num_tokens: int) -> list[torch.Tensor]:
     built, found = driver.built, []
     layout = built.executor.layout
     for pool in built.executor.pools:
+        if pool.group.kind is GroupKind.STAMP:
+            continue
         if pool.group.space is PageSpace.SLOTS:
             found.append(pool.pages_as_bytes[int(built.table.slots[row])].clone())
             continue

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -20,46 +19,23 @@ from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, Moe
 from pdserve.model.loader import read_spec
 from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import FAMILIES, LENGTHS, TinyFamily, prompts_of
+from tests.model_families import HYBRIDS, LENGTHS, deep_hybrid, prompts_of
 from tests.model_pair import running_models
 from tests.share import rest_slow
 
-NAMES = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 NEW_TOKENS, LONG = 12, 100
 FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the tiny checkpoint of a family with four layers, once."""
-    made: dict[str, Path] = {}
-
-    def make(name: str) -> Path:
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("hybrids") / name
-            deeper(name).write(made[name])
-        return made[name]
-
-    return make
-
-
-def deeper(name: str) -> TinyFamily:
-    """The family with three GatedDeltaNet layers before the attention layer."""
-    family = FAMILIES[name]
-    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    changes = {"num_hidden_layers": 4, "layer_types": kinds, "max_position_embeddings": 2048}
-    return dataclasses.replace(family, changes=family.changes | changes)
-
-
-@pytest.mark.parametrize("name", rest_slow(NAMES))
+@pytest.mark.parametrize("name", rest_slow(HYBRIDS))
 def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
-    name: str, checkpoint: Callable[[str], Path]
+    name: str, hybrid_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    number = NAMES.index(name)
+    path, prompts, load = hybrid_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
+    expected = deep_hybrid(name).reference_tokens(path, prompts, NEW_TOKENS)
+    long = deep_hybrid(name).reference_tokens(path, load, LONG)
+    number = HYBRIDS.index(name)
     impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
     with running_models(
         path, pair=True, max_total_tokens=FEW_TOKENS, offload=number % 2 == 0, layerwise=number % 3 != 0, **impls
@@ -75,12 +51,16 @@ def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
 
 @pytest.mark.parametrize(
     ("name", "chunk"),
-    rest_slow([("qwen3_5", -1), ("qwen3_5_moe", 50), *((name, chunk) for name in NAMES for chunk in (50, -1))], keep=2),
+    rest_slow(
+        [("qwen3_5", -1), ("qwen3_5_moe", 50), *((name, chunk) for name in HYBRIDS for chunk in (50, -1))], keep=2
+    ),
 )
-def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, checkpoint: Callable[[str], Path]) -> None:
-    path = checkpoint(name)
+def test_a_native_monolith_gives_transformers_tokens(
+    name: str, chunk: int, hybrid_checkpoint: Callable[[str], Path]
+) -> None:
+    path = hybrid_checkpoint(name)
     prompts = prompts_of((*LENGTHS, 64, 1500, 5))
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
+    expected = deep_hybrid(name).reference_tokens(path, prompts, NEW_TOKENS)
     with running_models(path, pair=False, model_impl="native", chunk=chunk) as server:
         assert server.generate(prompts[4:5], NEW_TOKENS) == expected[4:5]
         assert server.generate(prompts, NEW_TOKENS) == expected, "eight at once"
@@ -88,12 +68,12 @@ def test_a_native_monolith_gives_transformers_tokens(name: str, chunk: int, chec
 
 
 def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_field(
-    checkpoint: Callable[[str], Path],
+    hybrid_checkpoint: Callable[[str], Path],
 ) -> None:
     """transformers keeps one convolution state for q, k and v."""
     facts = []
     for impl in ("native", "transformers"):
-        built = build(checkpoint("qwen3_next"), dtype="float32", model_impl=impl)
+        built = build(hybrid_checkpoint("qwen3_next"), dtype="float32", model_impl=impl)
         facts.append(built.layout.fields())
         built.executor.close()
     for ours, theirs in (facts, facts[::-1]):
@@ -102,8 +82,8 @@ def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_fiel
         assert error.value.field in ("state.conv_q.num_heads", "state.conv0.num_heads")
 
 
-def test_layers_and_groups_follow_the_config(checkpoint: Callable[[str], Path]) -> None:
-    spec = read_spec(checkpoint("qwen3_next"))
+def test_layers_and_groups_follow_the_config(hybrid_checkpoint: Callable[[str], Path]) -> None:
+    spec = read_spec(hybrid_checkpoint("qwen3_next"))
     assert [tuple(map(type, layer.operations)) for layer in spec.layers] == [
         *[(GatedDeltaSpec, MoeSpec)] * 3, (AttentionSpec, MoeSpec),
     ]  # fmt: skip
@@ -177,9 +157,11 @@ def test_a_model_of_recurrent_layers_only_is_refused() -> None:
         spec_from_config(config_of(layer_types=["linear_attention"] * 4), {}, where="here")
 
 
-def test_other_forms_of_the_same_checkpoint_are_loaded(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_other_forms_of_the_same_checkpoint_are_loaded(
+    hybrid_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
     """All experts of a layer in one tensor, names of a vision-language model, and layers that predict tokens ahead."""
-    path = checkpoint("qwen3_5_moe_text")
+    path = hybrid_checkpoint("qwen3_5_moe_text")
     for file in path.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(path / "model.safetensors")
@@ -202,8 +184,10 @@ def test_other_forms_of_the_same_checkpoint_are_loaded(checkpoint: Callable[[str
     assert found[0] == found[1]
 
 
-def test_the_text_config_of_a_vision_language_model_counts(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    config = json.loads((checkpoint("qwen3_5") / "config.json").read_text())
+def test_the_text_config_of_a_vision_language_model_counts(
+    hybrid_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    config = json.loads((hybrid_checkpoint("qwen3_5") / "config.json").read_text())
     config["text_config"]["linear_conv_kernel_dim"] = 0
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="linear_conv_kernel_dim is 0"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,16 @@ def test_dtype_of_a_config_that_says_none_is_the_tensors(tmp_path: Path) -> None
     assert '"dtype": "float16",' in text
     (path / "config.json").write_text(text.replace('"dtype": "float16",', ""))
     assert build(path).dtype == "float16"
+
+
+def test_a_file_without_tensors_is_an_error_where_it_would_give_the_dtype(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config = {name: value for name, value in config.items() if "dtype" not in name}
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({}, path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"model\.safetensors has no tensors"):
+        build(path)
 
 
 def test_dummy_weights_need_no_files_and_follow_the_seed(tmp_path: Path) -> None:
