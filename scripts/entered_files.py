@@ -27,8 +27,14 @@ PACKAGE = Path(__file__).resolve().parents[1] / "pdserve"
 READY = "ready: OPENAI_BASE_URL="
 START_S, WARM_UP, WRITE_S = 300.0, 4, 20.0
 IDLE_WINDOWS, IDLE_S = 6, 1.5
-ADMITTED = "scheduler/scheduler.py:Scheduler._admit"
-"""Runs for each request, also for the probes of the router's watchdog. An idle window with a probe is left out."""
+OF_REQUESTS = frozenset(
+    {
+        "scheduler/scheduler.py:Scheduler._admit",
+        "executor/local_executor.py:LocalExecutor.launch",
+        "transfer/copy_workers.py:CopyWorkers._run",
+    }
+)
+"""They run for each request, also for the probes of the router's watchdog. An idle window with one is left out."""
 HOOK = """
 import mmap, os, sys, threading, time
 
@@ -150,7 +156,7 @@ def main() -> None:
                 with windows.record():
                     time.sleep(IDLE_S)
                 functions = set[str]().union(*windows.entered().values())
-                idle |= functions if ADMITTED not in functions else set()
+                idle |= functions if functions.isdisjoint(OF_REQUESTS) else set()
     ran = set[str]().union(*by_process.values())
     entered = files_of(ran - idle)
     if args.list:

@@ -93,9 +93,9 @@ async def test_an_innocent_grammar_does_not_wait_for_large_ones(tokenizer: Token
         large = [asyncio.create_task(pool.check(slow(i, small=False), "a")) for i in range(6)]
         await asyncio.sleep(0)
         assert (await pool.check(regex("b+"), "a")).message is None
-        assert sum(task.done() for task in large) < 2, "each takes 0.6 s of a processor"
+        assert sum(task.done() for task in large) < 4, "each takes 0.6 s of a processor, two at a time"
         assert (await pool.check(slow(9, small=False), "b")).reason == "slow"
-        assert sum(task.done() for task in large) < 4, "another client has not waited for all of them"
+        assert not all(task.done() for task in large), "another client has not waited for all of them"
         for task in large:
             task.cancel()
         await asyncio.gather(*large, return_exceptions=True)
