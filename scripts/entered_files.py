@@ -26,7 +26,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1] / "pdserve"
 READY = "ready: OPENAI_BASE_URL="
 START_S, WARM_UP, WRITE_S = 300.0, 4, 20.0
-IDLE_WINDOWS, IDLE_S = 6, 1.5
+IDLE_WINDOWS, MOST_WINDOWS, IDLE_S = 6, 24, 1.5
 OF_REQUESTS = frozenset(
     {
         "scheduler/scheduler.py:Scheduler._admit",
@@ -152,11 +152,16 @@ def main() -> None:
                 ask(url, model)
             by_process = windows.entered()
             idle: set[str] = set()
-            for _ in range(IDLE_WINDOWS):
+            num_clean = 0
+            for _ in range(MOST_WINDOWS):
                 with windows.record():
                     time.sleep(IDLE_S)
                 functions = set[str]().union(*windows.entered().values())
-                idle |= functions if functions.isdisjoint(OF_REQUESTS) else set()
+                if functions.isdisjoint(OF_REQUESTS):
+                    idle |= functions
+                    num_clean += 1
+                if num_clean == IDLE_WINDOWS:
+                    break
     ran = set[str]().union(*by_process.values())
     entered = files_of(ran - idle)
     if args.list:
