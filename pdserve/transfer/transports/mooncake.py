@@ -300,7 +300,8 @@ def start_native(host: str, protocol: str, ib_device: str, new_native: Callable[
         except RuntimeError as error:
             if PORT_TAKEN not in str(error):
                 raise TransferError(f"mooncake does not start: {error}", code="engine_failed") from error
-            log.info("mooncake is started once more: %s", error)
+            text = str(error)  # a kept log record must not keep the traceback, which refers to the engine
+            log.info("mooncake is started once more: %s", text)
             continue
         if code != 0:
             raise ConfigError(f"mooncake does not start on host {host!r} with {protocol}: code {code}", field="host")

@@ -275,7 +275,9 @@ def test_a_room_is_its_first_receiver_s_with_the_right_prompt(digest: str) -> No
     """A peer that knows a room before its receiver has published takes it only if it knows the prompt as well."""
     net, prefill, decode = meet()
     say(net, THIEF, prefill, msgspec.structs.replace(hello_of(net, decode), endpoint=f"{THIEF}:1", session=77))
-    stolen = TransferInfo(key=MemoryKey(7, 5, THIEF), pages=((0, 1, 2),), aux_slot=0, prompt_digest=digest)
+    stolen = TransferInfo(
+        key=MemoryKey(7, 5, THIEF), pages=((0, 1, 2),), aux_slot=0, prompt_digest=digest, cached_tokens=0
+    )
     say(net, THIEF, prefill, stolen)
     pair = Pair(net, prefill, decode)
     assert pair.sender.key == (stolen.key if digest == "d" else pair.receiver.key)
