@@ -24,7 +24,7 @@ from transformers import (
 Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "mistral"]
 DENSE_FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
 FAMILIES: tuple[Family, ...] = (*DENSE_FAMILIES, "qwen3_moe")
-"""Families of which every layer attends to all tokens."""
+"""Families with full attention in every layer."""
 WINDOW = 24
 WINDOW_FAMILIES: dict[Family, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},

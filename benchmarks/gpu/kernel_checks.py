@@ -93,7 +93,7 @@ def checks(
 
 
 def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
-    """The checks of what hybrid models have: GatedDeltaNet, heads of which a part is rotated, windows."""
+    """Checks for hybrid models: GatedDeltaNet, partial rotary embeddings, windows."""
 
     def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
         return lambda: check_attention("triton", shape, spans, device)

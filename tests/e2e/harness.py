@@ -106,7 +106,7 @@ class Server:
 
     def leaks(self) -> dict[str, Any]:
         """What is not free, not quiet or does not add up; empty at idle. Pages and slots that only the prefix cache has
-        are free: whoever needs them gets them.
+        are free, as it gives them up on demand.
         """
         state = self.state()
         memory = state["memory"]

@@ -23,7 +23,7 @@ _SLACK_PAGES = 4
 class RowSpans:
     """The rows of a step, by what is gathered of them: each from a page `first_pages[r]` on, to its last token.
 
-    Row r has `lengths[r]` gathered tokens, of which those from `starts[r]` on are new. `valid_from[r]`: its first page
+    Row r has `lengths[r]` gathered tokens. Tokens from `starts[r]` on are new. `valid_from[r]`: its first page
     that is not behind the window. `first_pages` and `valid_from` are None where all rows begin with their first page.
     """
 

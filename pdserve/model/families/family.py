@@ -150,6 +150,15 @@ def read_windows(config: HFConfig, where: str) -> tuple[int | None, ...]:
     return tuple(window if index >= first else None for index in range(num_layers))
 
 
+def layers_with_windows(
+    config: HFConfig, where: str, read: Callable[[int | None], AttentionSpec]
+) -> tuple[DecoderLayerSpec, ...]:
+    """Return Llama's layers with dense feed-forwards. `read(window)` returns the attention with that window."""
+    mlp, windows = read_mlp(config, where), read_windows(config, where)
+    kinds = {window: pre_norm_layer(read(window), mlp) for window in set(windows)}
+    return tuple(kinds[window] for window in windows)
+
+
 def refuse_windows(config: HFConfig, where: str, *, everywhere: bool = False) -> None:
     """Raise UnsupportedModelError for a config whose layers attend to a window of positions only.
 

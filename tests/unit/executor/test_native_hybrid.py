@@ -83,7 +83,7 @@ class Answer:
 
 
 def answer(driver: Driver, *, chunk: int = 300, others: int = 0, known: tuple[Any, ...] = ()) -> Answer:
-    """`PROMPT` and `NUM_NEW` tokens, of which `known` were computed before, as after a retraction.
+    """`PROMPT` and `NUM_NEW` tokens. `known` of them were computed before, as after a retraction.
 
     `others` requests prefill and decode in the same steps, before it.
     """

@@ -40,7 +40,7 @@ def of_window(batch: ForwardBatch, num_pages: int) -> tuple[ForwardBatch, Forwar
 @levels
 @pytest.mark.parametrize("threads", [1, 3])
 def test_heads_of_two_shapes(level: str, threads: int) -> None:
-    """Full attention with heads of 64, a part of which is rotated; and a window with heads of 32 and other angles."""
+    """Full attention with heads of 64 and partial rotary embeddings; a window with heads of 32 and other angles."""
     known, num_pages = batch_of(ROWS, PAGE_TOKENS)
     batch, inside = of_window(known, num_pages)
     tokens = batch.num_tokens

@@ -1,4 +1,4 @@
-"""Mistral: Llama's layers, all of which attend to a window of positions where the config has one."""
+"""Mistral: Llama's layers. All layers have a sliding window if the config has `sliding_window`."""
 
 from __future__ import annotations
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from pdserve.model.families.family import (
-    WINDOW_LAYERS,
-    Family,
-    HFConfig,
-    pre_norm_layer,
-    read_attention,
-    read_mlp,
-    read_windows,
-)
-from pdserve.model.layer_spec import DecoderLayerSpec
+from pdserve.model.families.family import WINDOW_LAYERS, Family, HFConfig, layers_with_windows, read_attention
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
 
 def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
-    mlp, windows = read_mlp(config, where), read_windows(config, where)
-    kinds = {
-        window: pre_norm_layer(read_attention(config, rope, where, qkv_bias=True, o_bias=False, window=window), mlp)
-        for window in set(windows)
-    }
-    return tuple(kinds[window] for window in windows)
+    def attention(window: int | None) -> AttentionSpec:
+        return read_attention(config, rope, where, qkv_bias=True, o_bias=False, window=window)
+
+    return layers_with_windows(config, where, attention)
 
 
 QWEN2 = Family(

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from pdserve.model.families.family import (
-    WINDOW_LAYERS,
-    Family,
-    HFConfig,
-    pre_norm_layer,
-    read_attention,
-    read_mlp,
-    read_windows,
-)
-from pdserve.model.layer_spec import DecoderLayerSpec
+from pdserve.model.families.family import WINDOW_LAYERS, Family, HFConfig, layers_with_windows, read_attention
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
 
 def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
     bias = bool(config.get("attention_bias", False))
-    mlp, windows = read_mlp(config, where), read_windows(config, where)
-    kinds = {
-        window: pre_norm_layer(
-            read_attention(config, rope, where, qkv_bias=bias, o_bias=bias, qk_norm=True, head_dim=128, window=window),
-            mlp,
+
+    def attention(window: int | None) -> AttentionSpec:
+        return read_attention(
+            config, rope, where, qkv_bias=bias, o_bias=bias, qk_norm=True, head_dim=128, window=window
         )
-        for window in set(windows)
-    }
-    return tuple(kinds[window] for window in windows)
+
+    return layers_with_windows(config, where, attention)
 
 
 QWEN3 = Family(
