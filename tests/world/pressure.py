@@ -11,6 +11,9 @@ import functools
 import multiprocessing
 import random
 from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.config.schedule_group import SchedulePolicy
@@ -78,20 +81,18 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
-def press_monolith(seed: int) -> Counter[str]:
-    """The aggregated server with hardly more memory than its largest request needs; what happened."""
-    rng = random.Random(seed)
-    shape, prompts = pressured(seed)
-    need = max(len(prompt.tokens) + prompt.max_new_tokens - 1 for prompt in prompts)
-    num_pages = pages_for(need, shape.page_tokens) + rng.choice((0, 0, 1, 5))
-    shape = dataclasses.replace(shape, num_pages=num_pages, prefix_cache=rng.random() < 0.8)
+def run_alone(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
+    """Run a monolith until it is idle, with some aborts. `arrivals`: chance of a new request in a step.
+
+    Raises AssertionError for a wrong token, a request without an end, and memory that is not free.
+    """
     expected = monolith_tokens(shape, prompts)
     net = SimNet(seed, ManualClock(), Faults())
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
     for _ in range(20_000):
         net.clock.advance(0.05)
-        if todo and rng.random() < 0.5:
+        if todo and rng.random() < arrivals:
             index, prompt = todo.pop()
             node.mailbox.post(request(f"r{index}", prompt, None))
         if rng.random() < 0.01:
@@ -103,7 +104,27 @@ def press_monolith(seed: int) -> Counter[str]:
         half = node.halves[f"r{index}"]
         assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
     assert not node.leaks(), f"seed {seed}: {node.leaks()}"
-    return node.scheduler.context.counters
+    return node
+
+
+def assert_caught(play: Callable[[int], object], num_seeds: int, *raised: type[Exception]) -> None:
+    """Play seeds until one raises an AssertionError or one of `raised`; fails when none does."""
+    for seed in range(num_seeds):
+        try:
+            play(seed)
+        except (AssertionError, *raised):
+            return
+    pytest.fail(f"the planted bug is not caught in {num_seeds} seeds")
+
+
+def press_monolith(seed: int) -> Counter[str]:
+    """The aggregated server with hardly more memory than its largest request needs; what happened."""
+    rng = random.Random(seed)
+    shape, prompts = pressured(seed)
+    need = max(len(prompt.tokens) + prompt.max_new_tokens - 1 for prompt in prompts)
+    num_pages = pages_for(need, shape.page_tokens) + rng.choice((0, 0, 1, 5))
+    shape = dataclasses.replace(shape, num_pages=num_pages, prefix_cache=rng.random() < 0.8)
+    return run_alone(seed, shape, prompts, rng, arrivals=0.5).scheduler.context.counters
 
 
 def crowded(seed: int) -> Shape:

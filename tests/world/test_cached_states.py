@@ -20,7 +20,6 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease
 from pdserve.memory.prefix_cache import RadixTree
 from pdserve.memory.radix_node import RadixNode
-from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import Prompt, Shape, SimNode
 from pdserve.sim.world import World, monolith_tokens, request
@@ -70,25 +69,7 @@ def play_monolith(seed: int) -> Counter[str]:
     rng = random.Random(f"mono {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, offload_pages=rng.choice((0, 0, 6)))
-    expected = monolith_tokens(shape, prompts)
-    net = SimNet(seed, ManualClock(), Faults())
-    node = SimNode("null", shape, net, "mono", "mono")
-    todo = list(enumerate(prompts))
-    for _ in range(20_000):
-        net.clock.advance(0.05)
-        if todo and rng.random() < 0.3:
-            index, prompt = todo.pop()
-            node.mailbox.post(request(f"r{index}", prompt, None))
-        if rng.random() < 0.01:
-            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
-        if not node.scheduler.step() and not todo and node.idle:
-            break
-    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
-    for index, tokens in enumerate(expected):
-        half = node.halves[f"r{index}"]
-        assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
-    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
-    return counts_of(node)
+    return counts_of(pressure.run_alone(seed, shape, prompts, rng, arrivals=0.3))
 
 
 def play(seed: int) -> Counter[str]:
@@ -222,9 +203,4 @@ PLANTED = (
 @pytest.mark.parametrize("plant", PLANTED)
 def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     plant(monkeypatch)
-    for seed in range(MAX_SEEDS):
-        try:
-            play(seed)
-        except (AssertionError, KeyError, IndexError):
-            return
-    pytest.fail(f"{plant.__name__}: not caught in {MAX_SEEDS} seeds")
+    pressure.assert_caught(play, MAX_SEEDS, KeyError, IndexError)
