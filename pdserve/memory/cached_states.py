@@ -1,4 +1,4 @@
-"""Recurrent states in the prefix cache: slots at the ends of radix nodes, in an LRU order of their own.
+"""Nodes of the prefix cache, and the recurrent states at their ends: slots in an LRU order of their own.
 
     root ── [A B C]* ─┬─ [D E]        * has a state: of the tokens A B C. A prompt A B C D F continues from there and
                       └─ [F]*           computes D again; its chunk ends behind D, and leaves a state at that junction
@@ -13,7 +13,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
-from pdserve.memory.radix_node import RadixNode
+
+class RadixNode:
+    """Some pages behind those of `parent`. Written by its tree only.
+
+    `key`: the tokens of `pages`. `end`: pages from the root to the end of this node. `locks`: locked paths through this
+    node. `stamp`: order of the last use. `hits`: number of reuses. `queued`: True while the eviction heap has an entry
+    for this node. `state`: slot with the recurrent state at `end`, see `CachedStates`; None: none is cached.
+    """
+
+    __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp", "state")
+
+    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int) -> None:
+        self.parent = parent
+        self.key = key
+        self.pages = pages
+        self.end = end
+        self.children: dict[bytes, RadixNode] = {}
+        self.locks = 0
+        self.stamp = 0
+        self.hits = 0
+        self.priority = 0
+        self.queued = False
+        self.state: int | None = None
 
 
 class CachedStates:

@@ -14,10 +14,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.cached_states import CachedStates, RadixNode
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, PageAllocator
-from pdserve.memory.radix_node import RadixNode
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.cached_states import CachedStates, RadixNode
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview
 from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
-from pdserve.memory.radix_node import RadixNode
 
 
 class KVMemory:

@@ -35,8 +35,8 @@ from typing import Literal
 
 import numpy as np
 
+from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.prefix_cache import RadixTree, path_to
-from pdserve.memory.radix_node import RadixNode
 
 
 class PageAllocator:

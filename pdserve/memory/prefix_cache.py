@@ -19,8 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from pdserve.memory.cached_states import CachedStates
-from pdserve.memory.radix_node import RadixNode
+from pdserve.memory.cached_states import CachedStates, RadixNode
 
 Eviction = Literal["lru", "lfu", "priority"]
 TOKEN_BYTES = 4

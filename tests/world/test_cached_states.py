@@ -14,12 +14,11 @@ from collections.abc import Callable
 import pytest
 
 from pdserve.base.clock import ManualClock
-from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.cached_states import CachedStates, RadixNode
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease
 from pdserve.memory.prefix_cache import RadixTree
-from pdserve.memory.radix_node import RadixNode
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import Prompt, Shape, SimNode
 from pdserve.sim.world import World, monolith_tokens, request

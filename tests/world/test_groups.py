@@ -14,11 +14,11 @@ import pytest
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory import group_pools
+from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease
-from pdserve.memory.radix_node import RadixNode
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.sim.network import Faults

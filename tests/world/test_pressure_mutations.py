@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
+from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import RadixTree
-from pdserve.memory.radix_node import RadixNode
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req

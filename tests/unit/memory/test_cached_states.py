@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.cached_states import CachedStates, RadixNode
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import RadixTree
-from pdserve.memory.radix_node import RadixNode
 from pdserve.sim.hash_lm import hash_layout
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.prefix_cache import Eviction, RadixTree, token_bytes
-from pdserve.memory.radix_node import RadixNode
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 
 

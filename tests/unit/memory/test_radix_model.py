@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.prefix_cache import Eviction, RadixTree
-from pdserve.memory.radix_node import RadixNode
 from tests.unit.memory.kit import PAGE_TOKENS, NaiveCache, Prefix, content_of, prefixes, tokens_of
 
 priorities = st.integers(0, 2)
