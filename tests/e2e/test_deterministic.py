@@ -114,7 +114,7 @@ def expected(model: str, mode: tuple[str, ...], bodies: list[dict[str, Any]]) ->
     [
         pytest.param(("--page-size", "1", "--chunked-prefill-size", "16", OVERLAP), id="page-1-chunk-16-recompute"),
         pytest.param(
-            ("--page-size", "64", "--chunked-prefill-size", "512", OFFLOAD),
+            ("--page-size", "64", "--chunked-prefill-size", "512", OFFLOAD, "--max-total-tokens", "576"),
             id="page-64-chunk-512-offload",
             marks=pytest.mark.slow,
         ),
