@@ -2,6 +2,8 @@
 
     scripts/setup_peers.sh
     python -m benchmarks.compare_cpu [--rounds 3] [--systems pdserve vllm "llama bf16"] [--write]
+    python -m benchmarks.hybrid_model .venv-peers/Qwen3.5-0.8B
+    python -m benchmarks.compare_cpu --model-path .venv-peers/Qwen3.5-0.8B --turns 1000 [--write]
 
 All systems are up for the whole run, and one works at a time, in an order that changes with the round. Prompts are
 token ids of English prose, the same for all, new pieces each round. Ratios are taken within a round. Before each
@@ -12,6 +14,8 @@ short request.
   tokens from when the last stream has its first one to when the first stream has its last: all N run, and nothing else.
   `output tok/s` counts all tokens out, from the first request to the last token: the prompts' time is in it.
 - Prefill of N tokens: one prompt by itself, and its first token; tokens by the time until then.
+- Second turn (`--turns N`): the first token of a prompt whose first N tokens the system has just answered, and
+  `TURN_TOKENS` more.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie
 
 from benchmarks import bench_serving, report
 from benchmarks.bench_serving import Result
-from benchmarks.peers import KINDS, Outcome, System
+from benchmarks.peers import KINDS, REQUESTED_NAME, SMOLLM2, Outcome, ServedModel, System
 
 OURS = "pdserve"
 
@@ -62,6 +66,9 @@ QUIET_PERCENT, LOOK_S, PATIENCE_S = 5.0, 0.3, 20.0
 NONE = "none"
 """A rate of streams that never ran together."""
 PREFILL = (Metric("prefill_tok_s", "prefill tok/s", 0, more_is_better=True), Metric("ttft_ms", "TTFT, ms", 0))
+TURN = (Metric("ttft_ms", "TTFT, ms", 0),)
+TURN_TOKENS = 32
+"""New tokens of a second turn."""
 Rounds = dict[tuple[str, int], list[dict[str, float]]]
 """Metrics of each round, by system and streams, or by system and prompt length."""
 
@@ -70,7 +77,7 @@ def load(count: int, input_len: int, output_len: int, seed: int) -> argparse.Nam
     """Flags of `bench_serving`: `count` prompts, all at once."""
     return bench_serving.parse_flags(
         [
-            "--base-url", "http://127.0.0.1", "--model", "smollm2", "--prompts", "prose", "--ignore-eos",
+            "--base-url", "http://127.0.0.1", "--model", REQUESTED_NAME, "--prompts", "prose", "--ignore-eos",
             "--num-warmup", "0", "--concurrency", str(count), "--num-prompts", str(count), "--seed", str(seed),
             "--input-len", str(input_len), "--output-len", str(output_len), "--request-timeout", "600",
         ]
@@ -145,10 +152,11 @@ def woken(args: argparse.Namespace, systems: dict[str, System], name: str, flags
     return run(systems[name], name, flags)
 
 
-def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Rounds, Rounds]:
-    """All rounds, after one short wave of each system that does not count."""
+def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Rounds, Rounds, Rounds]:
+    """All rounds of decode, prefill and second turns, after one short wave of each system that does not count."""
     decode: Rounds = {(name, count): [] for count in args.streams for name in systems}
     prefill: Rounds = {(name, length): [] for length in args.prompts for name in systems}
+    turns: Rounds = {(name, length): [] for length in args.turns for name in systems}
     names = list(systems)
     for name, system in systems.items():
         run(system, name, load(max(args.streams), args.input_len, 4, args.seed))
@@ -170,7 +178,22 @@ def measure(args: argparse.Namespace, systems: dict[str, System]) -> tuple[Round
                 found = {"prefill_tok_s": length / statistics.median(times), "ttft_ms": statistics.median(times) * 1000}
                 prefill[name, length].append(found)
                 tell(f"round {index} {length:>5} tokens  {name}", found)
-    return decode, prefill
+        for length in args.turns:
+            for name in order_of(names, index):
+                times = [
+                    second_turn(args, systems[name], name, length, args.seed + 1000 * (index + 1) + 11 * length + again)
+                    for again in range(args.repeats)
+                ]
+                turns[name, length].append({"ttft_ms": statistics.median(times) * 1000})
+                tell(f"round {index} {length:>5} cached  {name}", turns[name, length][-1])
+    return decode, prefill, turns
+
+
+def second_turn(args: argparse.Namespace, system: System, name: str, length: int, seed: int) -> float:
+    """Seconds until the first token of a prompt that begins with one of `length` tokens, answered just before."""
+    run(system, name, load(1, length, 4, seed))
+    outcome = run(system, name, load(1, length + TURN_TOKENS, 2, seed))
+    return outcome.results[0].arrivals_s[0]
 
 
 def loud_notes(num_loud: int) -> list[str]:
@@ -228,13 +251,13 @@ def ratio(rounds: Rounds, name: str, size: int, metric: Metric) -> str:
 
 
 @contextlib.contextmanager
-def started(names: Sequence[str], threads: int) -> Iterator[dict[str, System]]:
+def started(names: Sequence[str], threads: int, model: ServedModel) -> Iterator[dict[str, System]]:
     """All systems, one after the other; ended whatever happens."""
     with contextlib.ExitStack() as stack:
         systems: dict[str, System] = {}
         for name in names:
             print(f"starting {name}", flush=True)
-            systems[name] = KINDS[name].start(stack, threads)
+            systems[name] = KINDS[name].start(stack, threads, model)
         yield systems
 
 
@@ -242,9 +265,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure what is installed, print, and write when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--systems", nargs="+", choices=tuple(KINDS), help="default: all that are installed")
+    add("--systems", nargs="+", choices=tuple(KINDS), help="default: all that are installed, but `vllm cache`")
+    add("--model-path", type=Path, help="a checkpoint with SmolLM2's tokenizer; default: SmolLM2")
     add("--streams", type=int, nargs="+", default=[1, 4, 16, 64])
     add("--prompts", type=int, nargs="+", default=[128, 512, 2048], help="tokens of the prompts for prefill")
+    add("--turns", type=int, nargs="*", default=[], help="tokens of first turns, for second turns")
     add("--rounds", type=int, default=3)
     add("--repeats", type=int, default=3, help="prompts of each length a round")
     add("--input-len", type=int, default=128, help="tokens per prompt at N streams")
@@ -255,20 +280,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.add_write_flags(parser, "NAME")
     args = parser.parse_args(argv)
     args.num_loud = 0
-    here = [name for name, kind in KINDS.items() if kind.installed]
-    names = args.systems or here
+    model = SMOLLM2 if args.model_path is None else ServedModel(args.model_path.name, str(args.model_path))
+    here = [name for name, kind in KINDS.items() if kind.can_serve(model)]
+    names = args.systems or [name for name in here if name != "vllm cache"]
     if missing := set(names) - set(here):
         parser.error(f"not installed: {', '.join(sorted(missing))}; scripts/setup_peers.sh does that")
     only_8bit = all(KINDS[name].precision != "bf16" for name in names)
     name = args.name or ("cpu-peers-8bit" if only_8bit else "cpu-peers")
     bench = report.Run(name, argv, module="compare_cpu")
     os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    with started(names, args.threads) as systems:
-        decode, prefill = measure(args, systems)
-    facts = bench.facts(decode=_plain(decode), prefill=_plain(prefill))
+    with started(names, args.threads, model) as systems:
+        decode, prefill, turns = measure(args, systems)
+    facts = bench.facts(model=model.name, decode=_plain(decode), prefill=_plain(prefill), turns=_plain(turns))
+    second = f"""
+## Second turn: tokens answered before, and {TURN_TOKENS} more
+
+{table(turns, TURN, "tokens")}
+
+{ratio_table(turns, TURN, "tokens")}
+"""
     text = f"""# pdserve beside its peers on a CPU, {facts["date"]}
 
-SmolLM2-135M-Instruct, {args.threads} threads each, over HTTP (OpenVINO and transformers: called in their processes). \
+{"SmolLM2-135M-Instruct" if model == SMOLLM2 else model.name}, {args.threads} threads each, over HTTP (OpenVINO and \
+transformers: called in their processes). \
 Median of {args.rounds} interleaved rounds (least-most). Below each table, how many times better pdserve of the same \
 precision (8 bits for 4 bits, too) is than the row's system, within rounds: its tokens/s by theirs, their times by its.
 
@@ -285,7 +319,7 @@ Events by tokens, least of all measurements: {fewest_events(decode):.2f}. A toke
 {table(prefill, PREFILL, "tokens")}
 
 {ratio_table(prefill, PREFILL, "tokens")}
-
+{second if args.turns else ""}
 Not in this run: {", ".join(sorted(set(KINDS) - set(names))) or "nothing"}.
 
 {report.footer(facts, loud_notes(args.num_loud), own_load=args.threads)}

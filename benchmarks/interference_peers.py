@@ -60,7 +60,7 @@ class PeerSystem:
 def check_flags(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """End the program with a message where `--peers` is given and cannot be done; without names it means all."""
     args.peers = args.peers or list(PEERS)
-    if missing := [name for name in args.peers if not KINDS[name].installed]:
+    if missing := [name for name in args.peers if not KINDS[name].can_serve()]:
         parser.error(f"--peers: not installed: {', '.join(missing)}; scripts/setup_peers.sh does that")
     if args.model != "smollm2" or args.dtype != "bfloat16" or args.server_flags:
         parser.error("--peers takes neither --model nor --dtype nor flags of servers: peers have smollm2 in bfloat16")

@@ -32,7 +32,27 @@ from pdserve.model.paths import resolve_model_path
 
 HOME = report.ROOT / ".venv-peers"
 READY_S, GRACE_S = 400.0, 10.0
+REQUESTED_NAME = "smollm2"
+"""The model in requests; vLLM refuses a name that it does not serve."""
 CONTEXT = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class ServedModel:
+    """The model that all systems serve: its name in files and tables, and what servers take as `--model-path`."""
+
+    name: str
+    path: str
+
+    def gguf(self, form: str) -> Path:
+        """Return its file for llama.cpp and OpenVINO in a format such as `bf16`.
+
+        `scripts/setup_peers.sh` makes those of SmolLM2, `hybrid_model.py` that of a hybrid.
+        """
+        return HOME / f"{self.name}-{form}.gguf"
+
+
+SMOLLM2 = ServedModel("smollm2", "smollm2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +104,8 @@ def cpu_s(pid: int) -> float:
 class Generate:
     """`transformers` in a process of its own, without HTTP: padded batches of the concurrency, one after the other."""
 
-    def __init__(self, threads: int) -> None:
-        self._child = GenerateChild("smollm2", "bfloat16", threads)
+    def __init__(self, threads: int, model: ServedModel) -> None:
+        self._child = GenerateChild(model.path, "bfloat16", threads)
         self._child.facts()
 
     def run(self, flags: argparse.Namespace) -> Outcome:
@@ -143,34 +163,36 @@ class Kind:
     """A system by name: of which precision, what must exist for it, and how it is started."""
 
     precision: str
-    needs: tuple[Path, ...]
-    start: Callable[[contextlib.ExitStack, int], System]
+    needs: Path | None
+    start: Callable[[contextlib.ExitStack, int, ServedModel], System]
+    gguf: str | None = None
+    """The format of the model file that it reads, where it does not read the checkpoint."""
 
-    @property
-    def installed(self) -> bool:
-        """Whether all that it needs exists."""
-        return all(path.exists() for path in self.needs)
+    def can_serve(self, model: ServedModel = SMOLLM2) -> bool:
+        """Whether its program and its file of the model exist."""
+        files = [self.needs, self.gguf and model.gguf(self.gguf)]
+        return all(path.exists() for path in files if path)
 
 
 MEMORY = ("--max-total-tokens", "32768")
 """All that the measurements need; peers get about as much, and a machine of 24 GiB holds them all."""
 
 
-def start_pdserve(*flags: str) -> Callable[[contextlib.ExitStack, int], Served]:
+def start_pdserve(*flags: str) -> Callable[..., Served]:
     """A server that runs both roles, with more flags of `launch_server`."""
 
-    def start(stack: contextlib.ExitStack, threads: int) -> Served:
+    def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         with _children() as pids:
-            url = stack.enter_context(monolith("smollm2", "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
+            url = stack.enter_context(monolith(model.path, "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
         return Served(url, pids)
 
     return start
 
 
-def start_pair(stack: contextlib.ExitStack, threads: int) -> Served:
+def start_pair(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
     """1P1D behind a router; each server has half of the threads."""
     with _children() as pids:
-        url = stack.enter_context(local_pair("smollm2", "bfloat16", threads=max(1, threads // 2), flags=MEMORY))
+        url = stack.enter_context(local_pair(model.path, "bfloat16", threads=max(1, threads // 2), flags=MEMORY))
     return Served(url, pids)
 
 
@@ -184,29 +206,30 @@ def _children() -> Iterator[list[int]]:
     pids.extend(child.pid for child in me.children() if child.pid not in before)
 
 
-def start_vllm(*flags: str, pool_gib: int = 4) -> Callable[[contextlib.ExitStack, int], Served]:
+def start_vllm(*flags: str, pool_gib: int = 4) -> Callable[..., Served]:
     """vLLM's CPU build with more flags, and `pool_gib` GiB of KV cache."""
 
-    def start(stack: contextlib.ExitStack, threads: int) -> Served:
+    def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         env = {
             "VLLM_CPU_KVCACHE_SPACE": str(pool_gib),
             "VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}",
             "VLLM_NO_USAGE_STATS": "1",
         }
         argv = [str(HOME / "vllm/bin/python"), "-m", "vllm.entrypoints.openai.api_server"]
-        argv += ["--model", str(resolve_model_path("smollm2")), "--served-model-name", "smollm2", "--dtype", "bfloat16"]
+        argv += ["--model", str(resolve_model_path(model.path)), "--served-model-name", REQUESTED_NAME]
+        argv += ["--dtype", "bfloat16"]
         argv += ["--max-model-len", str(CONTEXT), "--max-num-seqs", "64", "--no-enable-prefix-caching", *flags]
         return _served(stack, "vllm", lambda port: [*argv, "--port", str(port)], env)
 
     return start
 
 
-def start_llama(name: str, *flags: str, slots: int = 64) -> Callable[[contextlib.ExitStack, int], Served]:
+def start_llama(name: str, *flags: str, slots: int = 64) -> Callable[..., Served]:
     """llama.cpp's server with the model in format `name`, more flags, and `slots` sequences of 2,304 tokens."""
 
-    def start(stack: contextlib.ExitStack, threads: int) -> Served:
+    def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         count = str(threads)
-        argv = [str(LLAMA), "--model", str(gguf(name)), "--threads", count, "--threads-batch", count]
+        argv = [str(LLAMA), "--model", str(model.gguf(name)), "--threads", count, "--threads-batch", count]
         argv += ["--parallel", str(slots), "--ctx-size", str(slots * 2304)]
         # Not `--kv-unified`: there every token is held against what other and earlier prompts have left, too.
         argv += ["--no-kv-unified", "--cache-ram", "0", "--load-mode", "none", "--no-webui", *flags]
@@ -215,37 +238,34 @@ def start_llama(name: str, *flags: str, slots: int = 64) -> Callable[[contextlib
     return start
 
 
-def _openvino(name: str) -> Callable[[contextlib.ExitStack, int], System]:
-    def start(stack: contextlib.ExitStack, threads: int) -> System:
-        child = OpenVino(gguf(name), threads)
+def _openvino(name: str) -> Callable[..., System]:
+    def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> System:
+        child = OpenVino(model.gguf(name), threads)
         stack.callback(child.close)
         return child
 
     return start
 
 
-def _transformers(stack: contextlib.ExitStack, threads: int) -> System:
-    child = Generate(threads)
+def _transformers(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> System:
+    child = Generate(threads, model)
     stack.callback(child.close)
     return child
 
 
-def gguf(name: str) -> Path:
-    """The model in a file for llama.cpp and OpenVINO; `scripts/setup_peers.sh` makes it."""
-    return HOME / f"smollm2-{name}.gguf"
-
-
 LLAMA = HOME / "llama/bin/llama-server"
+VLLM, OPENVINO = HOME / "vllm/bin/python", HOME / "openvino/bin/python"
 KINDS: dict[str, Kind] = {
-    "pdserve": Kind("bf16", (), start_pdserve()),
-    "pdserve 1P1D": Kind("bf16", (), start_pair),
-    "pdserve int8": Kind("8 bit", (), start_pdserve("--quantization", "int8")),
-    "vllm": Kind("bf16", (HOME / "vllm/bin/python",), start_vllm()),
-    "llama bf16": Kind("bf16", (LLAMA, gguf("bf16")), start_llama("bf16")),
-    "llama q8_0": Kind("8 bit", (LLAMA, gguf("q8_0")), start_llama("q8_0")),
-    "llama q4_0": Kind("4 bit", (LLAMA, gguf("q4_0")), start_llama("q4_0")),
-    "openvino f16": Kind("bf16", (HOME / "openvino/bin/python", gguf("f16")), _openvino("f16")),
-    "transformers": Kind("bf16", (), _transformers),
+    "pdserve": Kind("bf16", None, start_pdserve()),
+    "pdserve 1P1D": Kind("bf16", None, start_pair),
+    "pdserve int8": Kind("8 bit", None, start_pdserve("--quantization", "int8")),
+    "vllm": Kind("bf16", VLLM, start_vllm()),
+    "vllm cache": Kind("bf16", VLLM, start_vllm("--enable-prefix-caching")),
+    "llama bf16": Kind("bf16", LLAMA, start_llama("bf16"), "bf16"),
+    "llama q8_0": Kind("8 bit", LLAMA, start_llama("q8_0"), "q8_0"),
+    "llama q4_0": Kind("4 bit", LLAMA, start_llama("q4_0"), "q4_0"),
+    "openvino f16": Kind("bf16", OPENVINO, _openvino("f16"), "f16"),
+    "transformers": Kind("bf16", None, _transformers),
 }
 """By the names that the table has. `openvino f16` is computed in bfloat16 where the CPU has it."""
 

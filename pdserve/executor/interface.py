@@ -26,6 +26,9 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     With `state_from` the row's state slot gets the state in that slot before the row is computed; with `state_to` that
     slot gets the row's state afterwards. -1: neither.
 
+    With `drafts`, the tokens at `[start + 1, end)` are drafts: a guess of what is sampled there. The row samples the
+    tokens at all positions of `[start + 1, end]`. Only rows beyond their prompt have drafts.
+
     Every step makes thousands of these: a frozen dataclass would take ten times as long.
     """
 
@@ -36,6 +39,7 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
     sample: bool
     state_from: int = -1
     state_to: int = -1
+    drafts: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -65,6 +69,9 @@ class SampledToken(msgspec.Struct, frozen=True, gc=False):
 class StepResult:
     """One entry per row of the plan: the sampled token, or None where the row did not sample.
 
+    `more`: by index of a row with drafts, the tokens sampled behind the first one. A draft is accepted while it equals
+    the token sampled at its position; a row with A accepted drafts has A such tokens. KV behind them is undefined.
+    `drafts`: by row index, what the executor's drafter proposes for the row's next step.
     `prompts`: by row index, the requested log probabilities of the prompt tokens that follow this step's tokens.
     """
 
@@ -73,6 +80,13 @@ class StepResult:
     prompts: Mapping[int, PromptLogprobs] = dataclasses.field(default_factory=dict)
     failed: tuple[int, ...] = ()
     """Rows of the plan whose grammar cannot be followed any more; their tokens are undefined."""
+    more: Mapping[int, tuple[SampledToken, ...]] = dataclasses.field(default_factory=dict)
+    drafts: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def sampled(self, index: int) -> tuple[SampledToken, ...]:
+        """Return all tokens that row `index` of the plan has sampled, in order."""
+        first = self.tokens[index]
+        return () if first is None else (first, *self.more.get(index, ()))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

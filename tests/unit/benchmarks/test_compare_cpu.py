@@ -7,7 +7,7 @@ from tokenizers import Tokenizer
 
 from benchmarks import bench_serving, compare_cpu
 from benchmarks.bench_serving import Result
-from benchmarks.peers import Outcome
+from benchmarks.peers import VLLM, Kind, Outcome
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 
@@ -100,7 +100,7 @@ def test_who_is_not_installed_is_refused_by_name(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = compare_cpu.KINDS["vllm"]
-    kinds = {**compare_cpu.KINDS, "vllm": type(gone)(gone.precision, (gone.needs[0] / "nowhere",), gone.start)}
+    kinds = {**compare_cpu.KINDS, "vllm": Kind(gone.precision, VLLM / "nowhere", gone.start)}
     monkeypatch.setattr(compare_cpu, "KINDS", kinds)
     with pytest.raises(SystemExit):
         compare_cpu.main(["--systems", "vllm"])

@@ -34,7 +34,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
 def test_a_peer_that_is_not_installed_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(KINDS, "vllm", Kind("bf16", (tmp_path / "nowhere",), KINDS["vllm"].start))
+    monkeypatch.setitem(KINDS, "vllm", Kind("bf16", tmp_path / "nowhere", KINDS["vllm"].start))
     assert "not installed: vllm; scripts/setup_peers.sh" in refusal(capsys)
 
 
