@@ -22,7 +22,7 @@ from benchmarks.peers import KINDS, Kind
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """All peers count as installed."""
     for name in interference_peers.PEERS:
-        monkeypatch.setitem(KINDS, name, Kind("bf16", (), KINDS[name].start))
+        monkeypatch.setitem(KINDS, name, Kind("bf16", None, KINDS[name].start))
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
