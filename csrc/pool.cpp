@@ -47,6 +47,19 @@ void wait_while(std::atomic<uint32_t>& word, uint32_t value, int offers, std::at
     sleepers.fetch_sub(1);
 }
 
+// The calling thread computes with denormal numbers as 0 while this lives. The decays within a chunk of a gated delta
+// rule reach them, and arithmetic on one takes a hundred times as long.
+class NoDenormals {
+  public:
+    NoDenormals() : before_(__builtin_ia32_stmxcsr()) { __builtin_ia32_ldmxcsr(before_ | TO_ZERO | ARE_ZERO); }
+    ~NoDenormals() { __builtin_ia32_ldmxcsr(before_); }
+    NoDenormals(const NoDenormals&) = delete;
+
+  private:
+    static constexpr unsigned TO_ZERO = 1u << 15, ARE_ZERO = 1u << 6;  // results and operands
+    const unsigned before_;
+};
+
 }  // namespace
 
 Pool::Pool(int threads, const int64_t* cpus) : threads_(threads) {
@@ -78,6 +91,7 @@ void Pool::rouse() {
 
 void Pool::run(void (*work)(void*, int), void* argument) {
     std::lock_guard lock(one_run_);
+    const NoDenormals mode;
     if (threads_ == 1) return work(argument, 0);
     work_ = work;
     argument_ = argument;
@@ -88,6 +102,7 @@ void Pool::run(void (*work)(void*, int), void* argument) {
 }
 
 void Pool::serve(int thread) {
+    const NoDenormals mode;
     uint32_t seen = 0;
     while (true) {
         while (epoch_.load(std::memory_order_acquire) == seen) wait_while(epoch_, seen, OFFERS_IDLE, idle_);
