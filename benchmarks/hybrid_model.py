@@ -30,8 +30,8 @@ def write(directory: Path) -> None:
     """Write weights, configuration and tokenizer to `directory`, as transformers does."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    shape = {key: value for key, value in HYBRID_MODELS[SHAPE].items() if key != "model_type"}
-    config = AutoConfig.for_model(HYBRID_MODELS[SHAPE]["model_type"], **shape | {"vocab_size": VOCAB_SIZE})
+    shape = HYBRID_MODELS[SHAPE] | {"vocab_size": VOCAB_SIZE, "bos_token_id": 1, "eos_token_id": 2}
+    config = AutoConfig.for_model(shape.pop("model_type"), **shape)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
     model.save_pretrained(directory)
