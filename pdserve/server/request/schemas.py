@@ -8,6 +8,7 @@ import msgspec
 
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
 from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS
+from pdserve.server.generation import Resume
 from pdserve.server.request.field_types import (
     Counts,
     DecodedIds,
@@ -27,7 +28,6 @@ from pdserve.server.request.field_types import (
     TokenIds,
     ToolChoice,
 )
-from pdserve.server.request.stream_states import Resume
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 4096
