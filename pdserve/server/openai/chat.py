@@ -19,7 +19,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter, ToolPlan, plan_tools
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter, ToolPlan, join_deltas, plan_tools
 from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs, check_prompt_token_ids
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
@@ -41,7 +41,7 @@ from pdserve.server.request.schemas import (
     ToolCall,
 )
 from pdserve.server.text.chat_template import TemplateFacts
-from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning, join_deltas
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning
 from pdserve.server.text.tokenizer import Tokenizer
 
 MAX_PARTS = 16384
