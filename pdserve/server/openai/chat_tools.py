@@ -30,8 +30,8 @@ from pdserve.server.text.parsers.feed import (
     IncrementalParser,
     Reasoning,
 )
-from pdserve.server.text.parsers.harmony import Harmony
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
+from pdserve.server.text.parsers.tag_formats import Harmony
 from pdserve.server.text.parsers.thinking import ReasoningFormat
 from pdserve.server.text.parsers.tool_format import ToolFormat, Tools
 from pdserve.server.text.tokenizer import Tokenizer
