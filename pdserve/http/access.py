@@ -1,4 +1,4 @@
-"""Checks of every HTTP request: framing, path, keys, origin, body memory, concurrent requests per client.
+"""Checks of every HTTP request: framing, path, keys, origin, body memory, concurrent requests per client. Access log.
 
 Server and router each have one middleware, which asks these rules in this order and sends the refusals:
 
@@ -24,14 +24,18 @@ import contextlib
 import dataclasses
 import hmac
 import ipaddress
+import logging
 import urllib.parse
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
+from pdserve.base.log import about, escaped
 from pdserve.errors import ConfigError, RequestError
 from pdserve.http.bodies import BodyBudget
 from pdserve.http.errors import HttpRefusal
+
+log = logging.getLogger("pdserve.access")
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
 
@@ -406,3 +410,38 @@ def _trusted(address: str, proxies: Sequence[Network]) -> bool:
     except ValueError:
         return False
     return any(parsed in network for network in proxies)
+
+
+POLLED_PATHS = frozenset(
+    {
+        *("/health", "/health_generate", "/health_pair", "/ready", "/readiness", "/liveness"),
+        *("/metrics", "/engine_metrics", "/get_load", "/v1/loads", "/control_challenge", "/observe"),
+    }
+)
+"""Paths that programs poll."""
+CLIENT_GONE = 499
+"""Status of a request whose client disconnected before the answer began."""
+
+
+def log_access(
+    *, client: str, method: str, path: str, status: int, seconds: float, request_id: str, complete: bool = True
+) -> None:
+    """Log one request at its end (`--access-log`): `127.0.0.1 POST /v1/chat/completions 200 812.3 ms`.
+
+    Requests of load balancers, routers and Prometheus that succeed are logged at level debug only, since they come
+    every few seconds. `client` is an address; a key is never logged. `seconds`: until the last byte was sent.
+    `complete` False: the answer was cut off.
+    """
+    level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    fields = {
+        "client": client,
+        "method": method,
+        "path": path,
+        "status": status,
+        "duration_ms": round(1000 * seconds, 1),
+        "complete": complete,
+    }
+    text = f"{escaped(client)} {escaped(method)} {escaped(path)} {status} {1000 * seconds:.1f} ms"
+    log.log(level, "%s%s", text, "" if complete else ", cut off", extra=about(request_id, fields=fields))

@@ -22,6 +22,7 @@ from pdserve.base.log import request_context
 from pdserve.errors import RequestError
 from pdserve.http.access import (
     CHANGING,
+    CLIENT_GONE,
     COMMANDS,
     GENERATING,
     NO_SNIFF,
@@ -31,8 +32,8 @@ from pdserve.http.access import (
     client_address,
     framing_refusal,
     has_dots,
+    log_access,
 )
-from pdserve.http.access_log import CLIENT_GONE, log_access
 from pdserve.http.bodies import (
     BODY_TIMEOUT_S,
     LARGE_BODY_BYTES,

@@ -43,6 +43,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
+    CLIENT_GONE,
     COMMANDS,
     GENERATING,
     NO_SNIFF,
@@ -51,8 +52,8 @@ from pdserve.http.access import (
     Cors,
     client_address,
     framing_refusal,
+    log_access,
 )
-from pdserve.http.access_log import CLIENT_GONE, log_access
 from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH
