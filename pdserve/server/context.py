@@ -138,7 +138,8 @@ class ServerContext:
         self, constraint: Constraint | None, stop_regex: str | Sequence[str] | None = None
     ) -> Grammar | None:
         """Check the grammar and the stop patterns of a request and return the grammar; see `GrammarCheck`."""
-        await self.grammars.take_patterns(stop_regex, "stop_regex")
+        if stop_regex is not None:
+            await self.grammars.take_patterns(stop_regex, "stop_regex")
         return await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:

@@ -272,7 +272,7 @@ class GrammarCheck:
         _raise(verdict, constraint.field, code="invalid_grammar")
         return constraint.grammar
 
-    async def take_patterns(self, patterns: str | Sequence[str] | None, field: str) -> None:
+    async def take_patterns(self, patterns: str | Sequence[str], field: str) -> None:
         """Check that `patterns` are valid stop patterns.
 
         Raises:

@@ -196,7 +196,7 @@ def _build(
         seed=seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        stop_regex=check_stop_regex(body.stop_regex),
+        stop_regex=() if body.stop_regex is None else check_stop_regex(body.stop_regex),
         logit_bias=_logit_bias(body.logit_bias),
         grammar=grammar,
     )

@@ -150,14 +150,16 @@ class Detokenizer:
         """`compiled`: stop patterns that are compiled already."""
         self._decoder = decoder
         self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
-        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim, compiled=compiled)
+        self._patterns: RegexMatcher | None = None
+        if sampling.stop_regex:
+            self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim, compiled=compiled)
         self._min_tokens = sampling.min_new_tokens
         self._num_tokens = 0
 
     @property
     def stopped(self) -> str | None:
         """The stop string or pattern that ended the text; None so far."""
-        return self._stops.matched or self._patterns.matched
+        return self._stops.matched or (None if self._patterns is None else self._patterns.matched)
 
     def push(self, token_id: int) -> str:
         """Append a token; return the new text that may be sent. Stop strings are ignored in the first `min_new_tokens`
@@ -167,7 +169,10 @@ class Detokenizer:
         piece = self._decoder.push(token_id)
         if self._num_tokens < self._min_tokens:
             return piece
-        text = self._patterns.push(self._stops.push(piece))
+        text = self._stops.push(piece)
+        if self._patterns is None:
+            return text
+        text = self._patterns.push(text)
         return text if self._stops.matched is None else text + self._patterns.flush()
 
     async def replay(self, token_ids: Sequence[int]) -> str:
@@ -190,7 +195,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back as a possible stop string. Bytes of an incomplete character are lost."""
-        return self._patterns.push(self._stops.flush()) + self._patterns.flush()
+        text = self._stops.flush()
+        return text if self._patterns is None else self._patterns.push(text) + self._patterns.flush()
 
 
 def detokenize_output(
