@@ -119,6 +119,7 @@ def service(folder: Path, model: str) -> Iterator[str]:
     """A pair behind a router; its base URL."""
     env = os.environ | {"PDSERVE_ENTERED_FILES": str(folder), "PYTHONPATH": f"{folder}:{PACKAGE.parent}"}
     command = [sys.executable, "-m", "pdserve.launch_local", "--model-path", model, "--max-total-tokens", "4096"]
+    command += ["--router-port", "0"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
