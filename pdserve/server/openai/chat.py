@@ -40,9 +40,8 @@ from pdserve.server.request.schemas import (
     FunctionCall,
     ToolCall,
 )
-from pdserve.server.text.chat_template import TemplateFacts
 from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning
-from pdserve.server.text.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import TemplateFacts, Tokenizer
 
 MAX_PARTS = 16384
 MAX_VARIABLES = 1024
