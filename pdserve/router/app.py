@@ -20,8 +20,7 @@ from aiohttp import web
 import pdserve
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
-from pdserve.http.access import GENERATING
-from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
+from pdserve.http.access import GENERATING, LARGE_BODY_BYTES, BodyBudget
 from pdserve.http.errors import HttpRefusal
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing

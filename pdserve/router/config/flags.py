@@ -14,7 +14,7 @@ from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, wor
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
 from pdserve.errors import ConfigError
-from pdserve.http.access import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
 from pdserve.router.config.config import (
     POLICY_HELP,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
+from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
 from pdserve.router.app import ROUTER, parse_object
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
 from pdserve.router.workers.admission import Admission
