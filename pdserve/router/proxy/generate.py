@@ -91,7 +91,7 @@ def _non_finite(value: object, name: str = "the body") -> str | None:
 
 
 class GenerateHandler:
-    """The handler of the generating paths; one per app. Tracing None: requests are not traced."""
+    """The handler of the generating paths; one per app. `tracing` None: requests are not traced."""
 
     def __init__(
         self,
