@@ -154,7 +154,7 @@ class ServerContext:
         """Check the grammar and the stop patterns of a request and return the grammar; see `GrammarCheck`."""
         if stop_regex is not None:
             await self.grammars.take_patterns(stop_regex, "stop_regex")
-        return await self.grammars.take(constraint, self.client.require_ready())
+        return None if constraint is None else await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request. Without `--strict-model-name` every name is accepted.

@@ -29,6 +29,7 @@ from pdserve.server.request.sampling_fields import (
     check_listed,
     check_prompt_fits,
     count_n,
+    is_constrained,
     openai_sampling,
 )
 from pdserve.server.request.schemas import (
@@ -329,7 +330,7 @@ def _read_plan(context: ServerContext, body: ChatBody, tools: ToolPlan, prompt: 
 
 def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: ReadPlan) -> Constraint | None:
     """The grammar constraint of the output, which applies after the reasoning; None: none."""
-    asked = openai_constraint(body)
+    asked = openai_constraint(body) if is_constrained(body) else None
     if asked is not None and tools.constraint is not None:
         raise RequestError(
             f"{asked.field} and tool_choice cannot be combined: a request accepts one grammar", field="tool_choice"

@@ -11,7 +11,14 @@ from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import EngineReady
 from pdserve.protocol.sampling import BODY_DEFAULTS, TOP_K_ALL, CoreSamplingParams, Grammar, validate_sampling
-from pdserve.server.request.schemas import ChatBody, NativeSampling, OpenAIBody, SharedSampling
+from pdserve.server.request.schemas import (
+    CONSTRAINTS,
+    ChatBody,
+    ConstraintFields,
+    NativeSampling,
+    OpenAIBody,
+    SharedSampling,
+)
 from pdserve.server.text.stop_regex import MAX_STOP_CHARS, check_stop_regex
 
 MAX_N = 128
@@ -189,6 +196,11 @@ def declared_sampling(body: SharedSampling) -> dict[str, Any]:
     return {
         name: default if (value := getattr(body, name)) is None else value for name, default in BODY_DEFAULTS.items()
     }
+
+
+def is_constrained(body: ConstraintFields) -> bool:
+    """Whether a body has a field that may constrain its output, for `constraints.openai_constraint`."""
+    return any(getattr(body, name) is not None for name in CONSTRAINTS)
 
 
 def _output_limit(body: OpenAIBody) -> tuple[str, int | None]:

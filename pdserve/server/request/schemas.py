@@ -130,6 +130,11 @@ class ConstraintFields(SharedSampling):
     structured_outputs: dict[str, Any] | None = None
 
 
+_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias"}
+CONSTRAINTS = tuple(name for name in ConstraintFields.__struct_fields__ if name not in _UNCONSTRAINING)
+"""Fields of a body that may constrain its output by a grammar."""
+
+
 class OpenAIBody(ConstraintFields):
     """Fields shared by chat and text completions, with extensions of SGLang and vLLM."""
 
