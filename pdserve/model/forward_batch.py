@@ -25,6 +25,12 @@ class HostRows:
     `pages[r]` is the row's page-table line, int32 `[max_pages]`; entries beyond the row's length are undefined.
     `window` is the same for WINDOW groups: its entries are valid for the pages in the row's window. `slots` int32
     `[num_rows]` are the state slots. Both are None without such groups.
+
+    `num_drafts[r]` is the number of row r's draft tokens, its last ones: a row with drafts has `1 + num_drafts[r]`
+    tokens beyond its prompt. None: no row has drafts. Layers with a recurrent state leave the tokens of such a row
+    *pending*: its slot keeps the state before the row, and beside it the row's inputs. `num_folded[r]` is the number of
+    pending tokens of row r's slot that have been accepted: the layers fold these into the state before the row's own
+    tokens, and drop the others. At `starts[r]` the row's state covers them. None: no slot has pending tokens.
     """
 
     starts: IntArray
@@ -34,6 +40,8 @@ class HostRows:
     pages: npt.NDArray[np.int32]
     window: npt.NDArray[np.int32] | None = None
     slots: npt.NDArray[np.int32] | None = None
+    num_drafts: IntArray | None = None
+    num_folded: IntArray | None = None
 
     def in_window(self) -> HostRows:
         """Return the rows as backends over a WINDOW group see them: `pages` are the window's."""
