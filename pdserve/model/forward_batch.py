@@ -28,9 +28,9 @@ class HostRows:
 
     `num_drafts[r]` is the number of row r's draft tokens, its last ones: a row with drafts has `1 + num_drafts[r]`
     tokens beyond its prompt. None: no row has drafts. Layers with a recurrent state leave the tokens of such a row
-    *pending*: its slot keeps the state before the row, and beside it the row's inputs. `num_folded[r]` is the number of
-    pending tokens of row r's slot that have been accepted: the layers fold these into the state before the row's own
-    tokens, and drop the others. At `starts[r]` the row's state covers them. None: no slot has pending tokens.
+    *pending*: its slot keeps the state before the row, and beside it what the tokens change. `num_folded[r]` is the
+    number of the slot's pending tokens that are folded into the state before the row's own tokens: the first token of
+    the row that left them and its accepted drafts, or 0. The others are dropped. None: nothing is folded.
     """
 
     starts: IntArray
