@@ -22,6 +22,7 @@ from pdserve.model.layers.gated_delta import (
     causal_conv,
     gated_delta_rule,
     gated_norm,
+    in_whole_vectors,
     log_decay_of,
 )
 from pdserve.model.layers.kernels import Kernels
@@ -78,7 +79,7 @@ class TorchDelta:
         q, k = (part.view(len(part), inputs.num_key_heads, inputs.key_dim) for part in (q, k))
         v = v.view(len(v), inputs.num_value_heads, inputs.value_dim)
         log_decay = log_decay_of(inputs.a, inputs.a_log, inputs.dt_bias)
-        rate = torch.sigmoid(inputs.b.float())
+        rate = in_whole_vectors(torch.sigmoid, inputs.b.float())
         return gated_delta_rule(q, k, v, log_decay, rate, planes["state"], rows, pending)
 
     def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:

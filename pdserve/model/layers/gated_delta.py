@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from pdserve.model.forward_batch import HostRows, IntArray, to_device
 BLOCK = 64
 """Most tokens of a block."""
 _L2_EPS = 1e-6
+_VECTOR = 32
+"""Elements that torch computes together: two vectors of AVX-512 in float32."""
 
 
 CONV_PLANES = ("conv_q", "conv_k", "conv_v")
@@ -222,6 +224,7 @@ def causal_conv(
     are the last inputs of each request, oldest first. Their heads and widths together are the channels, in order. With
     `pending` the rows fold its inputs, and rows with drafts leave theirs.
     """
+    rows.check(pending)
     num_kept = weight.shape[1] - 1
     earlier, tokens, last = rows.conv_index(num_kept)
     kept = _last_inputs(planes, rows, pending)
@@ -293,7 +296,6 @@ def gated_delta_rule(
     Returns:
         float32 `[N, value_heads, value_dim]`.
     """
-    rows.check(pending)
     shared = v.shape[1] // k.shape[1]
     q, k = _normalised(q), _normalised(k)
     keys = k
@@ -387,7 +389,18 @@ def _changed(states: Tensor, k: Tensor, delta: Tensor) -> Tensor:
 
 def log_decay_of(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     """Return the log decay `-exp(a_log) * softplus(a + dt_bias)` of `[N, value_heads]`: float32, at most 0."""
-    return -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+    return -a_log.float().exp() * in_whole_vectors(F.softplus, a.float() + dt_bias.float())
+
+
+def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function of single elements to `x` so that the bits of an element do not depend on its place.
+
+    On CPU torch computes the elements behind the last whole vector of a contiguous run by other operations than those
+    in vectors.
+    """
+    if x.device.type != "cpu":
+        return function(x)
+    return function(F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR)))[: x.numel()].view(x.shape)
 
 
 def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
