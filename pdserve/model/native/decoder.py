@@ -32,12 +32,14 @@ from pdserve.base.parallel import layers_of
 from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
 from pdserve.model.layers.dense import FeedForward, RMSNorm
+from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
@@ -114,6 +116,9 @@ class NativeDecoder:
         self._sync_points: list[SyncPoint] = []
         self._kv_write_ends: list[int] = []
         """By layer of this rank: number of operations up to the end of its write of KV or state."""
+        self._delta_ops: list[int] = []
+        """The operations `Program.delta`."""
+        self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
         self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         packer = Packer(Arena(), format, model.params, packing)
@@ -157,8 +162,13 @@ class NativeDecoder:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
-    def bind(self, pools: Sequence[GroupPool]) -> None:
-        """Build the program over this rank's KV pools, one for each group of the layout. Called once."""
+    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0) -> None:
+        """Build the program over this rank's KV pools, one for each group of the layout. Called once.
+
+        `max_drafts`: most draft tokens of a row. Raises ConfigError where layers with a state keep fewer.
+        """
+        states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
+        self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
         self._program = program = Program(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
@@ -244,6 +254,7 @@ class NativeDecoder:
         pages: npt.NDArray[np.int32],
         window: npt.NDArray[np.int32] | None = None,
         slots: npt.NDArray[np.int32] | None = None,
+        folded: IntArray | None = None,
     ) -> list[int]:
         """Run a whole greedy decode step in one call.
 
@@ -253,9 +264,16 @@ class NativeDecoder:
             pages: int32 `[table rows, pages of a row]`, the page table.
             window: the page table of WINDOW groups; None without such groups.
             slots: int32 `[table rows]`, the state slots; None for a model without states.
+            folded: int64 `[rows]`: see `HostRows.num_folded`; None: nothing is folded.
         """
         last = self._head_to + 1
-        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots)
+        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots, folded=folded)
+
+    def fold(self, slots: IntArray, counts: IntArray) -> None:
+        """See `StateBackend.fold`."""
+        self._program.begin_fold(fold_rows(slots, counts))
+        for op in self._delta_ops:
+            self._program.run(op, op + 1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -325,11 +343,13 @@ class NativeDecoder:
         program, op = self._program, weights.op
         pool, index = self._places[local]
         planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
+        conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
         shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
         inputs, mixed = self._buffer("delta", shape.width), self._buffer("mixed", shape.value_width)
         program.linear(self._x, weights.project, inputs, norm=_weight(norm), eps=norm.eps)
+        self._delta_ops.append(program.num_ops)
         program.delta(
-            inputs, shape, DeltaStates((planes["conv_q"], planes["conv_k"], planes["conv_v"]), planes["state"]),
+            inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], self._pending[pool][index]),
             op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
         )  # fmt: skip
         self._kv_write_ends.append(program.num_ops)
