@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from pdserve.base import startup_times
 from pdserve.base.process_use import OWN, ProcessUse, own_processes
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
+from pdserve.observe.speculation import Acceptance, RecentAcceptance
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -125,12 +126,17 @@ class EngineCollector(Collector):
         self,
         labels: Mapping[str, str],
         own_counters: Callable[[], Mapping[str, float]],
+        speculation: RecentAcceptance,
         *,
         by_priority: bool = False,
     ) -> None:
-        """With `by_priority` the gauges of `BY_PRIORITY` have a label `priority`, which is empty for the total."""
+        """With `by_priority` the gauges of `BY_PRIORITY` have a label `priority`, which is empty for the total.
+
+        `speculation` is read at each scrape; its owner feeds it.
+        """
         self._labels = dict(labels)
         self._priorities = {name: PriorityLabels("None") for name in BY_PRIORITY} if by_priority else {}
+        self._speculation = speculation
         self.own_counters = [own_counters]
         """Functions that return totals of the API process."""
         self.state: EngineState | None = None
@@ -161,6 +167,7 @@ class EngineCollector(Collector):
                 _preallocated(families, where, state)
                 _pages(families, where, state)
                 _totals(families, where, state)
+                _acceptance(families, where, self._speculation.of(rank))
                 _peers(families, where, state.peers)
                 _ages(families, where, state)
                 _startup(families, where, state, self.api_startup_s)
@@ -290,6 +297,19 @@ def _count(families: _Families, where: Mapping[str, str], name: str, total: floa
     known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
     full = f"pdserve:{name}" if known is None else f"sglang:{known}"
     families.counter(full, name.replace("_", " "), where, total)
+
+
+def _acceptance(families: _Families, where: Mapping[str, str], recent: Acceptance | None) -> None:
+    """Add the acceptance of draft tokens of the last seconds, 0 while no drafts were verified.
+
+    A server without speculation has no samples.
+    """
+    if recent is None:
+        return
+    text = "tokens per verify step, recently: accepted drafts and one more; 0 while no drafts were verified"
+    families.gauge("sglang:spec_accept_length", text, where, recent.accept_length or 0.0)
+    text = "share of draft tokens that were accepted, recently"
+    families.gauge("sglang:spec_accept_rate", text, where, recent.accept_rate or 0.0)
 
 
 def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLoad]) -> None:
