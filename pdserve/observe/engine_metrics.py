@@ -13,7 +13,16 @@ from prometheus_client.registry import Collector
 from pdserve.base import startup_times
 from pdserve.base.process_use import OWN, ProcessUse, own_processes
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
-from pdserve.observe.speculation import Acceptance, RecentAcceptance
+from pdserve.observe.speculation import (
+    ACCEPTED_AT,
+    ACCEPTED_TOKENS,
+    DRAFT_LENGTH,
+    DRAFT_TOKENS,
+    IS_DRAFTING,
+    VERIFY_STEPS,
+    Acceptance,
+    RecentAcceptance,
+)
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -167,7 +176,7 @@ class EngineCollector(Collector):
                 _preallocated(families, where, state)
                 _pages(families, where, state)
                 _totals(families, where, state)
-                _acceptance(families, where, self._speculation.of(rank))
+                _speculation(families, where, state, self._speculation.of(rank))
                 _peers(families, where, state.peers)
                 _ages(families, where, state)
                 _startup(families, where, state, self.api_startup_s)
@@ -281,7 +290,8 @@ def _pages(families: _Families, where: Mapping[str, str], state: EngineState) ->
 
 
 def _totals(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    for name, total in sorted({**dict.fromkeys(ZEROS, 0.0), **state.counters}.items()):
+    zeros = ZEROS if IS_DRAFTING not in state.facts else (*ZEROS, VERIFY_STEPS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+    for name, total in sorted({**dict.fromkeys(zeros, 0.0), **state.counters}.items()):
         _count(families, where, name, total)
     text = "requests that failed here, by cause"
     for cause, number in sorted({"transfer_failed": 0, **state.failures}.items()):
@@ -294,18 +304,27 @@ def _count(families: _Families, where: Mapping[str, str], name: str, total: floa
         label, _, text = LABELLED[family]
         families.counter(f"sglang:{family}", text, {**where, label: value}, total)
         return
+    if family == ACCEPTED_AT:
+        text = "verify steps whose draft at this position, from 1 on, was accepted"
+        families.counter(f"pdserve:{family}", text, {**where, "position": value}, total)
+        return
     known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
     full = f"pdserve:{name}" if known is None else f"sglang:{known}"
     families.counter(full, name.replace("_", " "), where, total)
 
 
-def _acceptance(families: _Families, where: Mapping[str, str], recent: Acceptance | None) -> None:
-    """Add the acceptance of draft tokens of the last seconds, 0 while no drafts were verified.
+def _speculation(families: _Families, where: Mapping[str, str], state: EngineState, recent: Acceptance | None) -> None:
+    """Add the acceptance of draft tokens of the last seconds, 0 while no drafts were verified, and the draft length.
 
     A server without speculation has no samples.
     """
-    if recent is None:
+    drafting, length = state.facts.get(IS_DRAFTING), state.facts.get(DRAFT_LENGTH)
+    if recent is None or not isinstance(drafting, float | int):
         return
+    text = "1 while decode steps may have drafts; 0 while adaptive drafting is off, because drafts do not pay"
+    families.gauge("pdserve:spec_is_drafting", text, where, drafting)
+    if isinstance(length, float | int):
+        families.gauge("pdserve:spec_draft_length", "drafts per row of the last decode step", where, length)
     text = "tokens per verify step, recently: accepted drafts and one more; 0 while no drafts were verified"
     families.gauge("sglang:spec_accept_length", text, where, recent.accept_length or 0.0)
     text = "share of draft tokens that were accepted, recently"

@@ -162,7 +162,7 @@ async def log_server_stats(
         if interval is None:
             continue
         newest = await state(STATE_TIMEOUT_S)
-        total = None if newest is None else Acceptance.of_counters(newest.counters)
+        total = None if newest is None else Acceptance.of_state(newest)
         fields = server_fields(interval, newest, None if total is None else total.since(counted))
         counted = total or counted
         _SERVER_LOG.info("%s", server_sentence(fields), extra=about(fields=fields))

@@ -11,13 +11,19 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from pdserve.protocol.messages import EngineState, SpeculationStats
 
 VERIFY_STEPS, DRAFT_TOKENS, ACCEPTED_TOKENS = "spec_verify_steps", "spec_draft_tokens", "spec_accepted_tokens"
-"""Counters of `EngineState`; a server without speculation has none of them."""
+"""Counters of `EngineState`, absent before the first verify step."""
+ACCEPTED_AT = "spec_accepted_at"
+"""Counters `spec_accepted_at.N` of `EngineState`: verify steps whose draft N was accepted, from 1 on."""
+IS_DRAFTING, DRAFT_LENGTH = "spec_is_drafting", "spec_draft_length"
+"""Facts of `EngineState`, absent without speculation: 1.0 while steps may have drafts, 0.0 while adaptive drafting is
+off; and the drafts per row of the last decode step.
+"""
 RECENT_S = 10.0
 """Seconds over which `RecentAcceptance` counts; more if it gets states more rarely."""
 LEAST_GAP_S = 1.0
@@ -33,11 +39,11 @@ class Acceptance:
     num_accepted: float = 0
 
     @classmethod
-    def of_counters(cls, counters: Mapping[str, float]) -> Acceptance | None:
-        """Read the counters of an `EngineState`; None without speculation."""
-        if VERIFY_STEPS not in counters:
+    def of_state(cls, state: EngineState) -> Acceptance | None:
+        """Read the counters of a scheduler; None without speculation."""
+        if IS_DRAFTING not in state.facts:
             return None
-        return cls(counters[VERIFY_STEPS], counters.get(DRAFT_TOKENS, 0), counters.get(ACCEPTED_TOKENS, 0))
+        return cls(*(state.counters.get(name, 0) for name in (VERIFY_STEPS, DRAFT_TOKENS, ACCEPTED_TOKENS)))
 
     @classmethod
     def of_request(cls, stats: SpeculationStats) -> Acceptance:
@@ -114,7 +120,7 @@ class RecentAcceptance:
             return
         now = self._now()
         for rank, one in enumerate(state.replicas or [state]):
-            total = Acceptance.of_counters(one.counters)
+            total = Acceptance.of_state(one)
             if total is None:
                 continue
             kept = self._totals.setdefault(rank, deque([(self._began_s, Acceptance())]))

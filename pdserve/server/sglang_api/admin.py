@@ -82,7 +82,7 @@ def _internal_state(state: EngineState) -> dict[str, Any]:
     del fields["replicas"]
     token_bytes = state.facts.get("kv_token_bytes")
     kv_gb = state.max_total_tokens * token_bytes / 1e9 if isinstance(token_bytes, int) else None
-    acceptance = Acceptance.of_counters(state.counters)
+    acceptance = Acceptance.of_state(state)
     accept_length = None if acceptance is None else acceptance.accept_length
     return {
         **fields,

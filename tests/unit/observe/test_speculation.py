@@ -23,10 +23,12 @@ pytestmark = pytest.mark.timeout(60)
 def state(steps: int | None = None, drafts: int = 0, accepted: int = 0) -> EngineState:
     """A state of a server that has counted this; None: it has no drafter."""
     counters: dict[str, float] = {}
+    facts: dict[str, str | int | float | bool | None] = {}
     if steps is not None:
+        facts["spec_is_drafting"] = 1.0
         counters = {"spec_verify_steps": steps, "spec_draft_tokens": drafts, "spec_accepted_tokens": accepted}
     return EngineState(
-        queues={}, memory={}, counters=counters, facts={}, num_running_reqs=0, num_queue_reqs=0, num_used_tokens=0,
+        queues={}, memory={}, counters=counters, facts=facts, num_running_reqs=0, num_queue_reqs=0, num_used_tokens=0,
         max_total_tokens=1,
     )  # fmt: skip
 
@@ -125,6 +127,7 @@ async def test_each_line_has_the_acceptance_since_the_last(
         return [vars(one)["fields"] for one in caplog.records if one.name == "pdserve.server.stats_log"]
 
     async with bench(tokenizer, observe={"log_stats_interval": 0.02}) as b:
+        b.scheduler.facts = {"spec_is_drafting": 1.0}
         b.scheduler.counters = {"spec_verify_steps": 4.0, "spec_draft_tokens": 8.0, "spec_accepted_tokens": 6.0}
         for _ in range(2):
             num_lines = len(fields())

@@ -147,7 +147,8 @@ class ScriptedScheduler:
         self.speculation: SpeculationStats | None = None
         """Sent with the last output of each request."""
         self.counters: dict[str, float] = {}
-        """Counters of the state, beside those of all states."""
+        self.facts: dict[str, float] = {}
+        """Counters and facts of the state, beside those of all states."""
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.commands: list[Command] = []
@@ -215,7 +216,7 @@ class ScriptedScheduler:
                 "offloaded_pages": 7.0,
             }
             | self.counters,
-            facts={"transport": "fake", "new_token_ratio": 0.5},
+            facts={"transport": "fake", "new_token_ratio": 0.5, **self.facts},
             audit=["page 7 has no owner", "room 9 has two"],
             num_running_reqs=len(self._held),
             num_queue_reqs=1,

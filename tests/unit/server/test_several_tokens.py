@@ -197,7 +197,11 @@ async def test_the_server_says_how_long_accepted_runs_are(tokenizer: Tokenizer) 
         assert "avg_spec_accept_length" not in state
         assert (await b.http.get("/observe")).json()["rates"]["spec_accept_length"] is None
         assert ("sglang:spec_accept_length", frozenset()) not in await scrape(b)
+        b.scheduler.facts = {"spec_is_drafting": 1.0, "spec_draft_length": 2.5}
+        assert (await b.http.get("/observe")).json()["rates"]["spec_accept_length"] == 0, "no drafts yet"
+        assert value(await scrape(b), "pdserve:spec_verify_steps_total") == 0
         b.scheduler.counters = {"spec_verify_steps": 4.0, "spec_draft_tokens": 10.0, "spec_accepted_tokens": 6.0}
+        b.scheduler.counters |= {"spec_accepted_at.1": 4.0, "spec_accepted_at.2": 2.0}
         (state,) = (await b.http.get("/get_server_info")).json()["internal_states"]
         assert state["avg_spec_accept_length"] == 2.5
         rates = (await b.http.get("/observe")).json()["rates"]
@@ -207,3 +211,6 @@ async def test_the_server_says_how_long_accepted_runs_are(tokenizer: Tokenizer) 
         assert value(samples, "sglang:spec_accept_rate") == 0.6
         assert value(samples, "pdserve:spec_verify_steps_total") == 4
         assert value(samples, "pdserve:spec_accepted_tokens_total") == 6
+        assert value(samples, "pdserve:spec_accepted_at_total", position="2") == 2
+        assert value(samples, "pdserve:spec_is_drafting") == 1
+        assert value(samples, "pdserve:spec_draft_length") == 2.5
