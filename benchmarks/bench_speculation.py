@@ -249,12 +249,15 @@ def document(args: argparse.Namespace, facts: dict[str, Any], rounds: Rounds) ->
     where = "1P1D through the router" if args.pair else "monoliths"
     return f"""# Speculative decoding on CPU, {facts["date"]}
 
-{args.model}, {args.dtype}, {where} with {args.threads} thread(s) each: answers of at most {args.output_len} tokens, \
-at {MANY} streams and more {args.output_len_of_many}. Median of {num_rounds} interleaved rounds (least-most), new prompts \
-in each. `to plain` is the ratio of decode tokens/s to the same requests without drafts, `with prefill` that of all \
-output tokens by the whole time. `accept length`: tokens per verify step. `accepted`: share of the draft tokens. \
-`drafted`: share of the output tokens that come from verify steps. `equal answers`: those with the same tokens as \
-without drafts.
+{args.model}, {args.dtype}, {where} with {args.threads} thread(s) each. Answers have at most {args.output_len} tokens, \
+at {MANY} streams and more {args.output_len_of_many}. Median of {num_rounds} interleaved rounds (least-most), with new \
+prompts in each.
+
+- `to plain`: the ratio of decode tokens/s to the same requests without drafts; `with prefill`: that of all output \
+tokens by the whole time.
+- `accept length`: tokens per verify step; `accepted`: the share of the draft tokens; `drafted`: the share of the \
+output tokens that come from verify steps.
+- `equal answers`: those with the same tokens as without drafts.
 
 {tables}
 
