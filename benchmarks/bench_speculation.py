@@ -106,20 +106,10 @@ async def read(session: aiohttp.ClientSession, url: str, task: Task, seed: int, 
 
 
 async def counters_of(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return the scheduler's counters of drafts, summed over the servers behind a router."""
+    """Return the scheduler's counters of drafts; a router shows those of its decode server."""
     async with session.get(f"{url}/get_server_info") as response:
-        info = orjson.loads(await response.read())
-    found = [one.get("counters", {}) for one in _servers(info)]
-    return {name: sum(one.get(name, 0.0) for one in found) for name in COUNTERS}
-
-
-def _servers(info: Any) -> list[dict[str, Any]]:
-    """Return the answers of all servers in that of a router, or the answer of a server itself."""
-    if isinstance(info, list):
-        return [server for one in info for server in _servers(one)]
-    if isinstance(info, dict) and "counters" not in info:
-        return [server for one in info.values() if isinstance(one, list | dict) for server in _servers(one)]
-    return [info] if isinstance(info, dict) else []
+        counters = orjson.loads(await response.read())["counters"]
+    return {name: counters.get(name, 0.0) for name in COUNTERS}
 
 
 async def run_batch(url: str, batch: Sequence[Task], output_len: int) -> Measured:
