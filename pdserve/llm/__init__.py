@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdserve.llm.api import LLM
 from pdserve.llm.outputs import BatchError, CompletionOutput, InvalidRequestError, Logprob, RequestOutput
 from pdserve.llm.sampling import SamplingParams
+from pdserve.protocol.messages import SpeculationStats
 
 __all__ = [
     "LLM",
@@ -14,4 +15,5 @@ __all__ = [
     "Logprob",
     "RequestOutput",
     "SamplingParams",
+    "SpeculationStats",
 ]

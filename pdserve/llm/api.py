@@ -17,7 +17,7 @@ from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError
 from pdserve.launch_checks import LocalModel
-from pdserve.llm.options import Deployment, Value, plan
+from pdserve.llm.options import Deployment, Given, plan
 from pdserve.llm.outputs import BatchError, InvalidRequestError, OutputMaker, RequestOutput
 from pdserve.llm.prepare import Conversation, Preparer, Prompt, ReadyJob, ReadyPrompt, as_conversations, as_prompts
 from pdserve.llm.runner import Job, OfflineRunner
@@ -121,13 +121,13 @@ class LLM:
         disaggregation: bool = False,
         num_prefill: int | None = None,
         num_decode: int | None = None,
-        prefill_flags: Mapping[str, Value] | None = None,
-        decode_flags: Mapping[str, Value] | None = None,
-        **flags: Value,
+        prefill_flags: Mapping[str, Given] | None = None,
+        decode_flags: Mapping[str, Given] | None = None,
+        **flags: Given,
     ) -> None:
         if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << SEED_BITS):
             raise ConfigError(f"seed must be an integer in [0, 2**{SEED_BITS}), got {seed!r}", field="seed")
-        given: dict[str, Value] = {
+        given: dict[str, Given] = {
             "model": model,
             "tokenizer": tokenizer,
             "tensor_parallel_size": tensor_parallel_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.cpu_affinity import cores_of, share_cores
@@ -21,6 +21,8 @@ from pdserve.errors import ConfigError
 from pdserve.launch_engine import CUDA_DEVICES
 
 Value = str | int | float | bool | None
+Given = Value | Mapping[str, Value]
+"""A value of an argument; `speculative_config` is a mapping."""
 
 VLLM_NAMES = {
     "block_size": "page_size",
@@ -32,6 +34,15 @@ VLLM_NAMES = {
 }
 CACHING = "enable_prefix_caching"
 """vLLM's argument, the opposite of `disable_radix_cache`."""
+SPECULATION = "speculative_config"
+"""vLLM's argument, a dict of the names below."""
+SPECULATION_NAMES = {
+    "model": "speculative_draft_model_path",
+    "prompt_lookup_min": "speculative_ngram_min_match_window_size",
+    "prompt_lookup_max": "speculative_ngram_max_match_window_size",
+}
+METHODS = {"ngram": "NGRAM", "eagle3": "EAGLE3", "mtp": "NEXTN", "draft_model": "STANDALONE"}
+"""vLLM's names of drafters, and ours."""
 OWNED = (
     "host", "port", "disaggregation_mode", "disaggregation_bootstrap_port", "nnodes", "node_rank", "dist_init_addr",
     "access_log", "log_level_http", "log_stats_interval",
@@ -86,10 +97,10 @@ class Deployment:
 
 
 def plan(
-    given: Mapping[str, Value],
+    given: Mapping[str, Given],
     pairs: tuple[int, int] | None,
-    prefill_flags: Mapping[str, Value],
-    decode_flags: Mapping[str, Value],
+    prefill_flags: Mapping[str, Given],
+    decode_flags: Mapping[str, Given],
 ) -> Deployment:
     """Plan the servers for the arguments `given`.
 
@@ -140,7 +151,7 @@ def deal_devices(servers: Sequence[ServerCommand], devices: Sequence[str]) -> li
     return [dataclasses.replace(server, devices=tuple(itertools.islice(left, server.num_ranks))) for server in servers]
 
 
-def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
+def _by_field(given: Mapping[str, Given]) -> dict[str, Value]:
     """Rename arguments to the fields of the flags. Unknown arguments stay: the command line parser refuses them.
 
     Raises:
@@ -149,7 +160,7 @@ def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
     known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
     refused = {*OWNED, *(flag.field for flag in flags() if flag.group == "access")}
     values: dict[str, Value] = {}
-    for name, value in given.items():
+    for name, value in _flat(given):
         field = known.get(name) or VLLM_NAMES.get(name, name)
         if field == CACHING and isinstance(value, bool | None):
             field, value = "disable_radix_cache", None if value is None else not value
@@ -161,6 +172,38 @@ def _by_field(given: Mapping[str, Value]) -> dict[str, Value]:
             raise ConfigError(f"{name} is given twice, also under another name", field=name)
         values[field] = value
     return values
+
+
+def _flat(given: Mapping[str, Given]) -> Iterator[tuple[str, Value]]:
+    """Yield the arguments, with the flags of `speculative_config` in its place.
+
+    Raises:
+        ConfigError: `speculative_config` has an unknown name or method, or another argument is a mapping.
+    """
+    for name, value in given.items():
+        if name == SPECULATION and isinstance(value, Mapping):
+            yield from _speculation(value)
+        elif isinstance(value, Mapping) or name == SPECULATION:
+            raise ConfigError(f"{name}: must not be {type(value).__name__}", field=name)
+        else:
+            yield name, value
+
+
+def _speculation(config: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:
+    """Yield the flags of vLLM's `speculative_config`."""
+    method = config.get("method", "draft_model" if "model" in config else None)
+    algorithm = METHODS.get("mtp" if str(method).endswith("_mtp") else str(method))
+    if algorithm is None:
+        text = f"{SPECULATION}: method must be one of {', '.join(METHODS)}, got {method!r}"
+        raise ConfigError(text, field=SPECULATION)
+    yield "speculative_algorithm", algorithm
+    for name, value in config.items():
+        if name == "num_speculative_tokens" and isinstance(value, int):
+            yield "speculative_num_draft_tokens", value + 1
+        elif name in SPECULATION_NAMES:
+            yield SPECULATION_NAMES[name], value
+        elif name != "method":
+            raise ConfigError(f"{SPECULATION}: {name} is unknown or has a wrong type: {value!r}", field=SPECULATION)
 
 
 def _words(values: Mapping[str, Value]) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from pdserve.errors import PdserveError, RequestError
-from pdserve.protocol.messages import FinishReason, GenerateRequest
+from pdserve.protocol.messages import FinishReason, GenerateRequest, SpeculationStats
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.openai.logprob_format import Pair, PromptToken, prompt_tokens
 from pdserve.server.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ class CompletionOutput:
 
     `logprobs` has an entry per token. `cumulative_logprob` is the sum over the output tokens. Both are None unless
     requested. `stop_reason`: the stop string or stop token id that ended the sequence; None for the model's EOS token,
-    and for other finish reasons.
+    and for other finish reasons. `speculation`: numbers of draft tokens; None: none were verified.
     """
 
     index: int
@@ -73,6 +73,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: int | str | None = None
+    speculation: SpeculationStats | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,7 @@ class OutputMaker:
             logprobs=lines,
             finish_reason=None if finish is None else finish.type,
             stop_reason=None if finish is None else self._stop_reason(finish, request),
+            speculation=update.speculation,
         )
 
     def _stop_reason(self, finish: FinishReason, request: GenerateRequest) -> int | str | None:

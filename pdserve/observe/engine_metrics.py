@@ -13,6 +13,16 @@ from prometheus_client.registry import Collector
 from pdserve.base import startup_times
 from pdserve.base.process_use import OWN, ProcessUse, own_processes
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
+from pdserve.observe.speculation import (
+    ACCEPTED_AT,
+    ACCEPTED_TOKENS,
+    DRAFT_LENGTH,
+    DRAFT_TOKENS,
+    IS_DRAFTING,
+    VERIFY_STEPS,
+    Acceptance,
+    RecentAcceptance,
+)
 from pdserve.protocol.messages import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
@@ -125,12 +135,17 @@ class EngineCollector(Collector):
         self,
         labels: Mapping[str, str],
         own_counters: Callable[[], Mapping[str, float]],
+        speculation: RecentAcceptance,
         *,
         by_priority: bool = False,
     ) -> None:
-        """With `by_priority` the gauges of `BY_PRIORITY` have a label `priority`, which is empty for the total."""
+        """With `by_priority` the gauges of `BY_PRIORITY` have a label `priority`, which is empty for the total.
+
+        `speculation` is read at each scrape; its owner feeds it.
+        """
         self._labels = dict(labels)
         self._priorities = {name: PriorityLabels("None") for name in BY_PRIORITY} if by_priority else {}
+        self._speculation = speculation
         self.own_counters = [own_counters]
         """Functions that return totals of the API process."""
         self.state: EngineState | None = None
@@ -161,6 +176,7 @@ class EngineCollector(Collector):
                 _preallocated(families, where, state)
                 _pages(families, where, state)
                 _totals(families, where, state)
+                _speculation(families, where, state, self._speculation.of(rank))
                 _peers(families, where, state.peers)
                 _ages(families, where, state)
                 _startup(families, where, state, self.api_startup_s)
@@ -274,7 +290,8 @@ def _pages(families: _Families, where: Mapping[str, str], state: EngineState) ->
 
 
 def _totals(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
-    for name, total in sorted({**dict.fromkeys(ZEROS, 0.0), **state.counters}.items()):
+    zeros = ZEROS if IS_DRAFTING not in state.facts else (*ZEROS, VERIFY_STEPS, DRAFT_TOKENS, ACCEPTED_TOKENS)
+    for name, total in sorted({**dict.fromkeys(zeros, 0.0), **state.counters}.items()):
         _count(families, where, name, total)
     text = "requests that failed here, by cause"
     for cause, number in sorted({"transfer_failed": 0, **state.failures}.items()):
@@ -287,9 +304,31 @@ def _count(families: _Families, where: Mapping[str, str], name: str, total: floa
         label, _, text = LABELLED[family]
         families.counter(f"sglang:{family}", text, {**where, label: value}, total)
         return
+    if family == ACCEPTED_AT:
+        text = "verify steps whose draft at this position, from 1 on, was accepted"
+        families.counter(f"pdserve:{family}", text, {**where, "position": value}, total)
+        return
     known = SGLANG_COUNTERS.get(name, name if name.startswith("kv_transfer_") else None)
     full = f"pdserve:{name}" if known is None else f"sglang:{known}"
     families.counter(full, name.replace("_", " "), where, total)
+
+
+def _speculation(families: _Families, where: Mapping[str, str], state: EngineState, recent: Acceptance | None) -> None:
+    """Add the acceptance of draft tokens of the last seconds, 0 while no drafts were verified, and the draft length.
+
+    A server without speculation has no samples.
+    """
+    drafting, length = state.facts.get(IS_DRAFTING), state.facts.get(DRAFT_LENGTH)
+    if recent is None or not isinstance(drafting, float | int):
+        return
+    text = "1 while decode steps may have drafts; 0 while adaptive drafting is off, because drafts do not pay"
+    families.gauge("pdserve:spec_is_drafting", text, where, drafting)
+    if isinstance(length, float | int):
+        families.gauge("pdserve:spec_draft_length", "drafts per row of the last decode step", where, length)
+    text = "tokens per verify step, recently: accepted drafts and one more; 0 while no drafts were verified"
+    families.gauge("sglang:spec_accept_length", text, where, recent.accept_length or 0.0)
+    text = "share of draft tokens that were accepted, recently"
+    families.gauge("sglang:spec_accept_rate", text, where, recent.accept_rate or 0.0)
 
 
 def _peers(families: _Families, where: Mapping[str, str], peers: Iterable[PeerLoad]) -> None:

@@ -1,7 +1,7 @@
 """The statistics line of the log (`--log-stats-interval`): the last seconds of a server or router that had requests.
 
     ... INFO decode[4711] pdserve.server.stats_log: running 8, queued 2; in 98.3 tok/s, out 301.0 tok/s; KV used 12.4 %;
-        prefix hits 40.0 %; TTFT p50 0.31 s, p99 0.52 s; ITL p50 24 ms, p99 41 ms
+        prefix hits 40.0 %; TTFT p50 0.31 s, p99 0.52 s; ITL p50 24 ms, p99 41 ms; accept length 2.31, rate 43.7 %
     ... INFO router[4711] pdserve.router.stats_log: running 8, queued 2; 3.1 requests/s, 1 failed; first byte p50
         0.312 s, p99 0.520 s; whole p50 4.211 s, p99 6.018 s; workers 2 of 2 up
 
@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 
 from pdserve.base.log import about
+from pdserve.observe.speculation import Acceptance
 from pdserve.protocol.messages import EngineState
 
 _SERVER_LOG = logging.getLogger("pdserve.server.stats_log")
@@ -154,19 +155,25 @@ async def log_server_stats(
 
     `state(timeout_s)` queries the schedulers.
     """
+    counted = Acceptance()
     while True:
         await asyncio.sleep(interval_s)
         interval = stats.take()
         if interval is None:
             continue
-        fields = server_fields(interval, await state(STATE_TIMEOUT_S))
+        newest = await state(STATE_TIMEOUT_S)
+        total = None if newest is None else Acceptance.of_state(newest)
+        fields = server_fields(interval, newest, None if total is None else total.since(counted))
+        counted = total or counted
         _SERVER_LOG.info("%s", server_sentence(fields), extra=about(fields=fields))
 
 
-def server_fields(interval: Interval, state: EngineState | None) -> dict[str, float | None]:
+def server_fields(
+    interval: Interval, state: EngineState | None, acceptance: Acceptance | None = None
+) -> dict[str, float | None]:
     """Return the numbers of a line by name. Shares are 0 to 1, latencies in seconds; None: not known, or no request.
 
-    `state` None: no scheduler has answered yet.
+    `state` None: no scheduler has answered yet. `acceptance`: that of the interval; None: no speculation.
     """
     used = None if state is None or not state.max_total_tokens else state.num_used_tokens / state.max_total_tokens
     numbers: dict[str, float | None] = {
@@ -181,22 +188,27 @@ def server_fields(interval: Interval, state: EngineState | None) -> dict[str, fl
         "itl_p50_s": interval.itl_p50_s,
         "itl_p99_s": interval.itl_p99_s,
     }
+    if acceptance is not None:
+        numbers |= {"accept_length": acceptance.accept_length, "accept_rate": acceptance.accept_rate}
     return {name: round(value, 6) if isinstance(value, float) else value for name, value in numbers.items()}
 
 
 def server_sentence(fields: dict[str, float | None]) -> str:
-    """Format the numbers of `server_fields` as text; `-`: None."""
+    """Format the numbers of `server_fields` as text; `-`: None, as the accept length of an interval without drafts."""
 
     def number(name: str, unit: str, digits: int = 0, factor: float = 1) -> str:
         value = fields[name]
         return "-" if value is None else f"{value * factor:.{digits}f}{unit}"
 
+    speculation = ""
+    if "accept_length" in fields:
+        speculation = f"; accept length {number('accept_length', '', 2)}, rate {number('accept_rate', ' %', 1, 100)}"
     return (
         f"running {number('running', '')}, queued {number('queued', '')}; "
         f"in {number('prompt_tokens_per_s', ' tok/s', 1)}, out {number('generated_tokens_per_s', ' tok/s', 1)}; "
         f"KV used {number('kv_used', ' %', 1, 100)}; prefix hits {number('cache_hit_rate', ' %', 1, 100)}; "
         f"TTFT p50 {number('ttft_p50_s', ' s', 3)}, p99 {number('ttft_p99_s', ' s', 3)}; "
-        f"ITL p50 {number('itl_p50_s', ' ms', 1, 1000)}, p99 {number('itl_p99_s', ' ms', 1, 1000)}"
+        f"ITL p50 {number('itl_p50_s', ' ms', 1, 1000)}, p99 {number('itl_p99_s', ' ms', 1, 1000)}{speculation}"
     )
 
 

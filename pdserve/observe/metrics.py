@@ -19,8 +19,9 @@ from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
 from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
+from pdserve.observe.speculation import RecentAcceptance
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming
+from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming, SpeculationStats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -179,7 +180,9 @@ class ServerMetrics:
             self._ended.labels(**self._labels, outcome=outcome)
         self.interval = IntervalStats()
         """The same statistics of the last seconds, for the log."""
-        self._engine = EngineCollector(self._labels, own_counters, by_priority=by_priority)
+        self.speculation = RecentAcceptance()
+        """Acceptance of draft tokens, from the states that `render` and other readers take."""
+        self._engine = EngineCollector(self._labels, own_counters, self.speculation, by_priority=by_priority)
         self._registry.register(self._engine)
         self.http = HttpMetrics(self._registry, self._labels)
         """Of HTTP calls; written by the server's middleware."""
@@ -260,6 +263,7 @@ class ServerMetrics:
     def render(self, state: EngineState | None, alive: Mapping[int, bool] | None = None) -> bytes:
         """Return the body of `/metrics`. `state` None omits the scheduler's part. `alive` is by replica."""
         self._engine.state, self._engine.alive = state, alive or {}
+        self.speculation.add(state)
         return generate_latest(self._registry)
 
     def _transfer(self, timing: RequestTiming) -> None:
@@ -327,6 +331,8 @@ class RequestRecord:
     completion_tokens: int = 0
     timing: RequestTiming | None = None
     """The newest one that the scheduler sent. A stop string ends the sequence before the scheduler's last output."""
+    speculation: SpeculationStats | None = None
+    """The newest one that the scheduler sent; None: no drafts were verified."""
     matched: int | str | None = None
     failure: Failure | None = None
     output_ids: list[int] = dataclasses.field(default_factory=list)

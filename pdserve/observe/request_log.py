@@ -66,6 +66,7 @@ class RequestLog:
             "ttft_parts": record.parts,
             "e2e_s": record.e2e_s,
             "timing": None if record.timing is None else msgspec.to_builtins(record.timing),
+            "speculation": None if record.speculation is None else msgspec.to_builtins(record.speculation),
         }
         if self._level >= _SOME:
             line |= {"output_ids": self._ids(record.output_ids), "text": self._cut("".join(record.texts))}

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from pdserve.errors import ConfigError
 from pdserve.observe.metrics import RequestRecord
+from pdserve.observe.speculation import request_fields
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -211,6 +212,7 @@ def _attributes(stage: str, record: RequestRecord) -> dict[str, str | int | floa
             found |= {
                 "gen_ai.usage.input_tokens": record.prompt_tokens,
                 "gen_ai.usage.output_tokens": record.completion_tokens,
+                "pdserve.spec_accept_length": request_fields(record.speculation).get("spec_accept_length"),
                 "gen_ai.latency.time_to_first_token": record.ttft_s,
                 "gen_ai.latency.e2e": record.e2e_s,
                 "gen_ai.response.finish_reasons": record.outcome,

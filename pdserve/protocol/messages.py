@@ -251,7 +251,10 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int = 0
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
-    """Of a request whose drafts were verified, with its last output; None: none were."""
+    """Of a request whose drafts were verified, with its last output; None: none were.
+
+    Each output has it where the API process may end the request at a stop string: it drops later outputs then.
+    """
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

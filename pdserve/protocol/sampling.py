@@ -96,6 +96,11 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return self.temperature == 0.0 or self.top_k == 1
 
     @property
+    def has_text_stops(self) -> bool:
+        """True when text may end the request, which the API process matches."""
+        return bool(self.stop or self.stop_regex)
+
+    @property
     def needs_history(self) -> bool:
         """True when a penalty makes the logits depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0

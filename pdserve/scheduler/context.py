@@ -176,6 +176,9 @@ class Outbox:
         logprobs = None
         if spec.logprobs is not None and spec.logprobs.output:
             logprobs = [TokenLogprob(token.logprob or 0.0, list(token.top), list(token.picked)) for token in tokens]
+        speculation = None
+        if req.speculation is not None and (finish is not None or spec.sampling.has_text_stops):
+            speculation = req.speculation.stats
         self._outputs.append(
             EngineCoreOutput(
                 rid=spec.rid,
@@ -185,7 +188,7 @@ class Outbox:
                 prompt_tokens=len(spec.input_ids),
                 cached_tokens=req.num_cached,
                 timing=timing,
-                speculation=None if finish is None or req.speculation is None else req.speculation.stats,
+                speculation=speculation,
             )
         )
 

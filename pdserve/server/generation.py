@@ -22,7 +22,7 @@ from fastapi import Request
 from pdserve.base.stream_state import STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
+from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
 
 
 @dataclasses.dataclass
@@ -30,8 +30,8 @@ class GenerationUpdate:
     """Update of sequence `index`: its new text and the tokens since the last update.
 
     `text` never contains the possible beginning of a stop string. `finish` is set in the last update of a sequence;
-    `timing` is the newest known. `logprobs` has one entry per token if they were requested. `prompt_parts` are the
-    prompt logprobs, in parts.
+    `timing` and `speculation` are the newest known. `logprobs` has one entry per token if they were requested.
+    `prompt_parts` are the prompt logprobs, in parts.
     """
 
     index: int
@@ -43,6 +43,7 @@ class GenerationUpdate:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     timing: RequestTiming | None = None
+    speculation: SpeculationStats | None = None
 
     def absorb(self, newer: GenerationUpdate) -> None:
         """Append a later update of the same sequence."""
@@ -55,6 +56,7 @@ class GenerationUpdate:
         self.prompt_tokens = newer.prompt_tokens
         self.cached_tokens = newer.cached_tokens
         self.timing = newer.timing
+        self.speculation = newer.speculation
 
 
 class HeldUpdates:

@@ -37,8 +37,8 @@ def busy_state() -> EngineState:
     return EngineState(
         queues={"num_running_reqs": 1},
         memory=dict.fromkeys(names, 1),
-        counters={},
-        facts={},
+        counters={"spec_accepted_at.1": 1.0},
+        facts={"spec_is_drafting": 1.0, "spec_draft_length": 1.0},
         num_running_reqs=1,
         num_queue_reqs=1,
         num_used_tokens=1,

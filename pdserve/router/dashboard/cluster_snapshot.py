@@ -93,10 +93,12 @@ class EdgeSnapshot(msgspec.Struct, frozen=True, rename={"source": "from", "targe
 
 
 class RatesSnapshot(msgspec.Struct, frozen=True):
-    """Current rates of a server."""
+    """Current rates of a server. `spec_*` None: the server has no speculative decoding."""
 
     generation_tokens_per_s: float = 0.0
     cache_hit_rate: float = 0.0
+    spec_accept_length: float | None = None
+    spec_accept_rate: float | None = None
 
 
 class EndedRequest(msgspec.Struct, frozen=True):

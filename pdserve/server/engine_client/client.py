@@ -355,6 +355,7 @@ class EngineClient:
                 self._send_soon(AbortRequest(rid=output.rid))
             return
         sequence.timing = update.timing = output.timing or sequence.timing
+        sequence.speculation = update.speculation = output.speculation or sequence.speculation
         self._stats.tokens(sequence, output, update)
         if update.finish is not None:
             self._drop(output.rid, update.finish.type)

@@ -400,15 +400,16 @@ class ChatCall(OpenAICall):
             fields["finish_reason"] = "tool_calls"
         return fields
 
-    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-        """See `OpenAICall`."""
+    def completion_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, int]:
+        """See `OpenAICall`: also the reasoning tokens, of a model with a reasoning format."""
+        details = super().completion_details(updates)
         if self._plan.thinking is None:
-            return {}
+            return details
         for update in updates:
             if update.index not in self._counters:
                 self._counters[update.index] = ReasoningCounter(self.context.tokenizer, self._plan)
         tokens = sum(self._counters[update.index].count(update.token_ids) for update in updates)
-        return {"completion_tokens_details": {"reasoning_tokens": tokens}}
+        return {"reasoning_tokens": tokens, **details}
 
     def _reader(self, index: int) -> ChatReader:
         if index not in self._readers:

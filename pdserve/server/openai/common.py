@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
@@ -33,13 +34,23 @@ def finish_fields(finish: FinishReason | None) -> dict[str, Any]:
 
 
 def timing_fields(updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-    """Build the `pdserve` extension: the timing of the first sequence that has one."""
+    """Build the `pdserve` extension: timing and speculation of the first sequence that has a timing."""
     for update in updates:
         if update.timing is not None:
             fields = msgspec.to_builtins(update.timing)
             assert isinstance(fields, dict)
-            return fields
+            return fields | request_fields(update.speculation)
     return {}
+
+
+def prediction_tokens(updates: Sequence[GenerationUpdate]) -> dict[str, int]:
+    """Build the fields of `completion_tokens_details` for draft tokens; none if no drafts were verified."""
+    found = [update.speculation for update in updates if update.speculation is not None]
+    if not found:
+        return {}
+    accepted = sum(stats.num_accepted for stats in found)
+    drafts = sum(stats.num_draft_tokens for stats in found)
+    return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": drafts - accepted}
 
 
 def check_prompt_logprobs(body: OpenAIBody) -> int | None:
@@ -112,9 +123,9 @@ class OpenAICall(abc.ABC):
         """Build the finish fields of choice `index`. Called after `choice` or `delta` has read its text."""
         return finish_fields(finish)
 
-    def usage_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, Any]:
-        """Build fields of `usage` beyond the counts of all endpoints."""
-        return {}
+    def completion_details(self, updates: Sequence[GenerationUpdate]) -> dict[str, int]:
+        """Build `completion_tokens_details` of `usage`; empty: the usage has none."""
+        return prediction_tokens(updates)
 
     def replay(self, update: GenerationUpdate) -> None:
         """Restore the state of a resumed stream: another server has sent `update` of its one sequence."""
@@ -168,12 +179,13 @@ class OpenAICall(abc.ABC):
         prompt = self._num_prompt_tokens
         completion = sum(len(update.token_ids) for update in updates)
         cached = sum(update.cached_tokens for update in updates if update.index % self.n == 0)
+        details = self.completion_details(updates)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
             "prompt_tokens_details": {"cached_tokens": cached},
-            **self.usage_details(updates),
+            **({"completion_tokens_details": details} if details else {}),
         }
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
@@ -259,3 +271,4 @@ def _count(total: GenerationUpdate, update: GenerationUpdate) -> None:
     total.cached_tokens = update.cached_tokens
     total.finish = update.finish
     total.timing = update.timing
+    total.speculation = update.speculation

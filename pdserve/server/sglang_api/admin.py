@@ -17,6 +17,7 @@ from pdserve.base.process_use import own_processes
 from pdserve.config.access_group import shown
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
+from pdserve.observe.speculation import Acceptance
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
@@ -86,11 +87,14 @@ def _internal_state(state: EngineState) -> dict[str, Any]:
     del fields["replicas"]
     token_bytes = state.facts.get("kv_token_bytes")
     kv_gb = state.max_total_tokens * token_bytes / 1e9 if isinstance(token_bytes, int) else None
+    acceptance = Acceptance.of_state(state)
+    accept_length = None if acceptance is None else acceptance.accept_length
     return {
         **fields,
         "max_total_num_tokens": state.max_total_tokens,
         "effective_max_running_requests_per_dp": state.memory.get("rows_total"),
         "last_gen_throughput": state.gen_throughput,
+        **({} if accept_length is None else {"avg_spec_accept_length": accept_length}),
         "load": state.num_running_reqs + state.num_queue_reqs,
         "memory_usage": {"kvcache": kv_gb, "token_capacity": state.max_total_tokens},
     }
@@ -110,7 +114,6 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "skip_tokenizer_init": context.tokenizer is None,
         "is_embedding": False,
         "stream_interval": 1,
-        "speculative_algorithm": None,
         "lora_paths": None,
     }
 

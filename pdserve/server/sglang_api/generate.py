@@ -16,6 +16,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
@@ -201,6 +202,7 @@ class GenerateCall:
             "e2e_latency": time.monotonic() - self.started_s,
             "timing": msgspec.to_builtins(total.timing) if total.timing is not None else {},
         }
+        meta |= request_fields(total.speculation)
         if request.logprobs is not None:
             meta |= input_logprobs | self._format(request.logprobs).output(shown, request.logprobs.token_ids)
         result: dict[str, Any] = {"text": shown.text, "output_ids": shown.token_ids, "meta_info": meta}

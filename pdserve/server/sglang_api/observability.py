@@ -54,6 +54,8 @@ class ServerObservability:
         """Return a snapshot of this server, from one state query; docs/observability.md lists the fields."""
         context = self._context
         state = await context.client.state(STATE_TIMEOUT_S)
+        context.metrics.speculation.add(state)
+        acceptance = context.metrics.speculation.whole()
         states = [] if state is None else state.replicas or [state]
         body = {
             "server": self._server(),
@@ -65,6 +67,8 @@ class ServerObservability:
             "rates": {
                 "generation_tokens_per_s": context.metrics.tokens_per_s,
                 "cache_hit_rate": context.metrics.cache_hit_rate,
+                "spec_accept_length": None if acceptance is None else acceptance.accept_length or 0.0,
+                "spec_accept_rate": None if acceptance is None else acceptance.accept_rate or 0.0,
             },
             "requests": self._recent.as_json(),
         }

@@ -20,13 +20,13 @@ def test_sampling_params_reach_the_engine() -> None:
     params = SamplingParams(
         max_tokens=5, min_tokens=2, temperature=0.5, top_p=0.9, top_k=3, min_p=0.1, stop="x", stop_token_ids=(7,),
         seed=9, ignore_eos=True, include_stop_str_in_output=True, logit_bias={3: -1}, presence_penalty=1,
-        skip_special_tokens=False,
+        skip_special_tokens=False, speculative=False,
     )  # fmt: skip
     made = params.for_engine(10, LIMITS, "prompts", None)
     assert (made.max_new_tokens, made.min_new_tokens, made.temperature, made.top_p, made.top_k) == (5, 2, 0.5, 0.9, 3)
     assert (made.min_p, made.stop, made.stop_token_ids, made.seed) == (0.1, ("x",), (7,), 9)
     assert made.ignore_eos and made.no_stop_trim and not made.skip_special_tokens
-    assert (made.logit_bias, made.presence_penalty) == ({3: -1.0}, 1.0)
+    assert (made.logit_bias, made.presence_penalty, made.speculative) == ({3: -1.0}, 1.0, False)
 
 
 def test_defaults_are_vllms() -> None:

@@ -33,6 +33,29 @@ def test_names_of_vllm_and_sglang_mean_our_flags() -> None:
     assert server.most_requests == 14
 
 
+def test_vllms_speculative_config_means_our_flags() -> None:
+    def speculation(**config: Any) -> tuple[Any, ...]:
+        (server,) = plan({**MODEL, "speculative_config": config}, None, {}, {}).servers
+        found = server.config.speculative
+        lowest, most = found.speculative_ngram_min_match_window_size, found.speculative_ngram_max_match_window_size
+        return found.speculative_algorithm, found.max_drafts, found.speculative_draft_model_path, lowest, most
+
+    lookup = {"prompt_lookup_min": 3, "prompt_lookup_max": 5}
+    assert speculation(method="ngram", num_speculative_tokens=4, **lookup) == ("NGRAM", 4, None, 3, 5)
+    assert speculation(method="eagle3", model="head", num_speculative_tokens=2)[:3] == ("EAGLE3", 2, "head")
+    assert speculation(model="small", num_speculative_tokens=5)[:3] == ("STANDALONE", 5, "small")
+    for method in ("mtp", "qwen3_next_mtp"):
+        assert speculation(method=method, num_speculative_tokens=1)[:2] == ("NEXTN", 1)
+    (prefill, decode) = plan(MODEL, (1, 1), {}, {"speculative_config": {"method": "ngram"}}).servers
+    assert [one.config.speculative.is_on for one in (prefill, decode)] == [False, True]
+    wrong: list[Any] = [{"method": "medusa"}, {}, {"method": "ngram", "num_tokens": 3}, "ngram", True]
+    wrong.append({"method": "ngram", "num_speculative_tokens": "3"})
+    for config in wrong:
+        with pytest.raises(ConfigError) as refused:
+            plan({**MODEL, "speculative_config": config}, None, {}, {})
+        assert refused.value.field == "speculative_config"
+
+
 def test_no_server_is_given_more_than_it_lets_wait() -> None:
     (server,) = plan({**MODEL, "max_running_requests": 4, "max_queued_requests": 1, "dp_size": 2}, None, {}, {}).servers
     assert server.most_requests == 9

@@ -49,6 +49,7 @@ from pdserve.protocol.messages import (
     PeerLoad,
     RequestTiming,
     Shutdown,
+    SpeculationStats,
     StartProfile,
     StateQuery,
     StateReply,
@@ -141,6 +142,13 @@ class ScriptedScheduler:
         self.queues: dict[str, int] = {}
         self.progress = self.progress_per_state = 0
         self.timing = RequestTiming(queue_s=0.5, kv_bytes=1024, kv_pages=2)
+        self.logprob: Callable[[int], float] = lambda token_id: -0.25
+        """Log probability of an output token."""
+        self.speculation: SpeculationStats | None = None
+        """Sent with the last output of each request."""
+        self.counters: dict[str, float] = {}
+        self.facts: dict[str, float] = {}
+        """Counters and facts of the state, beside those of all states."""
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.commands: list[Command] = []
@@ -206,8 +214,9 @@ class ScriptedScheduler:
                 "control_frames_refused": 2.0,
                 "requests_retracted": 6.0,
                 "offloaded_pages": 7.0,
-            },
-            facts={"transport": "fake", "new_token_ratio": 0.5},
+            }
+            | self.counters,
+            facts={"transport": "fake", "new_token_ratio": 0.5, **self.facts},
             audit=["page 7 has no owner", "room 9 has two"],
             num_running_reqs=len(self._held),
             num_queue_reqs=1,
@@ -277,7 +286,8 @@ class ScriptedScheduler:
         logprob_params = request.logprobs
         if logprob_params is not None and logprob_params.output:
             tops = [(token, -0.5) for token in range(2, 2 + logprob_params.top)]
-            logprobs = [TokenLogprob(-0.25, tops, [-0.75] * len(logprob_params.token_ids)) for _ in tokens]
+            picked = [-0.75] * len(logprob_params.token_ids)
+            logprobs = [TokenLogprob(self.logprob(token_id), tops, picked) for token_id in tokens]
         return EngineCoreOutput(
             rid=request.rid,
             token_ids=tokens,
@@ -286,6 +296,7 @@ class ScriptedScheduler:
             prompt_tokens=len(request.input_ids),
             cached_tokens=self.cached(request),
             timing=timing,
+            speculation=None if finish is None else self.speculation,
         )
 
 

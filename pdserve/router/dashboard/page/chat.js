@@ -161,7 +161,7 @@ class Chat extends HTMLElement {
       model: this.model ?? "default",
       messages: this.past,
       stream: true,
-      stream_options: { include_usage: true },
+      stream_options: { include_usage: true, continuous_usage_stats: true },
       max_completion_tokens: Math.max(1, Math.floor(Number(this.limit.value)) || 256),
       temperature: Math.min(2, Math.max(0, Number(this.heat.value) || 0)),
     };

@@ -1,4 +1,4 @@
-// <pd-tiles>: six numbers of the deployment, with their history over the last two minutes.
+// <pd-tiles>: numbers of the deployment, with their history over the last two minutes.
 
 import { el, mark, put, svg } from "./dom.js";
 import { bytes, count, percent, quantile, rate, seconds, speed } from "./format.js";
@@ -11,7 +11,7 @@ const HEIGHT = 28;
 const sum = (list, of) => list.reduce((total, item) => total + of(item), 0);
 const replicas = (workers) => workers.flatMap((one) => one.observed.replicas).filter((one) => one.state !== null);
 
-/** The numbers: name, explanation, and a function of a snapshot that returns [value, text, note]. */
+/** The numbers: name, explanation, and a function of a snapshot that returns [value, text, note]; null: the tile is hidden. */
 const TILES = [
   ["In flight", "Requests at workers now, as the router counts them", (p) => {
     const own = sum(p.writers, (one) => one.load);
@@ -44,6 +44,15 @@ const TILES = [
     const held = sum(all, (one) => one.state.pages.locked + one.state.pages.leased);
     return [total ? held / total : 0, percent(total ? held / total : 0), `${count(held)} of ${count(total)} pages`];
   }],
+  ["Accept length", "Tokens per step that verified draft tokens, over the last 10 s", (p) => {
+    const known = p.writers.map((one) => one.observed.rates).filter((one) => one?.spec_accept_length != null);
+    if (known.length === 0) return null;
+    const drafting = known.filter((one) => one.spec_accept_length > 0);
+    if (drafting.length === 0) return [0, "–", "no drafts"];
+    const mean = (of) => sum(drafting, of) / drafting.length;
+    const length = mean((one) => one.spec_accept_length);
+    return [length, length.toFixed(2), `${percent(mean((one) => one.spec_accept_rate))} of drafts accepted`];
+  }],
 ];
 
 /** TTFT in seconds without the router's part: that of decode, or of a regular server. */
@@ -57,7 +66,8 @@ class Tiles extends HTMLElement {
     this.parts = TILES.map(([name, what]) => {
       const part = { value: el("strong", {}, "–"), note: el("small", {}), line: svg("path"), area: svg("path", { class: "area" }), past: [] };
       const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": true }, part.area, part.line);
-      this.append(el("div", { class: "tile", title: what }, el("span", {}, name), part.value, part.note, chart));
+      part.tile = el("div", { class: "tile", title: what }, el("span", {}, name), part.value, part.note, chart);
+      this.append(part.tile);
       return part;
     });
   }
@@ -73,7 +83,10 @@ class Tiles extends HTMLElement {
     TILES.forEach(([, , of], index) => this.#showOne(this.parts[index], of(view)));
   }
 
-  #showOne(part, [value, text, note]) {
+  #showOne(part, shown) {
+    part.tile.hidden = shown === null;
+    if (shown === null) return;
+    const [value, text, note] = shown;
     put(part.value, text);
     put(part.note, note);
     part.past = [...part.past, value].slice(-KEPT);

@@ -115,6 +115,7 @@ class Worker extends HTMLElement {
     const { rates } = worker.observed;
     const facts = [`${count(worker.load)} in flight`];
     if (rates !== null && worker.worker_type !== "prefill") facts.push(`${speed(rates.generation_tokens_per_s)} tok/s`);
+    if (rates?.spec_accept_length > 0) facts.push(`accept length ${rates.spec_accept_length.toFixed(2)}`);
     if (rates !== null && worker.worker_type !== "decode") facts.push(`${percent(rates.cache_hit_rate)} cache hits`);
     const old = (worker.observed.age_s ?? 0) + (worker.observed.server?.state_age_s ?? 0);
     if (old >= OLD_S) facts.push(`data is ${seconds(old)} old`);
