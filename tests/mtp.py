@@ -87,25 +87,24 @@ class MTPReference:
             (work / part).mkdir(parents=True)
             (work / part / "config.json").write_text(json.dumps(of_part))
             save_file({name: t.clone() for name, t in tensors.items()}, work / part / _WEIGHTS, {"format": "pt"})
-            models.append(AutoModelForCausalLM.from_pretrained(work / part, dtype=torch.float32).eval())
+            models.append(AutoModelForCausalLM.from_pretrained(work / part, dtype=torch.float32))
         return cls(models[0], models[1], weights)
 
     @torch.inference_mode()
-    def drafts(self, tokens: Sequence[int], num_drafts: int, first: int = 0) -> list[int]:
+    def drafts(self, tokens: Sequence[int], num_drafts: int, begins: int = 0) -> list[int]:
         """Return the drafts behind `tokens`, whose last one was sampled.
 
-        The hidden states before position `first` + 1 are not known: the module's KV begins at `first`, with zeros for
-        the hidden state before it.
+        The slots of the first token and of the token at `begins` have zeros for the hidden state before them.
         """
         hidden = self.target.model(torch.tensor([list(tokens[:-1])])).last_hidden_state[0]
-        before = torch.cat((torch.zeros(1, hidden.shape[1]), hidden[first:]))
-        ids, found = list(tokens[first:]), []
+        before = torch.cat((torch.zeros(1, hidden.shape[1]), hidden))
+        before[begins] = 0.0
+        ids, found = list(tokens), []
         for _ in range(num_drafts):
             embedded = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
             both = (self._norm(embedded, "mtp.pre_fc_norm_embedding"), self._norm(before, "mtp.pre_fc_norm_hidden"))
             x = torch.cat(both, 1) @ self.weights["mtp.fc.weight"].T
-            positions = torch.arange(first, first + len(ids))[None]
-            output = self.layer.model(inputs_embeds=x[None], position_ids=positions).last_hidden_state[0, -1:]
+            output = self.layer.model(inputs_embeds=x[None]).last_hidden_state[0, -1:]
             ids.append(int(self.layer.lm_head(output).argmax()))
             found.append(ids[-1])
             before = torch.cat((before, output))
