@@ -44,7 +44,8 @@ class Decoder:
     """Implements `Model` with torch. Weights are allocated here, uninitialised, and filled through `params`.
 
     `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `expert_map` each
-    rank has whole experts; with None it has a part of every expert.
+    rank has whole experts; with None it has a part of every expert. With `has_ends` False the model has no embedding
+    and no head: its caller passes hidden states, and sets `head`.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Decoder:
         kernels: Kernels | None = None,
         parallel: Parallel | None = None,
         expert_map: ExpertMap | None = None,
+        *,
+        has_ends: bool = True,
     ) -> None:
         self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
@@ -65,7 +68,7 @@ class Decoder:
         ropes = dict.fromkeys((op.rope, op.head_dim) for op in spec.attentions)
         self.rotaries = tuple(Rotary(rope, head_dim, dtype, device) for rope, head_dim in ropes)
         """Rotary angles of the kinds of attention, those that rotate alike once."""
-        embedding = self._embedding_rows()
+        embedding = self._embedding_rows() if has_ends else None
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
         build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, tuple(ropes))
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
@@ -93,7 +96,7 @@ class Decoder:
             self.norm = RMSNorm(weight, spec.rms_norm_eps, kernels, spec.norm_offset)
         else:
             self.params.ignore(norm)
-        head = self._head_rows(embedding)
+        head = self._head_rows(embedding) if has_ends else None
         if head is not None:
             self.head = Linear(kernels, head)
 

@@ -37,11 +37,12 @@ from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
-from pdserve.model.layers.dense import FeedForward, RMSNorm
+from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
 from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
+    PackedLinear,
     PackedMLP,
     PackedMoe,
     PackedOperation,
@@ -97,7 +98,7 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer.
+    of each layer. `head` replaces the model's own, see `beside`.
     """
 
     def __init__(
@@ -107,8 +108,10 @@ class NativeDecoder:
         level: str,
         format: Format,
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        head: Packed | None = None,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
+        self._packer = packer = Packer(Arena(), format, model.params, packing)
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
@@ -118,10 +121,9 @@ class NativeDecoder:
         """By layer of this rank: number of operations up to its end."""
         self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
-        packer = Packer(Arena(), format, model.params, packing)
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
-        self._head: Packed | None = None
-        if model.head is not None:
+        self._head = head
+        if head is None and model.head is not None:
             keeps = model.embedding is not None and model.embedding.weight is model.head.weight
             self._head = packer.linear(model.head, keeps=keeps)
 
@@ -159,8 +161,23 @@ class NativeDecoder:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
-    def bind(self, pools: Sequence[GroupPool]) -> None:
-        """Build the program over this rank's KV pools, one for each group of the layout. Called once."""
+    def beside(self, model: Decoder) -> NativeDecoder:
+        """Return a decoder of `model`, which takes hidden states, with the threads, number format and head of this one.
+
+        It takes ownership of `model`, preferably before its weights are loaded.
+        """
+        packer = self._packer
+        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, self._head)
+
+    def pack(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+        """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
+        return PackedLinear(self._packer.linear(linear))
+
+    def bind(self, pools: Sequence[GroupPool], first: int | None = None) -> None:
+        """Build the program over this rank's KV pools, one for each group of the layout. Called once.
+
+        `first`: the number in the layout of this rank's first layer; None: that of its stage.
+        """
         model, spec = self._model, self._model.spec
         self._program = program = Program(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
@@ -172,7 +189,8 @@ class NativeDecoder:
             self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
             self._routes = program.buffer(spec.moe.top_k, torch.int64)
         coord = self.parallel.coord
-        first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
+        if first is None:
+            first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
         self._places = {
             number - first: (pool, index) for pool in pools for index, number in enumerate(pool.group.layers)
         }

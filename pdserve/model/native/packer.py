@@ -227,6 +227,19 @@ class AttentionInProgram:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer outside of the program."""
+
+    weight: Packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[N, in]` to `[N, out]`, in the dtype of `x`."""
+        packed = self.weight
+        product: Tensor = torch.ops.pdserve.linear(x, packed.data, packed.scale, packed.bias, packed.num_out)
+        return product
+
+
+@dataclasses.dataclass(frozen=True)
 class NativeFeedForward:
     """A rank's columns of a dense layer; see `DenseMLP.product`."""
 
