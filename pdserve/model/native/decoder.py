@@ -162,12 +162,13 @@ class NativeDecoder:
         return NativeChooser(self._threads, self._level)
 
     def beside(self, model: Decoder) -> NativeDecoder:
-        """Return a decoder of `model`, which takes hidden states, with the threads, number format and head of this one.
+        """Return a decoder of `model`, which takes hidden states, with the threads and number format of this one.
 
-        It takes ownership of `model`, preferably before its weights are loaded.
+        It has the head of this one where `model` has none. It takes ownership of `model`, preferably before its weights
+        are loaded.
         """
-        packer = self._packer
-        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, self._head)
+        packer, head = self._packer, self._head if model.head is None else None
+        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, head)
 
     def pack(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
