@@ -51,27 +51,27 @@ def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
         if native is None:
             layer.head = decoder.head
             module = MTPModule(
-                inputs, layer, partial(_bind_torch, layer, loaded, own), final_norm=decoder.norm, norm=norm,
+                inputs, layer, partial(bind_torch, layer, loaded, own), final_norm=decoder.norm, norm=norm,
                 target=wanted.spec, project=inputs.project,
             )  # fmt: skip
         else:
             program = native.beside(layer)
             module = MTPModule(
-                inputs, program, partial(_bind_native, program), final_norm=decoder.norm, norm=norm,
+                inputs, program, partial(bind_native, program), final_norm=decoder.norm, norm=norm,
                 target=wanted.spec, project=program.pack(inputs.project),
             )  # fmt: skip
         fill_model(layer, wanted.path, load_format=model.load_format, seed=model.random_seed, prefix=names.prefix)
     return module
 
 
-def _bind_torch(layer: Decoder, loaded: LoadedModel, own: ModelToLoad, pool: KVPool) -> AttentionBackend:
+def bind_torch(layer: Decoder, loaded: LoadedModel, own: ModelToLoad, pool: KVPool) -> AttentionBackend:
     """Bind the layer of a `Decoder` to the DRAFT pool."""
     assert loaded.choice is not None
     was_asked_for = own.config.kernels.attention_backend != "auto"
     return bind_decoder(layer, loaded.choice, own.device, was_asked_for, [pool], pool.group.layers[0])
 
 
-def _bind_native(layer: NativeDecoder, pool: KVPool) -> AttentionBackend:
+def bind_native(layer: NativeDecoder, pool: KVPool) -> AttentionBackend:
     """Bind the layer of a `NativeDecoder` to the DRAFT pool."""
     layer.bind([pool], pool.group.layers[0])
     return AttentionInProgram()

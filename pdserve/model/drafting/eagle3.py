@@ -233,9 +233,7 @@ class Eagle3Head:
     def __init__(
         self, spec: Eagle3Spec, layer: Model, bind: Bind, *, fc: Callable[[Tensor], Tensor], d2t: Tensor
     ) -> None:
-        self._spec, self._layer, self._bind, self._fc = spec, layer, bind, fc
-        self._tokens = d2t + torch.arange(len(d2t), device=d2t.device)
-        """The target's token of each draft token."""
+        self._spec, self._layer, self._bind, self._fc, self._d2t = spec, layer, bind, fc, d2t
         self._attention: AttentionBackend | None = None
 
     @property
@@ -278,4 +276,4 @@ class Eagle3Head:
         if not num_samples:
             return None
         drafts = likeliest(logits, self._layer.argmax, self._spec.layer.vocab_size, self._layer.parallel)
-        return Drafted(self._tokens[drafts], found[0])
+        return Drafted(drafts + self._d2t.index_select(0, drafts), found[0])
