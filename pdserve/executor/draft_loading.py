@@ -23,6 +23,25 @@ from pdserve.model.native.packer import AttentionInProgram
 _FIELD = "speculative_algorithm"
 
 
+def load_draft_model(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel | None:
+    """Load this rank's part of the model that drafts for `loaded`; None where no model drafts.
+
+    Raises:
+        ConfigError: the drafter does not fit the model or the server.
+        ModelError: its weights are missing or damaged.
+    """
+    config = wanted.config.speculative
+    if not config.uses_draft_model:
+        return None
+    if wanted.parallel.coord.shape.pp_size > 1:
+        raise _refusal(wanted, "with --pp-size above 1 it must be NGRAM")
+    if wanted.parallel.dp_attention_group.spans_replicas:
+        raise _refusal(wanted, "with --enable-dp-attention it must be NGRAM")
+    if config.speculative_algorithm != "NEXTN":
+        raise _refusal(wanted, "it is not supported yet; supported: NGRAM, NEXTN")
+    return load_mtp(wanted, loaded)
+
+
 def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
     """Load this rank's part of the target's MTP module. `loaded` is the target with its weights.
 
@@ -33,8 +52,6 @@ def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
     decoder, names, model = loaded.decoder, wanted.spec.names.mtp, wanted.config.model
     if decoder is None or names is None or decoder.embedding is None or decoder.norm is None:
         raise _refusal(wanted, "the model has no MTP module that native code runs")
-    if wanted.parallel.dp_attention_group.spans_replicas:
-        raise _refusal(wanted, "with --enable-dp-attention it must be NGRAM")
     if model.load_format != "dummy" and not has_tensors(wanted.path, names.prefix):
         raise _refusal(wanted, f"{wanted.path} has no tensors under {names.prefix}")
     own = dataclasses.replace(wanted, spec=mtp_spec(wanted.spec))

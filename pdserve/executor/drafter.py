@@ -20,6 +20,7 @@ A wrong slot costs acceptance of drafts, and never changes a token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -28,11 +29,10 @@ import torch
 from torch import Tensor
 
 from pdserve.executor.input_batch import HostBatch, build_batch
-from pdserve.memory.layout import KVLayout
-from pdserve.model.attention.page_gather import KVPool
-from pdserve.model.drafting.interface import DraftModel, Drafted
+from pdserve.memory.layout import GroupKind, KVLayout
+from pdserve.model.attention.page_gather import GroupPool, KVPool
+from pdserve.model.drafting.interface import Drafted, DraftModel
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
-
 
 Pages = npt.NDArray[np.int32]
 
@@ -246,3 +246,10 @@ def num_scratch_pages(layout: KVLayout, num_drafts: int) -> int:
     They begin with a page.
     """
     return layout.pages_for(num_drafts)
+
+
+def draft_pool(pools: Sequence[GroupPool]) -> KVPool:
+    """Return the pool of the DRAFT group of a layout that has one."""
+    pool = next(pool for pool in pools if pool.group.kind is GroupKind.DRAFT)
+    assert isinstance(pool, KVPool)
+    return pool

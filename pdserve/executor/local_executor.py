@@ -23,6 +23,7 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
+from pdserve.executor.drafter import ModelDrafter, Proposals
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
@@ -102,7 +103,8 @@ class LocalExecutor:
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
     picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
     `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
-    see `sample`; log probabilities of prompt tokens are always the model's own.
+    see `sample`; log probabilities of prompt tokens are always the model's own. `drafter` proposes tokens for the next
+    step of each row that samples; None: no model drafts.
     """
 
     def __init__(
@@ -122,10 +124,15 @@ class LocalExecutor:
         decode: tuple[Decode, int] | None = None,
         returns_prompt_results: bool = True,
         processed_logprobs: bool = False,
+        drafter: ModelDrafter | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._model_runner = ModelRunner(model, attention, choose, processed_logprobs=processed_logprobs)
+        self._drafter = drafter
+        self._model_runner = ModelRunner(
+            model, attention, choose, processed_logprobs=processed_logprobs,
+            on_hidden=None if drafter is None else drafter.after_forward,
+        )  # fmt: skip
         self._layout = layout
         self.pools = pools
         self._table = table
@@ -138,7 +145,7 @@ class LocalExecutor:
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
-        if decode is not None and device.type == "cpu" and not overlap:
+        if decode is not None and device.type == "cpu" and not overlap and drafter is None:
             self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)
         self._stamps: SlotStamps | None = None
         if layout.stamp_group is not None:
@@ -269,6 +276,8 @@ class LocalExecutor:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
+        if self._drafter is not None:
+            self._drafter.open(row)
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
@@ -380,7 +389,12 @@ class LocalExecutor:
             copy_slots(self.pools, step.copies.before)
         if step.stamps is not None and self._stamps is not None:
             self._stamps.write(step.stamps)
-        logits = self._model_runner.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
+        on_target_layer = on_layer
+        if self._drafter is not None and on_layer is not None:
+            on_target_layer = partial(_report_but_last, on_layer, self._model.num_layers - 1)
+        logits = self._model_runner.logits(
+            step.batches, self._tokens.tensor, on_target_layer, step.prompt_logprob_params
+        )
         if step.copies is not None:
             copy_slots(self.pools, step.copies.after)
         chosen = None
@@ -398,6 +412,11 @@ class LocalExecutor:
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
+        proposals: Proposals | None = None
+        if self._drafter is not None:
+            proposals = self._drafter.propose(step.batches[0], None, self._tokens.tensor, step.plan.num_proposals)
+            if on_layer is not None:
+                on_layer(self._model.num_layers - 1)
         if not self._returns_results:
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
@@ -415,9 +434,16 @@ class LocalExecutor:
             if step.params is not None and sampled is not None and sampled.failed is not None:
                 failed = tuple(step.sampled[step.params.constrained[sampled.failed.numpy() > 0]].tolist())
             prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
-            return StepResult(step.plan.step, tuple(tokens), prompts, failed)
+            drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
+            return StepResult(step.plan.step, tuple(tokens), prompts, failed, drafts=drafts)
 
         return collect
+
+
+def _report_but_last(on_layer: OnLayer, last: int, layer: int) -> None:
+    """Report a layer of the target. The last one is reported once the drafter has written its KV, sent with it."""
+    if layer != last:
+        on_layer(layer)
 
 
 def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:

@@ -47,7 +47,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 class ModelRunner:
-    """Computes one rank's part of the model. `processed_logprobs`: see `sample`."""
+    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `on_hidden`: see `Model.forward`."""
 
     def __init__(
         self,
@@ -56,7 +56,9 @@ class ModelRunner:
         choose: TokenSampler = choose_with_torch,
         *,
         processed_logprobs: bool = False,
+        on_hidden: Callable[[Tensor], None] | None = None,
     ) -> None:
+        self._on_hidden = on_hidden
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -84,7 +86,8 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._argmax, self.has_put = [], None, False
         size = None
-        if self.graphs is not None and last == 0 and on_layer is None and prompt_logprob_params[0] is None:
+        is_plain = on_layer is None and prompt_logprob_params[0] is None and self._on_hidden is None
+        if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
@@ -164,11 +167,13 @@ class ModelRunner:
         if not parallel.coord.is_first_stage:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
-        on_hidden = None
+        on_hidden = self._on_hidden
         if prompt_logprob_params is not None and parallel.coord.is_last_stage:
             scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
 
             def on_hidden(x: Tensor) -> None:
+                if self._on_hidden is not None:
+                    self._on_hidden(x)
                 self._scores.append(scorer(x))
 
         output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
