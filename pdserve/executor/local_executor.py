@@ -131,7 +131,7 @@ class LocalExecutor:
         self._drafter = drafter
         self._model_runner = ModelRunner(
             model, attention, choose, processed_logprobs=processed_logprobs,
-            on_hidden=None if drafter is None else drafter.after_forward,
+            taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
         self._layout = layout
         self.pools = pools

@@ -39,7 +39,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Model
+from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
@@ -47,7 +47,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 class ModelRunner:
-    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `on_hidden`: see `Model.forward`."""
+    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `taps`: see `Model.forward`."""
 
     def __init__(
         self,
@@ -56,9 +56,9 @@ class ModelRunner:
         choose: TokenSampler = choose_with_torch,
         *,
         processed_logprobs: bool = False,
-        on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> None:
-        self._on_hidden = on_hidden
+        self.taps = taps
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -86,7 +86,7 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._argmax, self.has_put = [], None, False
         size = None
-        is_plain = on_layer is None and prompt_logprob_params[0] is None and self._on_hidden is None
+        is_plain = on_layer is None and prompt_logprob_params[0] is None and self.taps is None
         if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
@@ -167,16 +167,14 @@ class ModelRunner:
         if not parallel.coord.is_first_stage:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
-        on_hidden = self._on_hidden
+        on_hidden = None
         if prompt_logprob_params is not None and parallel.coord.is_last_stage:
             scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
 
             def on_hidden(x: Tensor) -> None:
-                if self._on_hidden is not None:
-                    self._on_hidden(x)
                 self._scores.append(scorer(x))
 
-        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
+        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden, self.taps)
         if not parallel.coord.is_last_stage:
             parallel.send(output)
         return output

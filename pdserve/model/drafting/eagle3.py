@@ -40,7 +40,7 @@ from pdserve.model.layers.kernels import Kernels
 from pdserve.model.params import Param
 from pdserve.model.rope import read_rope
 
-FIELD = "speculative_draft_model_path"
+PATH_FIELD = "speculative_draft_model_path"
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 """SGLang's name of the architecture, and vLLM's."""
 TARGETS = ("llama", "qwen3")
@@ -175,7 +175,7 @@ def _read_taps(config: dict[str, Any], eagle: dict[str, Any], target: ModelSpec,
 
 
 def _refusal(reason: str) -> ConfigError:
-    return ConfigError(f"--speculative-draft-model-path: {reason}", field=FIELD)
+    return ConfigError(f"--speculative-draft-model-path: {reason}", field=PATH_FIELD)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 from pdserve.base.startup_times import StartupTimes
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.speculative_group import SpeculativeConfig
-from pdserve.executor.draft_model_loading import load_eagle3
+from pdserve.executor.draft_loading import load_eagle3
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.model_loading import load, read_model
