@@ -4,9 +4,9 @@
     pdserve serve --speculative-algorithm EAGLE3 --speculative-draft-model-path DIRECTORY
 
 Three stages: the model answers prompts (`texts.jsonl`), the outputs of its layers over these texts are stored
-(`hidden.bin`), and the head is trained. Each stage continues where an earlier run has ended. At its end a run writes the
-head in the format of `LlamaForCausalLMEagle3`, and prints its accepted length on texts that were held out: the tokens
-that a verify step of greedy decoding would give.
+(`hidden.bin`), and the head is trained. Each stage continues where an earlier run has ended. At its end a run writes
+the head in the format of `LlamaForCausalLMEagle3`, and prints its accepted length on texts that were held out: the
+tokens that a verify step of greedy decoding would give.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.executor.model_loading import load, read_model
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec, read_model_spec
 from pdserve.model.interface import LayerTaps
@@ -68,14 +67,8 @@ TOPICS = (
     "bridges", "the calendar", "stress", "a trip to the market", "islands", "the color blue", "patience", "computers",
 )  # fmt: skip
 HELD_OUT_TOPICS = (
-    "penguins",
-    "the bicycle repair",
-    "lightning",
-    "a old clock",
-    "weather",
-    "kindness",
-    "counting words",
-)
+    "penguins", "bicycle repair", "lightning", "an old clock", "weather", "kindness", "counting words",
+)  # fmt: skip
 MAX_LENGTH = 384
 """Most tokens of a text in training, prompt and answer together."""
 BATCH_TEXTS, CAPTURE_TEXTS = 8, 8
@@ -122,10 +115,8 @@ def write_texts(args: argparse.Namespace, file: Path, deadline: float) -> list[T
     with LLM(args.model, max_running_requests=64) as llm, file.open("a") as out:
         while batch := list(itertools.islice(asked, 64)):
             params = [
-                SamplingParams(
-                    temperature=0.0 if held_out or index % 2 else 0.8, max_tokens=args.max_tokens, seed=index
-                )
-                for index, (_, held_out) in enumerate(batch, len(texts))
+                SamplingParams(temperature=0.0 if held_out or i % 2 else 0.8, max_tokens=args.max_tokens, seed=i)
+                for i, (_, held_out) in enumerate(batch, len(texts))
             ]
             answers = llm.chat([[{"role": "user", "content": text}] for text, _ in batch], params, use_tqdm=False)
             for (_, held_out), answer in zip(batch, answers, strict=True):
@@ -142,8 +133,9 @@ def write_texts(args: argparse.Namespace, file: Path, deadline: float) -> list[T
 class Captured:
     """What the head is trained on, by token of all texts, one text after the other.
 
-    `hidden` bfloat16 `[tokens, 3 * hidden size]`: outputs of the tapped layers. `last` bfloat16 `[tokens, hidden size]`:
-    that of the last layer. `greedy` int64 `[tokens]`: the target's likeliest next token. `starts`: where texts begin.
+    `hidden` bfloat16 `[tokens, 3 * hidden size]`: outputs of the tapped layers. `last` bfloat16
+    `[tokens, hidden size]`: that of the last layer. `greedy` int64 `[tokens]`: the target's likeliest next token.
+    `starts`: where texts begin.
     """
 
     hidden: Tensor
@@ -152,9 +144,7 @@ class Captured:
     starts: list[int]
 
 
-def capture(
-    args: argparse.Namespace, spec: ModelSpec, taps: tuple[int, ...], texts: list[Text], file: Path
-) -> Captured:
+def capture(model: str, spec: ModelSpec, taps: tuple[int, ...], texts: list[Text], file: Path) -> Captured:
     """Run the model over the texts, in bfloat16, and store what its layers put out."""
     lengths = [len(text.tokens) for text in texts]
     starts = np.concatenate(([0], np.cumsum(lengths))).tolist()
@@ -165,7 +155,7 @@ def capture(
     found = torch.from_numpy(stored)
     hidden, greedy = found[:, :-4].view(torch.bfloat16), found[:, -4:].view(torch.int64)[:, 0]
     if not is_there:
-        target = _Target(args.model)
+        target = _Target(model)
         for first in range(0, len(texts), CAPTURE_TEXTS):
             span = slice(starts[first], starts[min(first + CAPTURE_TEXTS, len(texts))])
             states = target.run([text.tokens for text in texts[first : first + CAPTURE_TEXTS]], layers)
@@ -213,7 +203,7 @@ class _Target:
 
 
 class Head(nn.Module):
-    """An EAGLE-3 head of `num_draft` tokens, which starts from weights of the target. Names are those of checkpoints."""
+    """An EAGLE-3 head with the vocabulary `draft_tokens`. It starts from `weights` of the target."""
 
     def __init__(self, spec: ModelSpec, weights: dict[str, Tensor], draft_tokens: Tensor) -> None:
         super().__init__()
@@ -234,9 +224,8 @@ class Head(nn.Module):
             source = name if name == "post_attention_layernorm" else "input_layernorm"
             self._new(f"midlayer.{name}", weights[f"{last}{source}.weight"].float())
         self._new("norm", weights["model.norm.weight"].float())
-        self._new(
-            "fc", torch.cat((torch.zeros(size, 2 * size), torch.eye(size)), 1) + 0.002 * torch.randn(size, 3 * size)
-        )
+        last_tap = torch.cat((torch.zeros(size, 2 * size), torch.eye(size)), 1)
+        self._new("fc", last_tap + 0.002 * torch.randn(size, 3 * size))
         head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
         self._new("lm_head", head[draft_tokens].float())
         assert self._of("midlayer.mlp.gate_proj").shape == (inner, size)
@@ -277,14 +266,11 @@ class Head(nn.Module):
         scale = self.heads.head_dim**-0.5
         hidden = torch.ones(length, length, dtype=torch.bool).triu(1 - step)
         scores = [(q @ keys[0].transpose(-1, -2) * scale).masked_fill(hidden, -1e9)]
-        back = [
-            (self._moved(k, step - i), self._moved(v, step - i))
-            for i, (k, v) in enumerate(zip(keys, values, strict=True))
-        ]
-        scores += [(q * k).sum(-1, keepdim=True) * scale for k, _ in back[1:]]
+        back = [(self._moved(keys[i], step - i), self._moved(values[i], step - i)) for i in range(1, step + 1)]
+        scores += [(q * k).sum(-1, keepdim=True) * scale for k, _ in back]
         weights = torch.cat(scores, -1).float().softmax(-1).to(q.dtype)
         mixed = weights[..., :length] @ values[0]
-        for i, (_, v) in enumerate(back[1:]):
+        for i, (_, v) in enumerate(back):
             mixed = mixed + weights[..., length + i, None] * v
         return mixed.transpose(1, 2).flatten(2)
 
@@ -321,7 +307,11 @@ class Head(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """Makes batches of texts and the losses of a head. `rows` `[draft vocab, size]`: the target's head of its tokens."""
+    """Makes batches of texts, and computes the losses of a head over them.
+
+    `norm` and `rows` `[draft vocab, size]` are of the target: its final norm, and its head for the draft tokens.
+    `to_draft` `[vocab]`: the number of a token among the draft tokens; -1: it is none.
+    """
 
     texts: list[Text]
     captured: Captured
@@ -355,7 +345,6 @@ class Trainer:
             probabilities = (normed @ self.rows.T).float().softmax(-1)
             logits = head(self.embedding[ids].float(), hidden, self.num_steps)
         loss, right, so_far, accepted = torch.zeros(()), [], in_answer, torch.zeros(())
-        start = in_answer
         for step, scores in enumerate(logits):
             counted = in_answer & (wanted >= 0)
             each = -(probabilities[counted] * scores[counted].float().log_softmax(-1)).sum(-1)
@@ -364,7 +353,6 @@ class Trainer:
             right.append((hits & in_answer).sum() / in_answer.sum())
             so_far = so_far & hits
             accepted = accepted + so_far.sum()
-            start = F.pad(start[:, :-1], (1, 0)) & in_answer
             so_far = F.pad(so_far[:, :-1], (1, 0)) & in_answer  # slot j + 1 goes on where slot j was right
         return loss, torch.stack(right), accepted / in_answer.sum()
 
@@ -395,9 +383,8 @@ def train(args: argparse.Namespace, trainer: Trainer, head: Head, state: Path, d
         if time.monotonic() - reported > 15 or step == first + 1:
             reported = time.monotonic()
             shares = ", ".join(f"{share:.2f}" for share in right.tolist())
-            print(
-                f"step {step}: loss {loss.item():.3f}, right {shares}, length {1 + accepted_now.item():.2f}", flush=True
-            )
+            length = 1 + accepted_now.item()
+            print(f"step {step}: loss {loss.item():.3f}, right {shares}, length {length:.2f}", flush=True)
             torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
     torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
     with torch.no_grad():
@@ -449,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     out.mkdir(parents=True, exist_ok=True)
     texts = write_texts(args, out / "texts.jsonl", begin + 0.35 * seconds)
     taps = tuple(layer - 1 for layer in (2, spec.num_layers // 2, spec.num_layers - 3))
-    captured = capture(args, spec, taps, texts, out / "hidden.bin")
+    captured = capture(args.model, spec, taps, texts, out / "hidden.bin")
     print(f"{captured.starts[-1]} tokens captured after {time.monotonic() - begin:.0f} s", flush=True)
     weights = {name: tensor for file in weight_files(path) for name, tensor in load_file(file).items()}
     counts = Counter(token for text in texts for token in text.answer)
