@@ -1,4 +1,4 @@
-"""The MTP module drafts what an independent computation of it drafts: prompts, chunks, decode steps, and prefix hits."""
+"""The MTP module drafts what an independent computation of it drafts: behind prompts, chunks, steps, prefix hits."""
 
 from __future__ import annotations
 
@@ -48,3 +48,29 @@ def test_drafts_equal_the_reference_behind_prompts_and_decode_steps(
             starts[index] = len(known[index])
             known[index].append(token.token_id)
             assert list(result.drafts[index]) == reference.drafts(known[index], NUM_DRAFTS), (index, len(known[index]))
+
+
+def first_drafts(driver: Driver, prompt: list[int], *, chunk: int | None = None) -> tuple[list[int], list[int]]:
+    """The prompt with the token sampled behind it, and its drafts. `chunk`: tokens of a step."""
+    row, start = driver.open(prompt, len(prompt) + 1), 0
+    while True:
+        end = len(prompt) if chunk is None else min(len(prompt), start + chunk)
+        result = driver.result((row, start, end, end == len(prompt)))
+        start = end
+        if end == len(prompt):
+            break
+    (token,) = result.tokens
+    assert token is not None
+    driver.close(row)
+    return [*prompt, token.token_id], list(result.drafts[0])
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_drafts_do_not_depend_on_how_a_prompt_is_cut(
+    chunk: int, checkpoint: Callable[[str], tuple[Path, MTPReference]]
+) -> None:
+    path, reference = checkpoint("qwen3_5_text")
+    driver = Driver(build(path, dtype="float32", cpu_kernels="torch", speculative=NEXTN))
+    for length in (2, 17, 48):
+        tokens, drafts = first_drafts(driver, random_prompt(length, VOCAB_SIZE), chunk=chunk)
+        assert drafts == reference.drafts(tokens, NUM_DRAFTS)
