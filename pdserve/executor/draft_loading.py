@@ -23,10 +23,11 @@ from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import check_spec
 from pdserve.model.decoder import Decoder
-from pdserve.model.drafting.eagle3 import EMBEDDING, PATH_FIELD, Eagle3Head, Eagle3Weights, read_eagle3
+from pdserve.model.drafting.eagle3 import Eagle3Head, Eagle3Weights
 from pdserve.model.drafting.interface import DraftModel
 from pdserve.model.drafting.mtp import MTPInput, MTPModule, mtp_spec
-from pdserve.model.drafting.standalone import StandaloneDraftModel, cannot_draft
+from pdserve.model.drafting.spec import EMBEDDING, cannot_draft, path_refusal, read_eagle3
+from pdserve.model.drafting.standalone import StandaloneDraftModel
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.loader import empty_model, fill_model, has_tensors, read_spec
 from pdserve.model.native.decoder import NativeDecoder, cannot_run
@@ -99,8 +100,6 @@ def load_eagle3(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
         ModelError: the head is missing, damaged or of an unknown form.
     """
     path, target = _path(wanted), _target(wanted, loaded)
-    if not path.is_dir():
-        raise _path_refusal(f"{path} is a file, and an EAGLE-3 head is a directory with HF safetensors")
     assert target.embedding is not None, "a model that drafts runs in one stage"
     spec = read_eagle3(path, wanted.spec)
     own = dataclasses.replace(wanted, path=path, spec=spec.layer)
@@ -139,7 +138,7 @@ def load_standalone(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
     if reason is None and loaded.kernels is not None:
         reason = cannot_run(own.spec, torch_dtype(own.dtype), own.device)
     if reason is not None:
-        raise _path_refusal(f"{path} cannot draft for this model: {reason}")
+        raise path_refusal(f"{path} cannot draft for this model: {reason}")
     _check_split(own)
     choice = loaded.choice
     if choice is not None:
@@ -187,7 +186,7 @@ def _path(wanted: ModelToLoad) -> Path:
 def _target(wanted: ModelToLoad, loaded: LoadedModel) -> Decoder:
     """Return the target's modules. Raises ConfigError when no model can draft for it."""
     if loaded.decoder is None:
-        raise _path_refusal("the model runs through transformers, for which no other model drafts")
+        raise path_refusal("the model runs through transformers, for which no other model drafts")
     return loaded.decoder
 
 
@@ -196,7 +195,7 @@ def _check_split(own: ModelToLoad) -> None:
     try:
         check_spec(own.spec, own.parallel.coord.shape, own.config.parallel.ep_size if own.spec.moe else 1)
     except ConfigError as error:
-        raise _path_refusal(f"{own.path}: {error}") from error
+        raise path_refusal(f"{own.path}: {error}") from error
 
 
 def _kernels(loaded: LoadedModel) -> Kernels:
@@ -241,10 +240,6 @@ def _tokens(tokenizer_json: str) -> dict[str, int]:
     vocab = content.get("model", {}).get("vocab")
     tokens = dict(vocab) if isinstance(vocab, dict) else {str(entry): i for i, entry in enumerate(vocab or ())}
     return tokens | {added["content"]: added["id"] for added in content.get("added_tokens", ())}
-
-
-def _path_refusal(reason: str) -> ConfigError:
-    return ConfigError(f"--speculative-draft-model-path: {reason}", field=PATH_FIELD)
 
 
 def _refusal(wanted: ModelToLoad, reason: str) -> ConfigError:

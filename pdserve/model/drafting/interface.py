@@ -61,8 +61,8 @@ class DraftModel(Protocol):
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """Write the KV of all tokens of `batch`, and draft the token behind each one at `sample_index`.
 
-        `hidden` `[N, hidden_size]`: for each token, the hidden state of the position before it. None: no token is at
-        `sample_index`. All tensor ranks call it together.
+        `hidden` `[N, hidden_size]`, which may be overwritten: for each token, the hidden state of the position before
+        it. None: no token is at `sample_index`. All tensor ranks call it together.
         """
         ...
 

@@ -15,26 +15,10 @@ from pdserve.model.drafting.interface import Drafted, draft_group
 from pdserve.model.drafting.mtp import Bind, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
-from pdserve.model.layer_spec import AttentionSpec
-
-
-def cannot_draft(spec: ModelSpec, target: ModelSpec) -> str | None:
-    """Return why a model cannot draft for `target`; None when it can. The sentence begins with the field at fault."""
-    if spec.vocab_size != target.vocab_size:
-        return f"vocab_size is {spec.vocab_size}, and the model's is {target.vocab_size}"
-    if spec.num_layers > target.num_layers:
-        return f"num_hidden_layers is {spec.num_layers}, more than the model's {target.num_layers}"
-    kinds = set()
-    for layer in spec.layers:
-        op = next((op for op in layer.operations if isinstance(op, AttentionSpec)), None)
-        if op is None or op.window is not None:
-            return "layer_types has others than full_attention"
-        kinds.add((op.num_kv_heads, op.head_dim))
-    return None if len(kinds) == 1 else "num_key_value_heads or head_dim differs between its layers"
 
 
 class StandaloneDraftModel:
-    """Implements `DraftModel` with a whole model, which `cannot_draft` has passed. `bind` binds it to its pool."""
+    """Implements `DraftModel` with a whole model that `cannot_draft` does not refuse. `bind` binds it to its pool."""
 
     def __init__(self, target: ModelSpec, model: Model, bind: Bind) -> None:
         self._target, self._model, self._bind = target, model, bind

@@ -10,10 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError, ModelError
+from pdserve.launch_checks import LocalModel
 from pdserve.model.config import read_model_spec
-from pdserve.model.drafting.eagle3 import read_eagle3
 from pdserve.model.drafting.interface import Drafted
+from pdserve.model.drafting.spec import read_eagle3
 from pdserve.model.interface import LayerTaps
 from tests.driver import random_prompt
 from tests.reference import load_reference
@@ -141,3 +143,26 @@ def test_a_head_of_an_unknown_form_is_refused(own: dict[str, Any], message: str,
     edit_config(directory, **own)
     with pytest.raises(ModelError, match=message):
         read_eagle3(directory, read_model_spec(path))
+
+
+def test_a_launcher_checks_the_head_before_it_starts_anything(tmp_path: Path) -> None:
+    path = make_tiny("llama", tmp_path / "target", num_hidden_layers=LAYERS)
+    directory = make_eagle3(tmp_path / "head", path)
+
+    def find(head: Path, algorithm: str = "EAGLE3") -> LocalModel:
+        flags = ["--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(head)]
+        config = parse_server_args(["--device", "cpu", "--port", "0", "--model-path", str(path), *flags])
+        found = LocalModel.find(config)
+        assert found.in_engine(config).speculative.speculative_draft_model_path == str(found.draft)
+        return found
+
+    assert find(directory).draft == directory
+    assert find(path, "STANDALONE").draft == path
+    with pytest.raises(ModelError, match="--speculative-draft-model-path: .* does not exist"):
+        find(tmp_path / "none")
+    with pytest.raises(ModelError, match="LlamaForCausalLMEagle3"):
+        find(directory, "STANDALONE")
+    edit_config(directory, vocab_size=999)
+    with pytest.raises(ConfigError, match="its vocab_size is 999, the model's is 320") as refused:
+        find(directory)
+    assert refused.value.field == "speculative_draft_model_path"
