@@ -76,8 +76,9 @@ class Eagle3Weights:
     def check(self, vocab_size: int, where: str) -> None:
         """Raise ModelError when a draft token stands for no token of a target with `vocab_size` tokens."""
         tokens = self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
-        if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
-            raise ModelError(f"{where}: d2t names token {int(tokens.max())}, and the model has {vocab_size} tokens")
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < vocab_size:
+                raise ModelError(f"{where}: d2t names token {token}, and the model has {vocab_size} tokens")
 
 
 class Eagle3Head:

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from pdserve.base.startup_times import StartupTimes
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -35,6 +36,7 @@ CPU = torch.device("cpu")
 PAGE = 16
 DRAFT_VOCAB = 96
 TAPS = (0, 2, 4)
+NUM_DRAFTS = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +175,15 @@ class ReferenceHead:
 _HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
+@torch.inference_mode()
+def head_drafts(reference: PreTrainedModel, head: ReferenceHead, known: list[int]) -> list[int]:
+    """What a head drafts behind the last of the known tokens."""
+    states = reference(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
+    x = head.take(torch.cat([states[layer + 1][0] for layer in TAPS], -1))
+    chain = head.chain(known, torch.cat((torch.zeros_like(x[:1]), x)), NUM_DRAFTS)
+    return [int(scores.argmax()) for _, scores in chain]
+
+
 class Bench:
     """A target, and with `head` an EAGLE-3 head, with a row for each prompt. Pages are scattered and hold NaN at first.
 
@@ -235,3 +246,11 @@ def _pool(layout: KVLayout, num_pages: int) -> KVPool:
     pool = KVPool(layout.groups[0], num_pages, CPU)
     pool.pages[:] = float("nan")
     return pool
+
+
+def options(way: Way, algorithm: str, path: Path) -> dict[str, Any]:
+    """Arguments of `build`: a target that is computed in some way, with a drafter."""
+    speculative = SpeculativeConfig(
+        speculative_algorithm=algorithm, speculative_draft_model_path=str(path), speculative_num_steps=NUM_DRAFTS
+    )
+    return {"dtype": way.dtype, "cpu_kernels": way.kernels, "speculative": speculative}

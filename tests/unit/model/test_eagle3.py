@@ -158,7 +158,7 @@ def test_a_launcher_checks_the_head_before_it_starts_anything(tmp_path: Path) ->
 
     assert find(directory).draft == directory
     assert find(path, "STANDALONE").draft == path
-    with pytest.raises(ModelError, match="--speculative-draft-model-path: .* does not exist"):
+    with pytest.raises(ModelError, match=r"--speculative-draft-model-path: .* does not exist"):
         find(tmp_path / "none")
     with pytest.raises(ModelError, match="LlamaForCausalLMEagle3"):
         find(directory, "STANDALONE")

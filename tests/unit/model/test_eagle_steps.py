@@ -4,31 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
 
-from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ConfigError, ModelError
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
-from tests.unit.model.eagle_kit import TAPS, TORCH, ReferenceHead, Way, make_eagle3, ways
+from tests.unit.model.eagle_kit import (
+    NUM_DRAFTS,
+    TORCH,
+    ReferenceHead,
+    Way,
+    head_drafts,
+    make_eagle3,
+    options,
+    ways,
+)
 
 LENGTHS = (1, 15, 16, 40)
-NUM_DRAFTS = 3
 NUM_STEPS = 4
-
-
-def options(way: Way, algorithm: str, path: Path) -> dict[str, Any]:
-    """Arguments of `build`: a target that is computed in some way, with a drafter."""
-    speculative = SpeculativeConfig(
-        speculative_algorithm=algorithm, speculative_draft_model_path=str(path), speculative_num_steps=NUM_DRAFTS
-    )
-    return {"dtype": way.dtype, "cpu_kernels": way.kernels, "speculative": speculative}
 
 
 def proposals(driver: Driver, prompts: Sequence[list[int]], chunk: int) -> list[tuple[list[int], list[int]]]:
@@ -49,15 +45,6 @@ def proposals(driver: Driver, prompts: Sequence[list[int]], chunk: int) -> list[
                 known[i].append(token.token_id)
                 found.append((list(known[i]), list(result.drafts[at])))
     return found
-
-
-@torch.inference_mode()
-def head_drafts(reference: PreTrainedModel, head: ReferenceHead, known: list[int]) -> list[int]:
-    """What a head drafts behind the last of the known tokens."""
-    states = reference(torch.tensor([known[:-1]]), output_hidden_states=True).hidden_states
-    x = head.take(torch.cat([states[layer + 1][0] for layer in TAPS], -1))
-    chain = head.chain(known, torch.cat((torch.zeros_like(x[:1]), x)), NUM_DRAFTS)
-    return [int(scores.argmax()) for _, scores in chain]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
