@@ -35,6 +35,7 @@ from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
 from pdserve.executor.sampler import Sampled, TokenSampler, choose_with_torch, sample
+from pdserve.executor.verify import StepDrafts, take_apart
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
 from pdserve.model.attention.interface import AttentionBackend
@@ -183,7 +184,8 @@ class ModelRunner:
 def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
     """Cut a step into up to `num_stages` micro-batches of about equal tokens, none below `min_tokens`.
 
-    A row may be cut too: the KV of its first tokens is written before the rest is computed.
+    A row may be cut too: the KV of its first tokens is written before the rest is computed. Rows with drafts stay
+    whole.
     """
     if num_stages == 1:
         return (plan,)
@@ -196,6 +198,12 @@ def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPl
     done, current = 0, 0
     for row in plan.rows:
         start = row.start
+        if row.drafts:
+            parts[current].append(row)
+            done += row.num_tokens
+            while current + 1 < count and done >= bounds[current]:
+                current += 1
+            continue
         while start < row.end:
             end = min(row.end, start + bounds[current] - done)
             parts[current].append(BatchRow(row.rid, row.row, start, end, row.sample and end == row.end))
@@ -203,7 +211,7 @@ def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPl
             start = end
             if done == bounds[current]:
                 current += 1
-    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts)
+    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts if part)
 
 
 OnLayer = Callable[[int], None]
@@ -378,13 +386,21 @@ Decode = Callable[[IntArray, Table, Table, Table | None, Table], list[int]]
 
 
 class NativeDecodePath:
-    """Computes greedy decode steps of at most `most_rows` rows.
+    """Computes greedy decode steps of at most `most_rows` tokens, rows with drafts included.
 
-    `tokens` int32 `[table rows, context]`: known tokens of each row, on the host.
+    `tokens` int32 `[table rows, context]`: known tokens of each row, on the host. `has_state`: the model has recurrent
+    layers, whose rows with drafts it cannot compute.
     """
 
     def __init__(
-        self, decode: Decode, most_rows: int, tokens: npt.NDArray[np.int32], table: PageTable, params: SamplingMetadata
+        self,
+        decode: Decode,
+        most_rows: int,
+        tokens: npt.NDArray[np.int32],
+        table: PageTable,
+        params: SamplingMetadata,
+        *,
+        has_state: bool = False,
     ) -> None:
         self._decode = decode
         self._most_rows = most_rows
@@ -392,6 +408,7 @@ class NativeDecodePath:
         self._table = table
         self._window = table.window if table.window.shape[1] else None
         self._params = params
+        self._has_state = has_state
 
     def computation(self, plan: BatchPlan) -> Compute | None:
         """Return the computation of `plan`; None: the plan is no small greedy decode step.
@@ -401,17 +418,49 @@ class NativeDecodePath:
         rows = plan.rows
         if not 0 < len(rows) <= self._most_rows or self._params.prompt_logprob_params:
             return None
+        has_drafts = False
         for row in rows:
             if not row.sample or row.end - row.start != 1:
-                return None
+                if not row.drafts:
+                    return None
+                has_drafts = True
             assert row.end < self._tokens.shape[1], "the next token has its place"
+        if has_drafts:
+            return self._verification(plan)
         facts = np.array([[row.row for row in rows], [row.start for row in rows]])
-        params = self._params.pick(facts[0], facts[1] + 1)
-        if not params.all_greedy or (facts[1] < params.columns["num_prompt"]).any():
+        if not self._is_greedy(facts):
             return None
         return partial(self._compute, plan.step, facts)
+
+    def _is_greedy(self, facts: IntArray) -> bool:
+        """Whether tokens at the table rows and positions `facts` are decoded greedily, without results besides."""
+        params = self._params.pick(facts[0], facts[1] + 1)
+        return params.all_greedy and not (facts[1] < params.columns["num_prompt"]).any()
+
+    def _verification(self, plan: BatchPlan) -> Compute | None:
+        """Return the computation of a step with drafts. Each token is a row of its own.
+
+        The kernels write the KV of all tokens of a layer before they read it.
+        """
+        drafts = StepDrafts.of(plan)
+        if drafts is None or self._has_state or len(drafts.positions) + len(plan.rows) > self._most_rows:
+            return None
+        pairs = [(row.row, at) for row in plan.rows for at in range(row.start, row.end)]
+        facts = np.array(pairs).T.copy()
+        return partial(self._verify, plan, facts, drafts) if self._is_greedy(facts) else None
 
     def _compute(self, step: int, facts: IntArray, on_layer: OnLayer | None) -> Collect:
         assert on_layer is None, "the fast path reports no layer events"
         tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
         return lambda: StepResult(step, tuple(map(SampledToken, tokens)))
+
+    def _verify(self, plan: BatchPlan, facts: IntArray, drafts: StepDrafts, on_layer: OnLayer | None) -> Collect:
+        assert on_layer is None, "the fast path reports no layer events"
+        self._tokens[drafts.table_rows, drafts.positions] = drafts.token_ids
+        tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
+
+        def collect() -> StepResult:
+            found = take_apart(plan, list(map(SampledToken, tokens)), None, has_drafts=True)
+            return StepResult(plan.step, found.tokens, more=found.more)
+
+        return collect
