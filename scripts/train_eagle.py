@@ -19,7 +19,7 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,7 @@ BATCH_TEXTS, CAPTURE_TEXTS = 8, 8
 DISCOUNT = 0.8
 """Weight of a draft relative to the one before it, in the loss."""
 PAGE = 64
+REPORT_S = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,18 +358,28 @@ class Trainer:
         return loss, torch.stack(right), accepted / in_answer.sum()
 
 
-def train(args: argparse.Namespace, trainer: Trainer, head: Head, state: Path, deadline: float) -> float:
-    """Train until `deadline`; returns the accepted length on the texts that were held out."""
+def train(
+    args: argparse.Namespace,
+    trainer: Trainer,
+    head: Head,
+    saved: dict[str, Any] | None,
+    store: Callable[[dict[str, Any]], None],
+    deadline: float,
+) -> None:
+    """Train until `deadline`, and print the accepted length on the texts that were held out.
+
+    `store` gets the state of the training from time to time; `saved` is the last one of an earlier run, None: there was
+    none.
+    """
     optimizer = torch.optim.AdamW(head.parameters(), lr=args.learning_rate, betas=(0.9, 0.95), weight_decay=0.01)
     known, held_out = ([i for i, text in enumerate(trainer.texts) if text.held_out == flag] for flag in (False, True))
     held_out = [i for i in held_out if len(trainer.texts[i].answer) > 1] or known[:1]
     shuffler, step, begin = random.Random(time.time_ns()), 0, time.monotonic()
-    if state.is_file():
-        saved = torch.load(state, weights_only=True)
+    if saved is not None:
         head.load_state_dict(saved["head"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
-    first, accepted, reported = step, 0.0, begin
+    first, reported = step, begin
     while time.monotonic() < deadline:
         done = (time.monotonic() - begin) / (deadline - begin)
         for group in optimizer.param_groups:
@@ -380,19 +391,18 @@ def train(args: argparse.Namespace, trainer: Trainer, head: Head, state: Path, d
         nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
         step += 1
-        if time.monotonic() - reported > 15 or step == first + 1:
+        if time.monotonic() - reported > REPORT_S or step == first + 1:
             reported = time.monotonic()
+            store({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
             shares = ", ".join(f"{share:.2f}" for share in right.tolist())
             length = 1 + accepted_now.item()
             print(f"step {step}: loss {loss.item():.3f}, right {shares}, length {length:.2f}", flush=True)
-            torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
-    torch.save({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, state)
+    store({"head": head.state_dict(), "optimizer": optimizer.state_dict(), "step": step})
     with torch.no_grad():
         parts = [trainer.run(head, held_out[i : i + BATCH_TEXTS])[1:] for i in range(0, len(held_out), BATCH_TEXTS)]
     shares = torch.stack([right for right, _ in parts]).mean(0).tolist()
     accepted = 1 + float(torch.stack([length for _, length in parts]).mean())
     print(f"held out: right {', '.join(f'{share:.3f}' for share in shares)}; accepted length {accepted:.2f} tokens")
-    return accepted
 
 
 def save(directory: Path, spec: ModelSpec, head: Head, draft_tokens: Tensor, taps: tuple[int, ...]) -> None:
@@ -440,7 +450,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{captured.starts[-1]} tokens captured after {time.monotonic() - begin:.0f} s", flush=True)
     weights = {name: tensor for file in weight_files(path) for name, tensor in load_file(file).items()}
     counts = Counter(token for text in texts for token in text.answer)
+    saved = torch.load(out / "state.pt", weights_only=True) if (out / "state.pt").is_file() else None
     draft_tokens = torch.tensor(sorted(token for token, _ in counts.most_common(args.draft_vocab)))
+    if saved is not None:
+        draft_tokens = saved["draft_tokens"]
     covered = sum(counts[token] for token in draft_tokens.tolist()) / sum(counts.values())
     print(f"{len(draft_tokens)} draft tokens are {covered:.1%} of the answers' tokens")
     to_draft = torch.full((spec.vocab_size,), -1).index_copy_(0, draft_tokens, torch.arange(len(draft_tokens)))
@@ -449,7 +462,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     head = Head(spec, weights, draft_tokens)
     norm = weights["model.norm.weight"].float()
     trainer = Trainer(texts, captured, embedding, norm, rows, to_draft, args.num_steps, spec.rms_norm_eps)
-    train(args, trainer, head, out / "state.pt", begin + 0.97 * seconds)
+
+    def store(state: dict[str, Any]) -> None:
+        torch.save(state | {"draft_tokens": draft_tokens}, out / "state.new")
+        (out / "state.new").replace(out / "state.pt")
+
+    train(args, trainer, head, saved, store, begin + 0.97 * seconds)
     save(out, spec, head, draft_tokens, taps)
     print(out)
 
