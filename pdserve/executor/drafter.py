@@ -33,6 +33,7 @@ from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.drafting.interface import Drafted, DraftModel
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.interface import LayerTaps
 
 Pages = npt.NDArray[np.int32]
 
@@ -56,8 +57,9 @@ class ModelDrafter(Protocol):
         """Forget what is kept of table row `row`: a new request has it."""
         ...
 
-    def after_forward(self, hidden: Tensor) -> None:
-        """Take what the target hands out of the step's tokens, `[N, ...]`; valid during the call only."""
+    @property
+    def taps(self) -> LayerTaps | None:
+        """Keeps the outputs of the target's layers that the model reads, in each step; None: it reads none."""
         ...
 
     def propose(
@@ -66,7 +68,7 @@ class ModelDrafter(Protocol):
         """Write the draft KV of the step's known tokens, and draft for the rows that sampled. Called after sampling.
 
         Args:
-            host: the step, whose `after_forward` came before.
+            host: the step that the target has just computed with `taps`.
             num_accepted: int64 `[R]`, drafts of each row that were accepted; None: the step had no drafts.
             tokens: int32 `[table rows, context]`, known tokens on the device, the sampled ones included.
             num_proposals: most drafts of a row; None: as many as the drafter is configured for.
@@ -102,22 +104,20 @@ class Drafter:
         """Hidden states by table row; zeros in the last line."""
         self._kept_for = np.full(num_rows, -1, dtype=np.int64)
         """By table row: the position that takes its kept hidden state; -1: none is kept."""
-        self._hidden = self._kept[:0]
+        self.taps = LayerTaps(model.taps) if model.taps else None
         model.bind(pool)
 
     def open(self, row: int) -> None:
         """See `ModelDrafter.open`."""
         self._kept_for[row] = -1
 
-    def after_forward(self, hidden: Tensor) -> None:
-        """See `ModelDrafter.after_forward`."""
-        self._hidden = self._model.take(hidden)
-
     def propose(
         self, host: HostBatch, num_accepted: IntArray | None, tokens: Tensor, num_proposals: int | None
     ) -> Proposals | None:
         """See `ModelDrafter.propose`."""
-        hidden, self._hidden = self._hidden, self._kept[:0]
+        hidden = self._kept.new_empty(host.columns.shape[1], 0)
+        if self.taps is not None:
+            hidden = self._model.take(self.taps.hidden)
         num_drafts = self._num_drafts if num_proposals is None else min(num_proposals, self._num_drafts)
         rows = host.rows
         known = rows.ends if num_accepted is None else _known(rows, num_accepted)
@@ -125,6 +125,8 @@ class Drafter:
         sampled[host.sampled] = num_drafts > 0
         kept_for = self._kept_for[host.table_rows]
         skips = (kept_for != rows.starts) & (rows.starts % self._layout.page_tokens > 0)
+        if self.taps is None:
+            skips[:] = False  # the token is all that its slot depends on
         spans = _Spans(rows.starts + skips, known + sampled, sampled)
         proposals = None
         present = np.flatnonzero(spans.ends > spans.starts)

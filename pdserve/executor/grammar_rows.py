@@ -9,6 +9,9 @@ token once, before it makes the mask of the next token.
                  the token of step n - 1 is accepted, mask is made
                  logits are masked ──> a token is sampled
 
+A row with drafts gets a mask for each position that it samples: the matcher accepts the drafts one by one, and rolls
+back. Before that, at the launch, drafts behind the first one that the grammar forbids are cut off.
+
 Clients send grammars: one that passed the server's check may still be slow to follow. A row has a budget of processor
 time for slow tokens. Beyond that budget the row fails, and other rows of the grammar get a smaller budget for a while.
 """
@@ -22,6 +25,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +33,8 @@ from torch import Tensor
 
 from pdserve.errors import GrammarError
 from pdserve.executor.input_batch import StepParams
+from pdserve.executor.interface import BatchPlan
+from pdserve.executor.verify import num_accepted
 from pdserve.grammar.compile import JsonRules, compile_grammar
 from pdserve.grammar.compile_jobs import SMALL_CHARS
 from pdserve.grammar.matcher import MaskWords, Matcher
@@ -100,59 +106,121 @@ class RowGrammar:
     ) -> None:
         self._prepared = prepared
         self._matcher: Matcher | None = None
-        self._known = output_ids
-        self._slow_s = 0.0
+        self._output = output_ids
+        self._num_accepted = 0
+        """Tokens of `_output` that the matcher has accepted."""
+        self._slow_s, self._unchecked_s = 0.0, 0.0
         self._eos = eos_token_ids if sampling.ignore_eos else ()
         self._awaited: tuple[Arrival, int] | None = None
+        self._drafts: tuple[int, ...] = ()
+        """Drafts of the step under way that have a mask behind them."""
 
     def sampled(self, tokens: Arrival, index: int) -> None:
-        """Record that the step under way samples this row's token at `index` of `tokens`."""
+        """Record that the step under way samples this row's tokens from `index` of `tokens` on."""
         self._awaited = (tokens, index)
 
-    def mask(self, bans: tuple[int, ...]) -> MaskWords:
-        """Return the mask of the next token. Bans `bans`, and EOS while it is ignored, as long as other tokens are
-        allowed.
+    def masks(self, drafts: tuple[int, ...], bans: Sequence[tuple[int, ...]]) -> MaskWords:
+        """Return the masks of the next token and of those behind the drafts: uint32 `[n, words]`, 1 <= n.
+
+        Fewer than 1 + len(drafts) where a draft is forbidden, or where the grammar cannot be followed behind it. Each
+        mask forbids its entry of `bans`, and EOS while it is ignored, as long as other tokens are allowed.
 
         Raises:
             GrammarError: the grammar cannot be followed any more, or takes too long to follow.
         """
+        began_s, matcher, num_tokens = self._follow()
+        masks = [self._without(matcher.mask(), bans[0])]
+        try:
+            masks += self._look_ahead(matcher, drafts, masks[0], bans[1:])
+        except GrammarError:
+            self._matcher, self._num_accepted = None, 0  # the engine keeps its error: the next step replays the output
+            masks = masks[:1]
+        self._drafts = drafts[: len(masks) - 1]
+        self._count(began_s, num_tokens + len(masks) - 1)
+        if self._unchecked_s:
+            self._unchecked_s = 0.0
+            self._prepared.check(self._slow_s)
+        return np.stack(masks)
+
+    def num_allowed(self, drafts: tuple[int, ...]) -> int:
+        """Return how many of `drafts` the grammar allows, one after the other. Raises GrammarError as `masks` does."""
+        began_s, matcher, num_tokens = self._follow()
+        allowed = matcher.num_allowed(drafts)
+        self._count(began_s, num_tokens + allowed)
+        return allowed
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens that must follow, empty where there is a choice. Raises GrammarError as `masks` does."""
+        began_s, matcher, num_tokens = self._follow()
+        forced = matcher.forced_tokens()
+        self._count(began_s, num_tokens + len(forced))
+        return forced
+
+    def _follow(self) -> tuple[float, Matcher, int]:
+        """Accept the tokens that have arrived since the last call.
+
+        Returns the thread's processor time before it, the matcher, and the number of tokens.
+        """
         opened = self._prepared.opening.result()
-        tokens = self._arrived()
+        self._take_arrived()
         began_s = time.thread_time()
         if self._matcher is None:
             self._matcher = opened.copy()
-        mask = self._follow(self._matcher, tokens)
-        slow_s = max(0.0, time.thread_time() - began_s - QUICK_S * max(1, len(tokens)))
-        self._slow_s += slow_s
-        if slow_s:
-            self._prepared.check(self._slow_s)
+        arrived, self._num_accepted = self._output[self._num_accepted :], len(self._output)
+        for token in arrived:
+            if not self._matcher.ended:  # a step launched before the end was known may add tokens
+                self._matcher.accept([token])
+        return began_s, self._matcher, len(arrived)
+
+    def _take_arrived(self) -> None:
+        """Add the last step's sampled tokens to the output, up to the first that is no accepted draft; waits."""
+        if self._awaited is not None:
+            (tokens, index), drafts = self._awaited, self._drafts
+            self._awaited, self._drafts = None, ()
+            ids = tokens()[index : index + 1 + len(drafts)].tolist()
+            self._output += ids[: 1 + num_accepted(drafts, ids)]
+
+    def _look_ahead(
+        self, matcher: Matcher, drafts: tuple[int, ...], mask: MaskWords, bans: Sequence[tuple[int, ...]]
+    ) -> list[MaskWords]:
+        """Return the masks behind the drafts up to the first that `mask` or a mask behind it forbids."""
+        masks: list[MaskWords] = []
+        num_tokens = 0
+        for draft, banned in zip(drafts, bans, strict=True):
+            if not mask[draft // 32] >> np.uint32(draft % 32) & np.uint32(1):
+                break
+            if not matcher.ended:
+                matcher.accept([draft])
+                num_tokens += 1
+            mask = self._without(matcher.mask(), banned)
+            masks.append(mask)
+        matcher.roll_back(num_tokens)
+        return masks
+
+    def _without(self, mask: MaskWords, bans: tuple[int, ...]) -> MaskWords:
+        """Return `mask` without `bans` and ignored EOS; with them where nothing else is allowed."""
         rest = mask.copy()
         for token in (*bans, *self._eos):
             rest[token // 32] &= np.uint32(0xFFFFFFFF ^ (1 << token % 32))
         return rest if rest.any() else mask
 
-    def _arrived(self) -> list[int]:
-        """Return the output tokens that the matcher has not accepted; waits for the last step's token."""
-        arrived, self._known = self._known, []
-        if self._awaited is not None:
-            tokens, index = self._awaited
-            self._awaited = None
-            arrived.append(int(tokens()[index]))
-        return arrived
-
-    def _follow(self, matcher: Matcher, tokens: list[int]) -> MaskWords:
-        for token in tokens:
-            if not matcher.ended:  # a step launched before the end was known may add tokens
-                matcher.accept([token])
-        return matcher.mask()
+    def _count(self, began_s: float, num_tokens: int) -> None:
+        """Count the time since `began_s` that is beyond the time of `num_tokens` quick tokens."""
+        slow_s = max(0.0, time.thread_time() - began_s - QUICK_S * max(1, num_tokens))
+        self._slow_s += slow_s
+        self._unchecked_s += slow_s
 
 
 @dataclasses.dataclass(frozen=True)
 class StepMasks:
-    """The masks of one step, made concurrently. `where`: the rows of `StepParams` that follow grammars."""
+    """The masks of one step, made concurrently. `where`: the rows of `StepParams` that follow grammars.
+
+    `rows`: the grammars of the plan's rows; `counts`: how many entries of `where` each has, 1 + its drafts.
+    """
 
     where: IntArray
     rows: tuple[RowGrammar | None, ...]
+    counts: tuple[int, ...]
     making: tuple[Future[MaskWords] | None, ...]
 
     def apply(self, logits: Tensor) -> Tensor:
@@ -160,17 +228,22 @@ class StepMasks:
 
         Waits for the masks, and so for the tokens of the step before, but not for later work of the device.
 
-        Returns int64 `[len(where)]` on the device of `logits`, 1 where a grammar failed.
+        Returns int64 `[len(where)]` on the device of `logits`, 1 where there is no mask: the grammar has failed, or it
+        forbids a draft before.
         """
         words = np.full((len(self.where), -(-logits.shape[1] // 32)), 0xFFFFFFFF, dtype=np.uint32)
         failed = np.zeros(len(self.where), dtype=np.int64)
-        for place, making in enumerate(self.making):
+        at = 0
+        for making, count in zip(self.making, self.counts, strict=True):
             error = GrammarError("no grammars here") if making is None else making.exception()
             if making is None or error is not None:
-                failed[place] = 1
+                failed[at : at + count] = 1
                 _tell(error)
             else:
-                words[place] = making.result()[: words.shape[1]]
+                masks = making.result()
+                words[at : at + len(masks)] = masks[:, : words.shape[1]]
+                failed[at + len(masks) : at + count] = 1
+            at += count
         _forbid(logits, self.where, words)
         return to_device(failed, logits.device)
 
@@ -178,9 +251,19 @@ class StepMasks:
         """Give the matchers the tokens of this step, int64 `[S]` on the device."""
         if any(row is not None for row in self.rows):
             tokens = _arrival(token_ids)
-            for index, row in zip(self.where.tolist(), self.rows, strict=True):
+            at = 0
+            for row, count in zip(self.rows, self.counts, strict=True):
                 if row is not None:
-                    row.sampled(tokens, index)
+                    row.sampled(tokens, int(self.where[at]))
+                at += count
+
+
+@dataclasses.dataclass(frozen=True)
+class StepGrammars:
+    """The rows of a step that follow a grammar: their matchers, as they were at its launch, and their drafts."""
+
+    rows: tuple[RowGrammar | None, ...]
+    drafts: tuple[tuple[int, ...], ...]
 
 
 class GrammarRows:
@@ -238,26 +321,73 @@ class GrammarRows:
         """Detach the grammar of `row`."""
         self._rows.pop(row, None)
 
-    def pick(self, params: StepParams) -> tuple[RowGrammar | None, ...]:
-        """Return the grammars of the rows in `params.constrained`, as they are now."""
-        if params.all_greedy:
-            return ()
-        return tuple(self._rows.get(int(row)) for row in params.table_rows[params.constrained])
+    def pick(self, params: StepParams, plan: BatchPlan | None = None) -> StepGrammars | None:
+        """Return the grammars of the rows in `params.constrained`, as they are now; None without such rows.
 
-    def begin(self, params: StepParams, rows: tuple[RowGrammar | None, ...]) -> StepMasks:
+        `plan`: the step, where it has drafts.
+        """
+        if params.all_greedy:
+            return None
+        table_rows = params.table_rows[params.constrained].tolist()
+        if not table_rows:
+            return None
+        if plan is None:
+            return StepGrammars(tuple(map(self._rows.get, table_rows)), ((),) * len(table_rows))
+        constrained = set(table_rows)
+        rows = [row for row in plan.rows if row.sample and row.row in constrained]
+        return StepGrammars(tuple(self._rows.get(row.row) for row in rows), tuple(row.drafts for row in rows))
+
+    def begin(self, params: StepParams, grammars: StepGrammars) -> StepMasks:
         """Begin to make the masks of a step. The step before it is computed, or is in the device's stream."""
-        where = params.constrained
-        making = tuple(
-            None if row is None else self._pool.submit(row.mask, params.bans.get(index, ()))
-            for index, row in zip(where.tolist(), rows, strict=True)
-        )
-        return StepMasks(where, rows, making)
+        where, counts = params.constrained, tuple(1 + len(drafts) for drafts in grammars.drafts)
+        making: list[Future[MaskWords] | None] = []
+        at = 0
+        for row, drafts, count in zip(grammars.rows, grammars.drafts, counts, strict=True):
+            if row is None:
+                making.append(None)
+            else:
+                bans = [params.bans.get(index, ()) for index in where[at : at + count].tolist()]
+                making.append(self._pool.submit(row.masks, drafts, bans))
+            at += count
+        return StepMasks(where, grammars.rows, counts, tuple(making))
+
+    def allowed(self, plan: BatchPlan) -> dict[int, int]:
+        """Return how many drafts the grammar allows, by index of each row of `plan` with drafts and a grammar.
+
+        The steps before have been resolved. Rows whose grammar has failed have 0.
+        """
+        asked = {
+            index: self._pool.submit(grammar.num_allowed, row.drafts)
+            for index, row in enumerate(plan.rows)
+            if row.drafts and (grammar := self._rows.get(row.row)) is not None
+        }
+        return {index: _unless_failed(answer, 0) for index, answer in asked.items()}
+
+    def forced(self, rows: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
+        """Return the tokens that must follow in table rows `rows`, at most `most` each; rows without any are absent.
+
+        The steps before have been resolved.
+        """
+        asked = {row: self._pool.submit(self._rows[row].forced_tokens) for row in rows if row in self._rows}
+        found = {row: tuple(_unless_failed(answer, [])[:most]) for row, answer in asked.items()}
+        return {row: forced for row, forced in found.items() if forced}
 
     def shut_down(self) -> None:
         """End the threads."""
         for opening in self._opening.values():
             opening.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
+
+
+T = TypeVar("T")
+
+
+def _unless_failed(answer: Future[T], otherwise: T) -> T:
+    """Wait for `answer`; `otherwise` for a grammar that fails, which the next mask reports."""
+    try:
+        return answer.result()
+    except GrammarError:
+        return otherwise
 
 
 def _threads(count: int, name: str) -> ThreadPoolExecutor:

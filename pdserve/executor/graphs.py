@@ -213,8 +213,11 @@ class DecodeGraphs:
         return tuple(self._sizes.tolist())
 
     def size_for(self, host: HostBatch) -> int | None:
-        """Return the size that the step is padded to; None for a step that is no decode step, or too large."""
-        if not is_decode(host) or len(host.table_rows) > self._sizes[-1]:
+        """Return the size that the step is padded to; None for a step that is no decode step, or too large.
+
+        Captured steps fold no pending tokens.
+        """
+        if not is_decode(host) or len(host.table_rows) > self._sizes[-1] or host.rows.num_folded is not None:
             return None
         return int(self._sizes[np.searchsorted(self._sizes, len(host.table_rows))])
 

@@ -50,6 +50,8 @@ _COLUMNS = np.dtype(
 class StepParams:
     """Columns of the rows that sample in this step, in plan order, and the position of the token that each samples.
 
+    A row with k drafts samples at 1 + k positions, and counts as 1 + k rows here.
+
     `bans[i]`: tokens that row i may not take yet. `biases[i]`: logit biases of row i. `picks[i]`: token ids whose log
     probabilities row i requests. An absent row has none.
     """
@@ -215,12 +217,25 @@ class TokenPool:
             self.tensor[row, : len(ids)] = to_device(ids, self.tensor.device)
 
     def put(self, params: StepParams, token_ids: Tensor) -> None:
-        """Write the sampled `token_ids`, int64 `[S]` on the device, into the rows of `params`."""
+        """Write the sampled `token_ids`, int64 `[S]` on the device, into the rows of `params`.
+
+        A row with drafts gets all tokens that it sampled. Those behind the first that is no accepted draft are
+        overwritten by the row's next step.
+        """
         if self._host is not None:  # see `build_batch`
             self._host[params.table_rows, params.positions] = token_ids.numpy()
             return
         where = to_device(np.stack((params.table_rows, params.positions)), self.tensor.device)
         self.tensor.index_put_((where[0], where[1]), token_ids.int())
+
+    def put_drafts(self, table_rows: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+        """Write the drafts of a step, int64 `[D]` each, before the step reads its tokens."""
+        assert positions.max() < self.tensor.shape[1] - 1, "the token behind the drafts has its place"
+        if self._host is not None:
+            self._host[table_rows, positions] = token_ids
+            return
+        on_device = to_device(np.stack((table_rows, positions, token_ids)), self.tensor.device)
+        self.tensor.index_put_((on_device[0], on_device[1]), on_device[2].int())
 
     def put_later(self, params: StepParams, token_ids: Tensor, arrival: Arrival) -> None:
         """As `put`, once `arrival` has completed: before the next step with one of these rows."""
@@ -240,8 +255,9 @@ class TokenPool:
 class HostBatch:
     """A plan and its page-table entries at the launch, on the host; all arrays int64.
 
-    `columns` `[4, N]`: table row, position, page, and slot in the page of each token. `sampled` `[S]`: plan rows that
-    sample; `sample_index` `[S]`: flat index of the last token of each. `table_rows` `[R]`: table row of each plan row.
+    `columns` `[4, N]`: table row, position, page, and slot in the page of each token. `sampled` `[S]`: the plan row of
+    each sampled token, in order; `sample_index` `[S]`: flat index of the token before it. A row with k drafts samples
+    1 + k tokens, others the one behind their last. `table_rows` `[R]`: table row of each plan row.
     """
 
     columns: IntArray
@@ -259,6 +275,7 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
     facts = np.array([(row.row, row.start, row.end) for row in plan.rows]).T.copy()
     table_rows, starts, ends = facts
     longest = layout.pages_for(max(row.end for row in plan.rows))
+    num_drafts: IntArray | None = None
     if all(row.sample and row.end - row.start == 1 for row in plan.rows):
         # fast path for decode steps, which are most steps: one token a row
         columns = np.empty((4, len(table_rows)), dtype=np.int64)
@@ -274,9 +291,16 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
         columns[0], columns[1] = table_rows.repeat(lengths), np.arange(total) - (offsets - starts).repeat(lengths)
         sampled = np.array([row.sample for row in plan.rows]).nonzero()[0]
         sample_index = (offsets + lengths - 1)[sampled]
+        if any(row.drafts for row in plan.rows):
+            num_drafts = np.array([len(row.drafts) for row in plan.rows], dtype=np.int64)
+            counts = 1 + num_drafts[sampled]
+            behind = counts.cumsum().repeat(counts) - 1 - np.arange(int(counts.sum()))
+            sampled, sample_index = sampled.repeat(counts), sample_index.repeat(counts) - behind
     index, columns[3] = layout.page_and_slot(columns[1])
     columns[2] = table.pages[columns[0], index]
-    rows = HostRows(starts, ends, offsets, prompts[table_rows], table.pages[table_rows, :longest])
+    rows = HostRows(
+        starts, ends, offsets, prompts[table_rows], table.pages[table_rows, :longest], num_drafts=num_drafts
+    )
     if layout.window or layout.has_state:
         window = table.window[table_rows, :longest] if layout.window else None
         rows = dataclasses.replace(rows, window=window, slots=table.slots[table_rows])
@@ -284,10 +308,12 @@ def read_plan(plan: BatchPlan, table: PageTable, prompts: IntArray, layout: KVLa
 
 
 def sampled_rows(batches: Sequence[HostBatch]) -> tuple[IntArray, IntArray]:
-    """Return, for all rows that sample, the table row and the position of the sampled token; int64 `[S]` each."""
+    """Return the table row and the position of all sampled tokens, int64 `[S]` each."""
     table_rows = [batch.table_rows[batch.sampled] for batch in batches]
-    ends = [batch.rows.ends[batch.sampled] for batch in batches]
-    return (table_rows[0], ends[0]) if len(batches) == 1 else (np.concatenate(table_rows), np.concatenate(ends))
+    positions = [batch.columns[1][batch.sample_index] + 1 for batch in batches]
+    if len(batches) == 1:
+        return table_rows[0], positions[0]
+    return np.concatenate(table_rows), np.concatenate(positions)
 
 
 def build_batch(host: HostBatch, tokens: Tensor) -> ForwardBatch:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -25,10 +25,10 @@ from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
 from pdserve.executor.drafter import ModelDrafter, Proposals
 from pdserve.executor.expert_balance import ExpertBalance
-from pdserve.executor.grammar_rows import GrammarRows, RowGrammar
+from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
-from pdserve.executor.interface import BatchPlan, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
 from pdserve.executor.model_runner import (
     MIN_TOKENS,
     Collect,
@@ -50,13 +50,14 @@ from pdserve.executor.prompt_logprobs import (
     pack_scores,
     read_prompt_logprob_params,
 )
-from pdserve.executor.sampler import TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.sampler import Found, Sampled, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
+from pdserve.executor.verify import Fold, PendingTokens, StepDrafts, accepted_counts, shorten, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
@@ -73,17 +74,16 @@ class _Step:
     """The inputs of a step, as they were at its launch.
 
     `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
-    no rows. `sampled`: int64, indices of the plan's rows that sample. `params`: None when no row samples. `grammars`:
-    one for each row in `params.constrained`. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the
-    whole plan.
+    no rows. `params`: None when no row samples. `grammars`: None where no sampled token follows one. `drafts`: None
+    where no row has any. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan.
     """
 
     plan: BatchPlan
     writes: dict[int, IntArray]
     batches: tuple[HostBatch, ...]
-    sampled: IntArray
     params: StepParams | None
-    grammars: tuple[RowGrammar | None, ...] = ()
+    grammars: StepGrammars | None = None
+    drafts: StepDrafts | None = None
     prompt_logprob_params: tuple[PromptLogprobParams | None, ...] = ()
     prompt_ranges: tuple[PromptLogprobRange, ...] = ()
     stamps: StampWrites | None = None
@@ -105,6 +105,9 @@ class LocalExecutor:
     `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
     see `sample`; log probabilities of prompt tokens are always the model's own. `drafter` proposes tokens for the next
     step of each row that samples; None: no model drafts.
+
+    `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
+    most tokens forced by its grammar that `StepResult.drafts` offers for a row.
     """
 
     def __init__(
@@ -125,13 +128,15 @@ class LocalExecutor:
         returns_prompt_results: bool = True,
         processed_logprobs: bool = False,
         drafter: ModelDrafter | None = None,
+        fold: Fold | None = None,
+        max_forced: int = 0,
     ) -> None:
         self._model = model
         self._attention = attention
         self._drafter = drafter
         self._model_runner = ModelRunner(
             model, attention, choose, processed_logprobs=processed_logprobs,
-            on_hidden=None if drafter is None else drafter.after_forward,
+            taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
         self._layout = layout
         self.pools = pools
@@ -146,7 +151,12 @@ class LocalExecutor:
         self._runner = _runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap and drafter is None:
-            self._native_path = NativeDecodePath(*decode, self._tokens.tensor.numpy(), table, self._sampling_metadata)
+            self._native_path = NativeDecodePath(
+                *decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
+            )
+        self._pending = PendingTokens(table) if layout.has_state else None
+        self._fold = fold
+        self._max_forced = max_forced
         self._stamps: SlotStamps | None = None
         if layout.stamp_group is not None:
             self._stamps = SlotStamps(pools[layout.stamp_group], table)
@@ -294,14 +304,24 @@ class LocalExecutor:
         self._unwritten.pop(row, None)
         self._sampling_metadata.clear(row)
         self._grammars.close(row)
+        if self._pending is not None:
+            self._pending.drop(row)
+
+    def forced_tokens(self, row: int) -> tuple[int, ...]:
+        """Return the tokens that the grammar of table row `row` forces next, at most `max_forced`; empty without one.
+
+        They are drafts that the grammar never cuts. Every step of the row is resolved.
+        """
+        return self._grammars.forced([row], self._max_forced).get(row, ())
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
-        """See `Executor.launch`."""
+        """See `Executor.launch`. A rank of its own computes no draft behind one that the row's grammar forbids."""
         assert all(row.row in self._open for row in plan.rows), "the plan names a row that is not open"
         compute: Compute | None = None
         if self._native_path is not None and not layer_events and not self._unwritten:
             has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
-            compute = None if has_copies else self._native_path.computation(plan)
+            has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
+            compute = None if has_copies or has_pending else self._native_path.computation(plan)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)
@@ -317,6 +337,7 @@ class LocalExecutor:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         assert not self._launched, "offload while a step is unresolved"
         with self._runner.behind():
+            self._settle(pages)
             saved = kv_pages.save(self.pools, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -345,37 +366,53 @@ class LocalExecutor:
         if self.experts is not None:
             self.experts.close()
 
+    @torch.inference_mode()
+    def _settle(self, pages: Sequence[Sequence[int]]) -> None:
+        """Fold the accepted pending tokens of the state slots in `pages`, a list for each layout group."""
+        if self._pending is not None and self._fold is not None:
+            groups = zip(self._layout.groups, pages, strict=True)
+            slots = [slot for group, own in groups if group.space is PageSpace.SLOTS for slot in own]
+            self._pending.settle(slots, self._fold)
+
     def _read(self, plan: BatchPlan) -> _Step:
         """Copy the inputs of the plan."""
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
-            return _Step(plan, writes, (), np.empty(0, dtype=np.int64), None)
+            return _Step(plan, writes, (), None)
+        drafts = StepDrafts.of(plan)
+        if drafts is not None and self.coord.shape.num_ranks == 1:
+            plan = shorten(plan, self._grammars.allowed(plan))
+            drafts = StepDrafts.of(plan)
         parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
-        sampled = batches[0].sampled if len(parts) == 1 else np.flatnonzero([row.sample for row in plan.rows])
+        if self._pending is not None:
+            batches = tuple(map(self._pending.fold_into, batches))
+            self._pending.launched(plan, has_drafts=drafts is not None)
         params: StepParams | None = None
-        grammars: tuple[RowGrammar | None, ...] = ()
-        if len(sampled):
+        grammars: StepGrammars | None = None
+        if any(len(batch.sampled) for batch in batches):
             table_rows, ends = sampled_rows(batches)
             params = self._sampling_metadata.pick(table_rows, ends)
-            grammars = self._grammars.pick(params)
+            grammars = self._grammars.pick(params, None if drafts is None else plan)
         stamps, copies = None, None
         if self._stamps is not None:
             stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
             none = (None,) * len(batches)
-            return _Step(plan, writes, batches, sampled, params, grammars, none, stamps=stamps, copies=copies)
+            return _Step(plan, writes, batches, params, grammars, drafts, none, stamps=stamps, copies=copies)
         prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
         prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
         found = tuple(each for each in prompt_ranges if each is not None)
-        return _Step(plan, writes, batches, sampled, params, grammars, prompt_logprob_params, found, stamps, copies)
+        return _Step(plan, writes, batches, params, grammars, drafts, prompt_logprob_params, found, stamps, copies)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Run the forward pass and sampling, on the runner's thread."""
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
+        if step.drafts is not None:
+            self._tokens.put_drafts(step.drafts.table_rows, step.drafts.positions, step.drafts.token_ids)
         self._model_runner.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
             self._model_runner.idle()
@@ -383,7 +420,7 @@ class LocalExecutor:
                 on_layer(self._model.num_layers - 1)
             return partial(StepResult, step.plan.step, ())
         masks = None
-        if step.params is not None and step.grammars:
+        if step.params is not None and step.grammars is not None:
             masks = self._grammars.begin(step.params, step.grammars)
         if step.copies is not None:
             copy_slots(self.pools, step.copies.before)
@@ -414,30 +451,47 @@ class LocalExecutor:
                 masks.sampled(chosen.token_ids)
         proposals: Proposals | None = None
         if self._drafter is not None:
-            proposals = self._drafter.propose(step.batches[0], None, self._tokens.tensor, step.plan.num_proposals)
+            proposals = self._drafter.propose(
+                step.batches[0], self._num_accepted(step, chosen), self._tokens.tensor, step.plan.num_proposals
+            )
             if on_layer is not None:
                 on_layer(self._model.num_layers - 1)
-        if not self._returns_results:
+        if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
             fetched = d2h_copy_after(chosen, scores, arrival, self._copy_stream)
         else:
             fetched = d2h_copy(chosen, scores, self.device)
 
-        def collect() -> StepResult:
-            tokens: list[SampledToken | None] = [None] * len(step.plan.rows)
-            sampled, scored = fetched()
-            if step.params is not None and sampled is not None:
-                for index, token in zip(step.sampled.tolist(), to_host(sampled, step.params), strict=True):
-                    tokens[index] = token
-            failed: tuple[int, ...] = ()
-            if step.params is not None and sampled is not None and sampled.failed is not None:
-                failed = tuple(step.sampled[step.params.constrained[sampled.failed.numpy() > 0]].tolist())
-            prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
-            drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
-            return StepResult(step.plan.step, tuple(tokens), prompts, failed, drafts=drafts)
+        return partial(self._collect, step, fetched, proposals)
 
-        return collect
+    def _num_accepted(self, step: _Step, chosen: Sampled | None) -> IntArray | None:
+        """Return how many drafts of each plan row are accepted, int64 `[R]`; None: the step has no drafts."""
+        if step.drafts is None or chosen is None:
+            return None
+        return accepted_counts(step.plan, chosen.token_ids.tolist())
+
+    def _collect(self, step: _Step, fetched: Callable[[], Found], proposals: Proposals | None) -> StepResult:
+        """Wait for the results of a step. Scheduler thread."""
+        sampled, scored = fetched()
+        prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
+        plan = step.plan
+        if step.params is None or sampled is None:
+            return StepResult(plan.step, (None,) * len(plan.rows), prompts)
+        failed = sampled.failed_positions(step.params)
+        found = take_apart(plan, to_host(sampled, step.params), failed, has_drafts=step.drafts is not None)
+        if self._pending is not None:
+            self._pending.resolved(plan, found.more)
+        drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
+        if failed is not None and self._max_forced:
+            drafts |= self._forced_drafts(plan, found.failed)
+        return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
+
+    def _forced_drafts(self, plan: BatchPlan, failed: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        """Return what grammars force behind the tokens just sampled, by plan row."""
+        indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
+        forced = self._grammars.forced(list(indices), self._max_forced)
+        return {indices[row]: tokens for row, tokens in forced.items()}
 
 
 def _report_but_last(on_layer: OnLayer, last: int, layer: int) -> None:

@@ -35,11 +35,12 @@ from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.executor.prompt_logprobs import PromptLogprobComputer, PromptLogprobParams, PromptLogprobTensors
 from pdserve.executor.sampler import Sampled, TokenSampler, choose_with_torch, sample
+from pdserve.executor.verify import StepDrafts, take_apart
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Model
+from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
@@ -47,7 +48,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 class ModelRunner:
-    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `on_hidden`: see `Model.forward`."""
+    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `taps`: see `Model.forward`."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class ModelRunner:
         choose: TokenSampler = choose_with_torch,
         *,
         processed_logprobs: bool = False,
-        on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> None:
-        self._on_hidden = on_hidden
+        self.taps = taps
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -86,7 +87,7 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._argmax, self.has_put = [], None, False
         size = None
-        is_plain = on_layer is None and prompt_logprob_params[0] is None and self._on_hidden is None
+        is_plain = on_layer is None and prompt_logprob_params[0] is None and self.taps is None
         if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
@@ -167,16 +168,14 @@ class ModelRunner:
         if not parallel.coord.is_first_stage:
             shape = (len(batch.positions), model.spec.hidden_size)
             hidden = parallel.receive(shape, model.dtype, tokens.device)
-        on_hidden = self._on_hidden
+        on_hidden = None
         if prompt_logprob_params is not None and parallel.coord.is_last_stage:
             scorer = PromptLogprobComputer(model, prompt_logprob_params, tokens)
 
             def on_hidden(x: Tensor) -> None:
-                if self._on_hidden is not None:
-                    self._on_hidden(x)
                 self._scores.append(scorer(x))
 
-        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
+        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden, self.taps)
         if not parallel.coord.is_last_stage:
             parallel.send(output)
         return output
@@ -185,7 +184,8 @@ class ModelRunner:
 def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPlan, ...]:
     """Cut a step into up to `num_stages` micro-batches of about equal tokens, none below `min_tokens`.
 
-    A row may be cut too: the KV of its first tokens is written before the rest is computed.
+    A row may be cut too: the KV of its first tokens is written before the rest is computed. Rows with drafts stay
+    whole.
     """
     if num_stages == 1:
         return (plan,)
@@ -198,6 +198,12 @@ def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPl
     done, current = 0, 0
     for row in plan.rows:
         start = row.start
+        if row.drafts:
+            parts[current].append(row)
+            done += row.num_tokens
+            while current + 1 < count and done >= bounds[current]:
+                current += 1
+            continue
         while start < row.end:
             end = min(row.end, start + bounds[current] - done)
             parts[current].append(BatchRow(row.rid, row.row, start, end, row.sample and end == row.end))
@@ -205,7 +211,7 @@ def cut_plan(plan: BatchPlan, num_stages: int, min_tokens: int) -> tuple[BatchPl
             start = end
             if done == bounds[current]:
                 current += 1
-    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts)
+    return tuple(BatchPlan(plan.step, tuple(part)) for part in parts if part)
 
 
 OnLayer = Callable[[int], None]
@@ -380,13 +386,21 @@ Decode = Callable[[IntArray, Table, Table, Table | None, Table], list[int]]
 
 
 class NativeDecodePath:
-    """Computes greedy decode steps of at most `most_rows` rows.
+    """Computes greedy decode steps of at most `most_rows` tokens, rows with drafts included.
 
-    `tokens` int32 `[table rows, context]`: known tokens of each row, on the host.
+    `tokens` int32 `[table rows, context]`: known tokens of each row, on the host. `has_state`: the model has recurrent
+    layers, whose rows with drafts it cannot compute.
     """
 
     def __init__(
-        self, decode: Decode, most_rows: int, tokens: npt.NDArray[np.int32], table: PageTable, params: SamplingMetadata
+        self,
+        decode: Decode,
+        most_rows: int,
+        tokens: npt.NDArray[np.int32],
+        table: PageTable,
+        params: SamplingMetadata,
+        *,
+        has_state: bool = False,
     ) -> None:
         self._decode = decode
         self._most_rows = most_rows
@@ -394,6 +408,7 @@ class NativeDecodePath:
         self._table = table
         self._window = table.window if table.window.shape[1] else None
         self._params = params
+        self._has_state = has_state
 
     def computation(self, plan: BatchPlan) -> Compute | None:
         """Return the computation of `plan`; None: the plan is no small greedy decode step.
@@ -403,17 +418,49 @@ class NativeDecodePath:
         rows = plan.rows
         if not 0 < len(rows) <= self._most_rows or self._params.prompt_logprob_params:
             return None
+        has_drafts = False
         for row in rows:
             if not row.sample or row.end - row.start != 1:
-                return None
+                if not row.drafts:
+                    return None
+                has_drafts = True
             assert row.end < self._tokens.shape[1], "the next token has its place"
+        if has_drafts:
+            return self._verification(plan)
         facts = np.array([[row.row for row in rows], [row.start for row in rows]])
-        params = self._params.pick(facts[0], facts[1] + 1)
-        if not params.all_greedy or (facts[1] < params.columns["num_prompt"]).any():
+        if not self._is_greedy(facts):
             return None
         return partial(self._compute, plan.step, facts)
+
+    def _is_greedy(self, facts: IntArray) -> bool:
+        """Whether tokens at the table rows and positions `facts` are decoded greedily, without results besides."""
+        params = self._params.pick(facts[0], facts[1] + 1)
+        return params.all_greedy and not (facts[1] < params.columns["num_prompt"]).any()
+
+    def _verification(self, plan: BatchPlan) -> Compute | None:
+        """Return the computation of a step with drafts. Each token is a row of its own.
+
+        The kernels write the KV of all tokens of a layer before they read it.
+        """
+        drafts = StepDrafts.of(plan)
+        if drafts is None or self._has_state or len(drafts.positions) + len(plan.rows) > self._most_rows:
+            return None
+        pairs = [(row.row, at) for row in plan.rows for at in range(row.start, row.end)]
+        facts = np.array(pairs).T.copy()
+        return partial(self._verify, plan, facts, drafts) if self._is_greedy(facts) else None
 
     def _compute(self, step: int, facts: IntArray, on_layer: OnLayer | None) -> Collect:
         assert on_layer is None, "the fast path reports no layer events"
         tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
         return lambda: StepResult(step, tuple(map(SampledToken, tokens)))
+
+    def _verify(self, plan: BatchPlan, facts: IntArray, drafts: StepDrafts, on_layer: OnLayer | None) -> Collect:
+        assert on_layer is None, "the fast path reports no layer events"
+        self._tokens[drafts.table_rows, drafts.positions] = drafts.token_ids
+        tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
+
+        def collect() -> StepResult:
+            found = take_apart(plan, list(map(SampledToken, tokens)), None, has_drafts=True)
+            return StepResult(plan.step, found.tokens, more=found.more)
+
+        return collect

@@ -46,12 +46,20 @@ class Sampled:
     top_logprobs: Tensor | None
     picked: Tensor | None = None
     failed: Tensor | None = None
-    """int64 `[rows with a grammar]`, 1 where the grammar failed; the token of such a row is undefined."""
+    """int64 `[sampled tokens that follow a grammar]`, 1 where the grammar failed; such a token is undefined."""
 
     def tensors(self) -> list[Tensor]:
         """The tensors that are not None, in the order of the fields."""
         every = (self.token_ids, self.logprobs, self.top_ids, self.top_logprobs, self.picked, self.failed)
         return [x for x in every if x is not None]
+
+    def failed_positions(self, params: StepParams) -> npt.NDArray[np.bool_] | None:
+        """Return for each sampled token whether it is undefined, `[S]`; None where no token follows a grammar."""
+        if self.failed is None:
+            return None
+        found = np.zeros(len(params.table_rows), dtype=np.bool_)
+        found[params.constrained] = self.failed.numpy() > 0
+        return found
 
     @staticmethod
     def blank(params: StepParams, vocab_size: int, device: torch.device) -> Sampled:

@@ -49,6 +49,27 @@ class Matcher:
             self._check()
             raise GrammarError(f"the grammar does not allow the tokens {list(token_ids)} here")
 
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` may follow here, one after the other; the state stays as it is."""
+        return 0 if self.ended else int(self._matcher.validate_tokens(list(token_ids)))
+
+    def roll_back(self, num_tokens: int) -> None:
+        """Return to the state before the last `num_tokens` accepted tokens.
+
+        Raises:
+            GrammarError: there are fewer tokens, or an earlier call has failed.
+        """
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            self._check()
+            raise GrammarError(f"the grammar engine does not roll {num_tokens} tokens back")
+
+    def forced_tokens(self) -> list[int]:
+        """Return the tokens of the text that must follow here, as a tokenizer writes it; empty where there is a choice.
+
+        The last token of the text is left out where further text may change it.
+        """
+        return [] if self.ended else list(self._matcher.compute_ff_tokens())
+
     @property
     def ended(self) -> bool:
         """True if only EOS may follow, or EOS was accepted."""

@@ -25,6 +25,12 @@ class HostRows:
     `pages[r]` is the row's page-table line, int32 `[max_pages]`; entries beyond the row's length are undefined.
     `window` is the same for WINDOW groups: its entries are valid for the pages in the row's window. `slots` int32
     `[num_rows]` are the state slots. Both are None without such groups.
+
+    `num_drafts[r]` is the number of row r's draft tokens, its last ones: a row with drafts has `1 + num_drafts[r]`
+    tokens beyond its prompt. None: no row has drafts. Layers with a recurrent state leave the tokens of such a row
+    *pending*: its slot keeps the state before the row, and beside it what the tokens change. `num_folded[r]` is the
+    number of the slot's pending tokens that are folded into the state before the row's own tokens: the first token of
+    the row that left them and its accepted drafts, or 0. The others are dropped. None: nothing is folded.
     """
 
     starts: IntArray
@@ -34,11 +40,34 @@ class HostRows:
     pages: npt.NDArray[np.int32]
     window: npt.NDArray[np.int32] | None = None
     slots: npt.NDArray[np.int32] | None = None
+    num_drafts: IntArray | None = None
+    num_folded: IntArray | None = None
 
     def in_window(self) -> HostRows:
         """Return the rows as backends over a WINDOW group see them: `pages` are the window's."""
         assert self.window is not None, "the layout has no WINDOW group"
         return dataclasses.replace(self, pages=self.window)
+
+    def apart(self) -> HostRows:
+        """Return rows without drafts: each token of a row with drafts becomes a row of one token.
+
+        For attention kernels that compute such a row like a decode step. `num_folded` is dropped.
+        """
+        if self.num_drafts is None:
+            return self
+        counts = np.where(self.num_drafts > 0, 1 + self.num_drafts, 1)
+        index = np.arange(len(counts)).repeat(counts)
+        within = np.arange(len(index)) - (counts.cumsum() - counts).repeat(counts)
+        starts, has_drafts = self.starts[index] + within, self.num_drafts[index] > 0
+        return HostRows(
+            starts=starts,
+            ends=np.where(has_drafts, starts + 1, self.ends[index]),
+            offsets=self.offsets[index] + within,
+            prompts=self.prompts[index],
+            pages=self.pages[index],
+            window=None if self.window is None else self.window[index],
+            slots=None if self.slots is None else self.slots[index],
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -108,10 +108,16 @@ Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
 
 @dataclasses.dataclass(frozen=True)
 class SublayerSpec:
-    """`x += op(norm(x))`. `norm` is the checkpoint name of the RMS norm, relative to the layer."""
+    """`x += op(norm(x))`. `norm` is the checkpoint name of the RMS norm, relative to the layer.
+
+    With `embedding_norm`, the name of one more RMS norm, the operation is an attention that reads
+    `[embedding_norm(e) ; norm(x)]`, twice as wide, `e` being the embeddings of the tokens. The layer of an EAGLE-3 head
+    has one. It is not in `repr`, from which `ModelSpec.digest` is made: peers of other versions have equal digests.
+    """
 
     norm: str
     op: Operation
+    embedding_norm: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)

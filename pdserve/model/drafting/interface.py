@@ -38,6 +38,11 @@ class DraftModel(Protocol):
         """Width of the hidden states that `forward` takes; 0: it takes none."""
         ...
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs `take` gets, side by side; empty: it is not called."""
+        ...
+
     def kv_group(self, page_tokens: int, dtype: str) -> KVGroup:
         """Return the DRAFT group of the whole model; see `draft_group`."""
         ...
@@ -47,14 +52,17 @@ class DraftModel(Protocol):
         ...
 
     def take(self, hidden: Tensor) -> Tensor:
-        """Convert what the target hands out, `[N, ...]`, to hidden states for `forward`: `[N, hidden_size]`, a copy."""
+        """Convert what `taps` keep, `[N, len(taps) * hidden size of the target]`, to hidden states for `forward`.
+
+        Returns `[N, hidden_size]`, a copy.
+        """
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """Write the KV of all tokens of `batch`, and draft the token behind each one at `sample_index`.
 
-        `hidden` `[N, hidden_size]`: for each token, the hidden state of the position before it. None: no token is at
-        `sample_index`. All tensor ranks call it together.
+        `hidden` `[N, hidden_size]`, which may be overwritten: for each token, the hidden state of the position before
+        it. None: no token is at `sample_index`. All tensor ranks call it together.
         """
         ...
 

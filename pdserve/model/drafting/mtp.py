@@ -92,6 +92,11 @@ class MTPModule:
         """See `DraftModel.hidden_size`."""
         return self._target.hidden_size
 
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """See `DraftModel.taps`."""
+        return (self._target.num_layers - 1,)
+
     def kv_group(self, page_tokens: int, dtype: str) -> KVGroup:
         """See `DraftModel.kv_group`."""
         (op,) = self._layer.spec.attentions
