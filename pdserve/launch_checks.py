@@ -163,10 +163,14 @@ def _is_installed(module: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalModel:
-    """The files of a server's model on this host: `path` is a directory or a .gguf file, `tokenizer` a directory."""
+    """The files of a server's model on this host: `path` is a directory or a .gguf file, `tokenizer` a directory.
+
+    `draft`: the same as `path` for an EAGLE-3 head or a draft model; None without one.
+    """
 
     path: Path
     tokenizer: Path
+    draft: Path | None = None
 
     @classmethod
     def find(cls, config: ServerConfig) -> LocalModel:
@@ -181,8 +185,9 @@ class LocalModel:
         path, tokenizer = check_model(config)
         path = resolve_model_path(config.model.model_path) if path is None else path
         tokenizer = resolve_tokenizer_path(path) if tokenizer is None else tokenizer
+        draft = check_draft_model(config, path)
         log.info("model files and flags checked: %.2f s (%s)", time.monotonic() - began, path)
-        return cls(path=path, tokenizer=tokenizer)
+        return cls(path=path, tokenizer=tokenizer, draft=draft)
 
     def in_engine(self, config: ServerConfig) -> ServerConfig:
         """Return `config` for the engine's processes: with this host's paths in place of ids."""
@@ -190,7 +195,10 @@ class LocalModel:
         model = dataclasses.replace(
             config.model, model_path=str(self.path), revision=None, tokenizer_path=tokenizer_path
         )
-        return dataclasses.replace(config, model=model)
+        speculative = config.speculative
+        if self.draft is not None:
+            speculative = dataclasses.replace(speculative, speculative_draft_model_path=str(self.draft))
+        return dataclasses.replace(config, model=model, speculative=speculative)
 
 
 def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
@@ -224,6 +232,49 @@ def check_model(config: ServerConfig) -> tuple[Path | None, Path | None]:
             for file in weight_files(path):
                 check_safetensors(file)
     return path, tokenizer
+
+
+def check_draft_model(config: ServerConfig, target: Path) -> Path | None:
+    """Check an EAGLE-3 head or a draft model against the model at `target`; one of an id is downloaded.
+
+    Returns its path; None without one. The engine checks what a .gguf file has, and the tokenizers.
+
+    Raises:
+        ConfigError: it is of another vocabulary or hidden size, or the model is of a family without heads.
+        ModelError: it does not exist, cannot be downloaded, or is of an unsupported kind.
+    """
+    from pdserve.model.paths import resolve_model_path
+
+    given = config.speculative.speculative_draft_model_path
+    if given is None or config.speculative.speculative_algorithm not in ("EAGLE3", "STANDALONE"):
+        return None
+    try:
+        return resolve_model_path(
+            given,
+            download_dir=config.model.download_dir,
+            check=lambda draft: _check_draft(config, target, draft),
+            weights=config.model.load_format != "dummy",
+        )
+    except ModelError as error:
+        raise ModelError(f"--speculative-draft-model-path: {error}") from error
+
+
+def _check_draft(config: ServerConfig, target: Path, draft: Path) -> None:
+    from pdserve.model.config import read_model_spec
+    from pdserve.model.drafting.spec import cannot_draft, path_refusal, read_eagle3
+
+    if target.suffix == ".gguf" or draft.suffix == ".gguf":
+        return
+    try:
+        spec = read_model_spec(target)
+    except UnsupportedModelError as error:
+        raise path_refusal(f"the model runs through transformers, for which no other model drafts: {error}") from error
+    if config.speculative.speculative_algorithm == "EAGLE3":
+        read_eagle3(draft, spec)
+        return
+    reason = cannot_draft(read_model_spec(draft), spec)
+    if reason is not None:
+        raise path_refusal(f"{draft} cannot draft for this model: {reason}")
 
 
 def check_checkpoint(config: ServerConfig, path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
 
 if TYPE_CHECKING:
+    from tests.mtp import MTPReference
     from tests.tiny import Family
 
 if not os.path.exists("/dev/nvidiactl"):
@@ -134,6 +135,22 @@ def hybrid_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str
         return made[name]
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def mtp_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, MTPReference]]:
+    """`mtp_model(name)`: the checkpoint of a hybrid family with an MTP module, and its reference."""
+    from tests.mtp import MTPReference, write_with_mtp
+
+    made: dict[str, tuple[Path, MTPReference]] = {}
+
+    def model(name: str) -> tuple[Path, MTPReference]:
+        if name not in made:
+            path = write_with_mtp(name, tmp_path_factory.mktemp("mtp") / name)
+            made[name] = path, MTPReference.load(path, path.parent / "reference")
+        return made[name]
+
+    return model
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from pdserve.config.groups import (
     ModelConfig,
     ServerConfig,
 )
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult, run
 from pdserve.memory.group_pools import GroupPools
@@ -47,6 +48,7 @@ def build(
     deterministic: bool = False,
     logprobs_mode: LogprobsMode = "raw",
     model_impl: Literal["auto", "native", "transformers"] = "auto",
+    speculative: SpeculativeConfig | None = None,
 ) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -69,6 +71,7 @@ def build(
                 disable_cuda_graph=disable_cuda_graph,
                 enable_deterministic_inference=deterministic,
             ),
+            speculative=speculative or SpeculativeConfig(),
         ),
         max_rows=max_rows,
     )

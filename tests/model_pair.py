@@ -21,6 +21,7 @@ from pdserve.config.groups import (
     ModelImpl,
     ScheduleConfig,
 )
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
 from pdserve.executor.factory import build_executor
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
@@ -30,6 +31,7 @@ from tests.scheduler_threads import ADDRESS, DEADLINE_S, SchedulerThread, Served
 from tests.waiting import wait_until
 
 NUM_ROWS = 8
+PLAIN = SpeculativeConfig()
 
 
 class ModelServer(SchedulerThread):
@@ -53,6 +55,7 @@ class ModelServer(SchedulerThread):
         model_impl: ModelImpl,
         num_slots: int | None,
         dtype: DType,
+        speculative: SpeculativeConfig,
     ) -> None:
         super().__init__(mode)
         config = ServerConfig(
@@ -70,6 +73,7 @@ class ModelServer(SchedulerThread):
                 disaggregation_decode_enable_offload_kvcache=offload and mode == "decode",
                 disaggregation_layerwise_transfer=layerwise,
             ),
+            speculative=speculative,
         )
         self.built = built = build_executor(config, max_rows=NUM_ROWS)
         executor = built.executor
@@ -149,21 +153,26 @@ def running_models(
     layerwise: bool = True,
     dtype: DType = "float32",
     num_slots: int | None = None,
+    speculative: SpeculativeConfig = PLAIN,
+    prefill_speculative: SpeculativeConfig = PLAIN,
 ) -> Iterator[ModelPair]:
-    """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated."""
+    """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated.
+
+    `speculative` is for the server that generates text, `prefill_speculative` for the other one.
+    """
     served: Served = {}
     hub = MemoryHub()
 
-    def start(mode: DisaggMode, tokens: int, impl: ModelImpl) -> ModelServer:
+    def start(mode: DisaggMode, tokens: int, impl: ModelImpl, drafter: SpeculativeConfig) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl, num_slots=num_slots, dtype=dtype,
+            model_impl=impl, num_slots=num_slots, dtype=dtype, speculative=drafter,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:
-        prefill = start("prefill", 4096, prefill_impl) if pair else None
+        prefill = start("prefill", 4096, prefill_impl, prefill_speculative) if pair else None
         if prefill is not None:
             stack.callback(prefill.close)
-        answering = start("decode" if pair else "null", max_total_tokens, model_impl)
+        answering = start("decode" if pair else "null", max_total_tokens, model_impl, speculative)
         stack.callback(answering.close)
         yield ModelPair(prefill, answering)

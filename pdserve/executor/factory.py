@@ -16,6 +16,8 @@ from pdserve.base.parallel import DpRankCoord, RankCoord
 from pdserve.base.startup_times import POOLS, WARM_UP, StartupTimes
 from pdserve.config.groups import KernelConfig, ParallelConfig, ServerConfig
 from pdserve.errors import ConfigError, GrammarError
+from pdserve.executor.draft_loading import load_draft_model
+from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
@@ -23,6 +25,7 @@ from pdserve.executor.pools import Agree, PoolDemand, captured_sizes, longest_ch
 from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.vocabulary import Vocabulary
+from pdserve.memory.draft_groups import with_draft
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import GroupKind, KVLayout
@@ -111,10 +114,15 @@ def build_executor(
     wanted = read_model(config, resolve_model_path(config.model.model_path), device, parallel, startup)
     context_length = resolve_context_length(config.model.context_length, wanted.spec)
     loaded = load(wanted)
+    draft_model = load_draft_model(wanted, loaded)
+    if draft_model is not None:
+        group = draft_model.kv_group(page_tokens, wanted.dtype)
+        loaded = dataclasses.replace(loaded, layout=with_draft(loaded.layout, group))
     held, shape = loaded.layout.of_rank(parallel.coord), parallel.coord.shape
     demand = PoolDemand(
         wanted.spec, held, wanted.dtype, device, max_rows, context_length, local.count * config.parallel.dp_size,
         loaded.can_split_prompts, shape.tp_size, shape.pp_size,
+        0 if draft_model is None else config.speculative.max_drafts,
     )  # fmt: skip
     sizes = size_pools(config, demand, agree)
     if parallel.coord.rank == 0:
@@ -122,7 +130,13 @@ def build_executor(
     with startup.part(POOLS):
         pools = make_pools(held, sizes, device, shareable=config.disagg.may_share_memory)
         table = PageTable(max_rows, held.pages_for(context_length), has_window=held.window > 0)
-    executor = _executor(wanted, loaded, pools, table, context_length, returns_results=returns_results)
+    drafter = None
+    if draft_model is not None:
+        drafter = Drafter(
+            draft_model, draft_pool(pools), held, num_drafts=config.speculative.max_drafts, num_pages=sizes.num_pages,
+            num_rows=max_rows, dtype=loaded.model.dtype, device=device,
+        )  # fmt: skip
+    executor = _executor(wanted, loaded, pools, table, context_length, drafter, returns_results=returns_results)
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)
     _LOG.info(
@@ -142,12 +156,13 @@ def _executor(
     pools: tuple[GroupPool, ...],
     table: PageTable,
     context_length: int,
+    drafter: Drafter | None,
     *,
     returns_results: bool,
 ) -> LocalExecutor:
     """Make the executor of a loaded model over its pools."""
     config, kernels = wanted.config, loaded.kernels
-    attention = loaded.bind([pool for pool in pools if pool.group.kind is not GroupKind.STAMP])
+    attention = loaded.bind([pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)])
     return LocalExecutor(
         loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
@@ -155,7 +170,7 @@ def _executor(
         choose=choose_with_torch if kernels is None else kernels.chooser(),
         decode=None if kernels is None else (kernels.decode, kernels.max_native_rows),
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
-        processed_logprobs=config.model.logprobs_mode == "processed",
+        processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import to_device
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
@@ -101,7 +101,10 @@ class KVHasher(Protocol):
 
 
 class PoolHasher:
-    """Implements `KVHasher` over one rank's pools. `layout` is the whole model's."""
+    """Implements `KVHasher` over one rank's pools. `layout` is the whole model's.
+
+    DRAFT groups have no digest: a peer need not have them.
+    """
 
     def __init__(self, pools: Sequence[GroupPool], layout: KVLayout, coord: RankCoord) -> None:
         self._pools = pools
@@ -112,7 +115,8 @@ class PoolHasher:
         """See `KVHasher`; returns this rank's digest only."""
         groups: list[GroupDigest] = []
         for window, pool, own, first in zip(self._windows, self._pools, pages, firsts, strict=True):
-            groups += digest_group(window, _bytes_of(pool, own), first, num_tokens)
+            if window.group.kind is not GroupKind.DRAFT:
+                groups += digest_group(window, _bytes_of(pool, own), first, num_tokens)
         return (RankDigest(self._rank, tuple(groups)),)
 
 

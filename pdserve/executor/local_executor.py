@@ -23,6 +23,7 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
+from pdserve.executor.drafter import ModelDrafter, Proposals
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
@@ -49,9 +50,9 @@ from pdserve.executor.prompt_logprobs import (
     pack_scores,
     read_prompt_logprob_params,
 )
-from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.sampler import Found, Sampled, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
-from pdserve.executor.verify import Fold, PendingTokens, StepDrafts, shorten, take_apart
+from pdserve.executor.verify import Fold, PendingTokens, StepDrafts, accepted_counts, shorten, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
@@ -102,7 +103,8 @@ class LocalExecutor:
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
     picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
     `returns_prompt_results` False the model computes prompt tokens as it computes decoded ones. `processed_logprobs`:
-    see `sample`; log probabilities of prompt tokens are always the model's own.
+    see `sample`; log probabilities of prompt tokens are always the model's own. `drafter` proposes tokens for the next
+    step of each row that samples; None: no model drafts.
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
     most tokens forced by its grammar that `StepResult.drafts` offers for a row.
@@ -125,12 +127,17 @@ class LocalExecutor:
         decode: tuple[Decode, int] | None = None,
         returns_prompt_results: bool = True,
         processed_logprobs: bool = False,
+        drafter: ModelDrafter | None = None,
         fold: Fold | None = None,
         max_forced: int = 0,
     ) -> None:
         self._model = model
         self._attention = attention
-        self._model_runner = ModelRunner(model, attention, choose, processed_logprobs=processed_logprobs)
+        self._drafter = drafter
+        self._model_runner = ModelRunner(
+            model, attention, choose, processed_logprobs=processed_logprobs,
+            taps=None if drafter is None else drafter.taps,
+        )  # fmt: skip
         self._layout = layout
         self.pools = pools
         self._table = table
@@ -143,7 +150,7 @@ class LocalExecutor:
         self._launched: deque[StepHandle] = deque()
         self._runner = _runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
-        if decode is not None and device.type == "cpu" and not overlap:
+        if decode is not None and device.type == "cpu" and not overlap and drafter is None:
             self._native_path = NativeDecodePath(
                 *decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
             )
@@ -279,6 +286,8 @@ class LocalExecutor:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
+        if self._drafter is not None:
+            self._drafter.open(row)
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
@@ -417,7 +426,12 @@ class LocalExecutor:
             copy_slots(self.pools, step.copies.before)
         if step.stamps is not None and self._stamps is not None:
             self._stamps.write(step.stamps)
-        logits = self._model_runner.logits(step.batches, self._tokens.tensor, on_layer, step.prompt_logprob_params)
+        on_target_layer = on_layer
+        if self._drafter is not None and on_layer is not None:
+            on_target_layer = partial(_report_but_last, on_layer, self._model.num_layers - 1)
+        logits = self._model_runner.logits(
+            step.batches, self._tokens.tensor, on_target_layer, step.prompt_logprob_params
+        )
         if step.copies is not None:
             copy_slots(self.pools, step.copies.after)
         chosen = None
@@ -435,6 +449,13 @@ class LocalExecutor:
                 self._tokens.put(step.params, chosen.token_ids)
             if masks is not None:
                 masks.sampled(chosen.token_ids)
+        proposals: Proposals | None = None
+        if self._drafter is not None:
+            proposals = self._drafter.propose(
+                step.batches[0], self._num_accepted(step, chosen), self._tokens.tensor, step.plan.num_proposals
+            )
+            if on_layer is not None:
+                on_layer(self._model.num_layers - 1)
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
@@ -442,9 +463,15 @@ class LocalExecutor:
         else:
             fetched = d2h_copy(chosen, scores, self.device)
 
-        return partial(self._collect, step, fetched)
+        return partial(self._collect, step, fetched, proposals)
 
-    def _collect(self, step: _Step, fetched: Callable[[], Found]) -> StepResult:
+    def _num_accepted(self, step: _Step, chosen: Sampled | None) -> IntArray | None:
+        """Return how many drafts of each plan row are accepted, int64 `[R]`; None: the step has no drafts."""
+        if step.drafts is None or chosen is None:
+            return None
+        return accepted_counts(step.plan, chosen.token_ids.tolist())
+
+    def _collect(self, step: _Step, fetched: Callable[[], Found], proposals: Proposals | None) -> StepResult:
         """Wait for the results of a step. Scheduler thread."""
         sampled, scored = fetched()
         prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
@@ -455,7 +482,9 @@ class LocalExecutor:
         found = take_apart(plan, to_host(sampled, step.params), failed, has_drafts=step.drafts is not None)
         if self._pending is not None:
             self._pending.resolved(plan, found.more)
-        drafts = {} if failed is None or not self._max_forced else self._forced_drafts(plan, found.failed)
+        drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
+        if failed is not None and self._max_forced:
+            drafts |= self._forced_drafts(plan, found.failed)
         return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
 
     def _forced_drafts(self, plan: BatchPlan, failed: Sequence[int]) -> dict[int, tuple[int, ...]]:
@@ -463,6 +492,12 @@ class LocalExecutor:
         indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
         forced = self._grammars.forced(list(indices), self._max_forced)
         return {indices[row]: tokens for row, tokens in forced.items()}
+
+
+def _report_but_last(on_layer: OnLayer, last: int, layer: int) -> None:
+    """Report a layer of the target. The last one is reported once the drafter has written its KV, sent with it."""
+    if layer != last:
+        on_layer(layer)
 
 
 def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:

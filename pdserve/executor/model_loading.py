@@ -89,7 +89,8 @@ class LoadedModel:
 
     `bind` binds the model to this rank's pools, one for each other group of the layout, and returns the backend of its
     layers. `arithmetic`: TORCH, or level and number format of the CPU kernels. `can_split_prompts`: False where a
-    prompt must be one chunk. `kernels`: the model, if the CPU kernels run it.
+    prompt must be one chunk. `kernels`: the model, if the CPU kernels run it. `decoder`: the modules of a model in
+    native code; `choice`: its attention, where torch runs it. A model that drafts shares their ends.
     """
 
     model: Model
@@ -98,6 +99,8 @@ class LoadedModel:
     arithmetic: str = TORCH
     can_split_prompts: bool = True
     kernels: NativeDecoder | None = None
+    decoder: Decoder | None = None
+    choice: Choice | None = None
 
 
 def read_model(
@@ -151,8 +154,9 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
                 op.kernels = make_delta_kernels(choice)
         _fill(decoder, wanted)
     _LOG.info("attention backend: %s", choice)
-    bind = partial(_bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
-    return LoadedModel(decoder, kv_layout(spec, wanted.config.memory.page_size, wanted.dtype), bind)
+    bind = partial(bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
+    layout = kv_layout(spec, wanted.config.memory.page_size, wanted.dtype)
+    return LoadedModel(decoder, layout, bind, decoder=decoder, choice=choice)
 
 
 def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
@@ -164,7 +168,7 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
         _fill(decoder, wanted)
     arithmetic = f"{arithmetic_of(level)} {model.quantization or wanted.dtype}"
     layout = kv_layout(wanted.spec, page_tokens, wanted.dtype)
-    return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native)
+    return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native, decoder=decoder)
 
 
 def _load_transformers(wanted: ModelToLoad, level: str) -> LoadedModel:
@@ -188,7 +192,7 @@ LOADERS: Mapping[Way, Callable[[ModelToLoad, str], LoadedModel]] = {
 """Functions of a model and the level of the CPU kernels, which is empty without them."""
 
 
-def _bind_decoder(
+def bind_decoder(
     model: Decoder,
     choice: Choice,
     device: torch.device,
@@ -196,8 +200,12 @@ def _bind_decoder(
     pools: Sequence[GroupPool],
     *,
     max_drafts: int = 0,
+    first: int | None = None,
 ) -> AttentionBackend:
-    """Make the backends of a `Decoder` over `pools`."""
+    """Make the backends of a `Decoder` over `pools`.
+
+    `first`: the number in the layout of this rank's first layer; None: that of its stage.
+    """
     coord = model.parallel.coord
     mine = layers_of(model.spec.num_layers, coord.shape.pp_size, coord.pp_rank)
 
@@ -208,7 +216,7 @@ def _bind_decoder(
     attended = [
         next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec)), None) for i in mine
     ]
-    return make_backends(attended, mine.start, pools, make, device, max_drafts)
+    return make_backends(attended, mine.start if first is None else first, pools, make, device, max_drafts)
 
 
 def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:
@@ -234,7 +242,7 @@ def _bind_transformers(
 def _empty_decoder(wanted: ModelToLoad, kernels: Kernels) -> Decoder:
     return empty_model(
         wanted.spec, wanted.dtype, wanted.device, kernels=kernels, parallel=wanted.parallel,
-        expert_map=_expert_map(wanted),
+        expert_map=expert_map_of(wanted),
     )  # fmt: skip
 
 
@@ -263,7 +271,7 @@ def _read_spec(config: ServerConfig, path: Path) -> tuple[ModelSpec, Transformer
     return source.spec, source
 
 
-def _expert_map(wanted: ModelToLoad) -> ExpertMap | None:
+def expert_map_of(wanted: ModelToLoad) -> ExpertMap | None:
     """The initial placement of whole experts, equal on all ranks; None where each tensor rank has a part of every
     expert.
     """

@@ -40,7 +40,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, LayerEvents
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.forward_batch import IntArray
-from pdserve.model.interface import Model
+from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
@@ -48,7 +48,7 @@ MIN_TOKENS = {"cpu": 32, "cuda": 256}
 
 
 class ModelRunner:
-    """Computes one rank's part of the model. `processed_logprobs`: see `sample`."""
+    """Computes one rank's part of the model. `processed_logprobs`: see `sample`. `taps`: see `Model.forward`."""
 
     def __init__(
         self,
@@ -57,7 +57,9 @@ class ModelRunner:
         choose: TokenSampler = choose_with_torch,
         *,
         processed_logprobs: bool = False,
+        taps: LayerTaps | None = None,
     ) -> None:
+        self.taps = taps
         self.graphs: DecodeGraphs | None = None
         """Captured decode steps; None until they are captured."""
         self._argmax: Tensor | None = None
@@ -85,7 +87,8 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._argmax, self.has_put = [], None, False
         size = None
-        if self.graphs is not None and last == 0 and on_layer is None and prompt_logprob_params[0] is None:
+        is_plain = on_layer is None and prompt_logprob_params[0] is None and self.taps is None
+        if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
@@ -172,7 +175,7 @@ class ModelRunner:
             def on_hidden(x: Tensor) -> None:
                 self._scores.append(scorer(x))
 
-        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden)
+        output = model.forward(batch, self._attention.begin(batch), on_layer, hidden, on_hidden, self.taps)
         if not parallel.coord.is_last_stage:
             parallel.send(output)
         return output

@@ -19,6 +19,7 @@ from pdserve.executor.memory_sizing import (
     sizes_of_many,
     sizes_of_one,
 )
+from pdserve.memory.draft_groups import draft_groups
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
 from pdserve.model.attention.page_gather import GroupPool, KVPool
@@ -34,13 +35,19 @@ Agree = Callable[[int], int]
 
 @dataclasses.dataclass(frozen=True)
 class PoolSizes:
-    """Pages of all tokens, window pages and state slots: equal on all ranks of a replica."""
+    """Pages of all tokens, window pages and state slots: equal on all ranks of a replica.
+
+    `num_scratch_pages`: pages behind those of all tokens in the pools of DRAFT groups.
+    """
 
     num_pages: int
     groups: GroupPoolSizes
+    num_scratch_pages: int = 0
 
     def pages_of(self, group: KVGroup) -> int:
         """Return the pages of a group's pool."""
+        if group.kind is GroupKind.DRAFT:
+            return self.num_pages + self.num_scratch_pages
         spaces = {PageSpace.WINDOW: self.groups.num_window_pages, PageSpace.SLOTS: self.groups.num_slots}
         return spaces.get(group.space, self.num_pages)
 
@@ -50,6 +57,7 @@ class PoolDemand:
     """What the pools are for. `held`: this rank's part of the layout. `num_sharing`: ranks that share this host's RAM.
 
     `can_split_prompts`: False where a prompt must be one chunk. `tp_size` and `pp_size` are the replica's.
+    `num_drafts`: most tokens that a model with a DRAFT group drafts for a row.
     """
 
     spec: ModelSpec
@@ -62,6 +70,7 @@ class PoolDemand:
     can_split_prompts: bool
     tp_size: int
     pp_size: int
+    num_drafts: int = 0
 
 
 def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) -> PoolSizes:
@@ -96,14 +105,17 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
         )
         fitting = agree(min(wanted, most))
         groups = sizes_of_many(one, min(max_rows, fitting), config.memory.max_mamba_cache_size or fitting)
+    num_scratch_pages = max_rows * held.pages_for(demand.num_drafts)
+    scratch_bytes = num_scratch_pages * sum(group.page_bytes for group in draft_groups(held))
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=demand.context_length, max_rows=max_rows,
-        num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes, group_bytes=group_bytes(held, groups),
+        num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes,
+        group_bytes=group_bytes(held, groups) + scratch_bytes,
     )  # fmt: skip
     most_pages = held.whole_pages(num_tokens)
     num_pages = agree(most_pages)
     assert 0 < num_pages <= most_pages, "agreed on more pages than this rank can hold"
-    return PoolSizes(num_pages, groups)
+    return PoolSizes(num_pages, groups, num_scratch_pages)
 
 
 def make_pools(held: KVLayout, sizes: PoolSizes, device: torch.device, *, shareable: bool) -> tuple[GroupPool, ...]:
@@ -129,5 +141,5 @@ def _own(number: int) -> int:
 
 
 def _pool_class(group: KVGroup) -> type[GroupPool]:
-    is_attention = group.kind in (GroupKind.FULL, GroupKind.WINDOW)
+    is_attention = group.kind in (GroupKind.FULL, GroupKind.WINDOW, GroupKind.DRAFT)
     return KVPool if is_attention and group.is_uniform else GroupPool

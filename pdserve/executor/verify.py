@@ -80,6 +80,16 @@ def num_accepted(drafts: Sequence[int], sampled: Sequence[int], failed: Sequence
     return count
 
 
+def accepted_counts(plan: BatchPlan, token_ids: Sequence[int]) -> IntArray:
+    """Return how many drafts of each row of `plan` are accepted, int64 `[R]`. `token_ids`: all that were sampled."""
+    counts, at = np.zeros(len(plan.rows), dtype=np.int64), 0
+    for index, row in enumerate(plan.rows):
+        if row.sample:
+            counts[index] = num_accepted(row.drafts, token_ids[at : at + 1 + len(row.drafts)])
+            at += 1 + len(row.drafts)
+    return counts
+
+
 @dataclasses.dataclass(frozen=True)
 class StepTokens:
     """Results of a step by plan row, as in `StepResult`."""

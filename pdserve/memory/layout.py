@@ -460,16 +460,20 @@ class KVLayout:
         return KVLayout(tuple(group.of_rank(coord) for group in self.groups))
 
     def fields(self) -> dict[str, str | int]:
-        """Return the facts that two peers must agree on, by user-readable names. For the whole model, not a rank."""
+        """Return the facts that two peers must agree on, by user-readable names. For the whole model, not a rank.
+
+        They do not tell of DRAFT groups, see `draft_groups`.
+        """
+        groups = [group for group in self.groups if group.kind is not GroupKind.DRAFT]
         facts: dict[str, str | int] = {
             "layout_version": LAYOUT_VERSION,
-            "num_groups": len(self.groups),
+            "num_groups": len(groups),
             "num_layers": self.num_layers,
         }
         if self.state_groups:
             facts["state_type"] = self.state_type
-        for group in self.groups:
-            prefix = "" if len(self.groups) == 1 else f"{group.name}."
+        for group in groups:
+            prefix = "" if len(groups) == 1 else f"{group.name}."
             facts |= {f"{prefix}{name}": value for name, value in group.fields().items()}
         return facts
 

@@ -75,6 +75,11 @@ class ModelSpec:
         return tuple(op for op in self.operations if isinstance(op, AttentionSpec))
 
     @property
+    def reads_embeddings(self) -> bool:
+        """Whether layers read the embeddings of the tokens beside the hidden states, which are given to the model."""
+        return any(sublayer.embedding_norm is not None for layer in self.layers for sublayer in layer.sublayers)
+
+    @property
     def moe(self) -> MoeSpec | None:
         """The experts of the layers `moe_layers`, the same in all of them; None for a model without experts."""
         return next((op for op in self.operations if isinstance(op, MoeSpec)), None)

@@ -18,7 +18,7 @@ from pdserve.model.attention.layer_backends import states_of
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.interface import MoELayer
+from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
@@ -44,7 +44,8 @@ class Decoder:
     """Implements `Model` with torch. Weights are allocated here, uninitialised, and filled through `params`.
 
     `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `expert_map` each
-    rank has whole experts; with None it has a part of every expert.
+    rank has whole experts; with None it has a part of every expert. With `has_ends` False the model has no embedding
+    and no head: its caller passes hidden states, and sets `head`.
     """
 
     def __init__(
@@ -55,6 +56,8 @@ class Decoder:
         kernels: Kernels | None = None,
         parallel: Parallel | None = None,
         expert_map: ExpertMap | None = None,
+        *,
+        has_ends: bool = True,
     ) -> None:
         self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
@@ -65,7 +68,7 @@ class Decoder:
         ropes = dict.fromkeys((op.rope, op.head_dim) for op in spec.attentions)
         self.rotaries = tuple(Rotary(rope, head_dim, dtype, device) for rope, head_dim in ropes)
         """Rotary angles of the kinds of attention, those that rotate alike once."""
-        embedding = self._embedding_rows()
+        embedding = self._embedding_rows() if has_ends else None
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
         build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, tuple(ropes))
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
@@ -81,6 +84,8 @@ class Decoder:
         self.params.ignore_under(spec.names.ignored)
         self.params.rename_under(spec.names.renamed)
         self.embedding: VocabEmbedding | None = None
+        self.read_embedding: VocabEmbedding | None = None
+        """What layers read beside hidden states; set by the owner of a model with `spec.reads_embeddings`."""
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
         if embedding is not None and coord.is_first_stage:
@@ -91,7 +96,7 @@ class Decoder:
             self.norm = RMSNorm(weight, spec.rms_norm_eps, kernels, spec.norm_offset)
         else:
             self.params.ignore(norm)
-        head = self._head_rows(embedding)
+        head = self._head_rows(embedding) if has_ends else None
         if head is not None:
             self.head = Linear(kernels, head)
 
@@ -119,6 +124,7 @@ class Decoder:
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> Tensor:
         """See `Model.forward`."""
         if self.embedding is not None:
@@ -131,11 +137,14 @@ class Decoder:
             self._kernels.angles(batch.positions, rotary.inverse, rotary.factor, rotary.dtype)
             for rotary in self.rotaries
         ]
+        embeds = None if self.read_embedding is None else self.read_embedding(batch.input_ids)
         rest: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            rest = layer(x, rest, angles, attention)
+            rest = layer(x, rest, angles, attention, embeds)
             if on_layer is not None:
                 on_layer(index)
+            if taps is not None and index in taps.layers:
+                taps.put(index, x if rest is None else x + rest)
         if rest is not None:
             x += rest
         if self.norm is None or self.head is None:
@@ -174,7 +183,8 @@ class Attention:
     """Attention of this rank's heads, with the projections before and after it.
 
     `local` is the layer's index on this rank; `rotary` the index of its angles in `Decoder.rotaries`. `q_norm` and
-    `k_norm` are per-head norms, both or neither None.
+    `k_norm` are per-head norms, both or neither None. With `reads_embeddings` its inputs are twice as wide: those of
+    the embeddings, then those of the hidden states.
     """
 
     def __init__(
@@ -189,15 +199,19 @@ class Attention:
         params: ParamSlots,
         kernels: Kernels,
         parallel: Parallel,
+        *,
+        reads_embeddings: bool = False,
     ) -> None:
         self._parallel, self._local, self._head_dim = parallel, local, spec.head_dim
+        self.reads_embeddings = reads_embeddings
         self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
         outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads)
         queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
         qkv = (outputs, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
-        self.qkv = column_linear(kernels, params, qkv, hidden_size, spec.qkv_bias)
+        num_in = 2 * hidden_size if reads_embeddings else hidden_size
+        self.qkv = column_linear(kernels, params, qkv, num_in, spec.qkv_bias)
         first = parallel.coord.tp_rank == 0
         self.out = row_linear(kernels, params, names.o, hidden_size, queries, bias=spec.o_bias, adds_bias=first)
         self.q_norm = self.k_norm = None
@@ -208,7 +222,7 @@ class Attention:
             )
 
     def __call__(self, x: Tensor, angles: Sequence[Angles], attention: StepAttention) -> Tensor:
-        """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
+        """Map `[N, num_in]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
         qkv, has_gates = self.qkv(x).view(x.shape[0], -1, self._head_dim), self.spec.output_gate
         cos, sin = angles[self.rotary]
         heads = Heads(qkv, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin, has_gates)
@@ -225,6 +239,7 @@ class Sublayer:
 
     norm: RMSNorm
     op: Attention | GatedDeltaNet | FeedForward
+    embedding_norm: RMSNorm | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,9 +254,14 @@ class DecoderLayer:
         return tuple(sublayer.op for sublayer in self.sublayers)
 
     def __call__(
-        self, x: Tensor, rest: Tensor | None, angles: Sequence[Angles], attention: StepAttention
+        self,
+        x: Tensor,
+        rest: Tensor | None,
+        angles: Sequence[Angles],
+        attention: StepAttention,
+        embeds: Tensor | None = None,
     ) -> Tensor | None:
-        """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero.
+        """Run one layer over `x + rest`, `[N, hidden]` each; `rest` None means zero. `embeds`: see `SublayerSpec`.
 
         Returns the last sublayer's output without adding it to `x`; `x` holds all earlier terms. The next norm adds the
         two, which fuses the sum with the norm.
@@ -249,6 +269,9 @@ class DecoderLayer:
         for sublayer in self.sublayers:
             norm, op = sublayer.norm, sublayer.op
             normed = norm(x) if rest is None else norm.of_sum(x, rest)
+            if sublayer.embedding_norm is not None:
+                assert embeds is not None, "this layer reads embeddings"
+                normed = torch.cat((sublayer.embedding_norm(embeds), normed), -1)
             if isinstance(op, Attention):
                 rest = op(normed, angles, attention)
             elif isinstance(op, GatedDeltaNet):
@@ -282,13 +305,22 @@ class _LayerBuilder:
         prefix = names.layers.format(layer=index)
         built = []
         for sublayer in spec.layers[index].sublayers:
-            op = self._operation(sublayer.op, index, local, names.layer.under(prefix))
-            weight = self.params.new(f"{prefix}{sublayer.norm}.weight", spec.hidden_size)
-            built.append(Sublayer(RMSNorm(weight, spec.rms_norm_eps, self.kernels, spec.norm_offset), op))
+            reads_embeddings = sublayer.embedding_norm is not None
+            op = self._operation(sublayer.op, index, local, names.layer.under(prefix), reads_embeddings)
+            embedding_norm = None
+            if sublayer.embedding_norm is not None:
+                embedding_norm = self._norm(prefix + sublayer.embedding_norm)
+            built.append(Sublayer(self._norm(prefix + sublayer.norm), op, embedding_norm))
         return DecoderLayer(tuple(built))
 
+    def _norm(self, name: str) -> RMSNorm:
+        """Build the RMS norm `name` of hidden states."""
+        spec = self.spec
+        weight = self.params.new(f"{name}.weight", spec.hidden_size)
+        return RMSNorm(weight, spec.rms_norm_eps, self.kernels, spec.norm_offset)
+
     def _operation(
-        self, op: Operation, index: int, local: int, names: LayerNames
+        self, op: Operation, index: int, local: int, names: LayerNames, reads_embeddings: bool
     ) -> Attention | GatedDeltaNet | FeedForward:
         """Build one operation. `names` are complete."""
         params, kernels, hidden_size, group = (
@@ -301,7 +333,7 @@ class _LayerBuilder:
             rotary, spec = self.ropes.index((op.rope, op.head_dim)), self.spec
             return Attention(
                 op, local, rotary, hidden_size, spec.rms_norm_eps, spec.norm_offset, names, params, kernels,
-                self.parallel,
+                self.parallel, reads_embeddings=reads_embeddings,
             )  # fmt: skip
         if isinstance(op, GatedDeltaSpec):
             eps = self.spec.rms_norm_eps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,36 @@ from pdserve.model.params import ParamSlots
 
 MoELayer = TPMoE | ExpertParallelMoe
 """A feed-forward layer with experts."""
+
+
+class LayerTaps:
+    """Keeps the outputs of some layers in a forward pass, for drafters that read them.
+
+    `layers`: indices of layers on this rank. A layer's output is the hidden state that enters the next layer.
+    """
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self.layers = tuple(layers)
+        self._hidden: Tensor | None = None
+
+    @property
+    def hidden(self) -> Tensor:
+        """The outputs of `layers` in the last pass, side by side: `[N, len(layers) * hidden_size]`, in `Model.dtype`.
+
+        Valid until the next pass with these taps.
+        """
+        assert self._hidden is not None, "no pass has put anything"
+        return self._hidden
+
+    def put(self, layer: int, x: Tensor) -> None:
+        """Copy the output `x` `[N, hidden_size]` of `layer`, which may be none of `layers`."""
+        num_tokens, width = x.shape
+        for place, tapped in enumerate(self.layers):
+            if tapped == layer:
+                shape = (num_tokens, len(self.layers) * width)
+                if self._hidden is None or self._hidden.shape != shape:
+                    self._hidden = x.new_empty(shape)
+                self._hidden[:, place * width : (place + 1) * width] = x
 
 
 class Model(Protocol):
@@ -69,6 +99,7 @@ class Model(Protocol):
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> Tensor:
         """Run this stage's layers.
 
@@ -78,7 +109,8 @@ class Model(Protocol):
         logits are valid until the next call.
 
         `on_layer(i)` is called once this stage's layer i has written its KV, or enqueued the write on the device.
-        `on_hidden` receives the last layer's output of all tokens, `[N, hidden_size]`, as input of `logits`.
+        `on_hidden` receives the last layer's output of all tokens, `[N, hidden_size]`, as input of `logits`. `taps` get
+        the outputs of their layers; models that transformers runs have none.
         """
         ...
 

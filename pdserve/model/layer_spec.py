@@ -108,10 +108,16 @@ Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
 
 @dataclasses.dataclass(frozen=True)
 class SublayerSpec:
-    """`x += op(norm(x))`. `norm` is the checkpoint name of the RMS norm, relative to the layer."""
+    """`x += op(norm(x))`. `norm` is the checkpoint name of the RMS norm, relative to the layer.
+
+    With `embedding_norm`, the name of one more RMS norm, the operation is an attention that reads
+    `[embedding_norm(e) ; norm(x)]`, twice as wide, `e` being the embeddings of the tokens. The layer of an EAGLE-3 head
+    has one. It is not in `repr`, from which `ModelSpec.digest` is made: peers of other versions have equal digests.
+    """
 
     norm: str
     op: Operation
+    embedding_norm: str | None = dataclasses.field(default=None, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,12 +178,28 @@ class LayerNames:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPNames:
+    """Checkpoint names of the module for multi-token prediction (MTP), without `.weight`. The defaults are Qwen's.
+
+    `prefix` begins all of them. `layers`, as in `WeightNames`, is the prefix of its layers.
+    """
+
+    prefix: str = "mtp."
+    project: str = "mtp.fc"
+    embedding_norm: str = "mtp.pre_fc_norm_embedding"
+    hidden_norm: str = "mtp.pre_fc_norm_hidden"
+    norm: str = "mtp.norm"
+    layers: str = "mtp.layers.{layer}."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightNames:
     """Checkpoint names of a family's tensors, without `.weight` and `.bias`. The defaults are Llama's.
 
     `layers` is the prefix of a layer's names; `{layer}` stands for its index. `layer` are the names after it.
     `ignored`: prefixes of tensors that the model does not use, such as a vision tower's. `renamed`: pairs of prefixes;
-    a checkpoint may have either, and the names here have the second.
+    a checkpoint may have either, and the names here have the second. `mtp`: names of the MTP module that a checkpoint
+    may have; None: no checkpoint of the family has one that pdserve reads.
     """
 
     embedding: str = "model.embed_tokens"
@@ -187,3 +209,4 @@ class WeightNames:
     layer: LayerNames = LayerNames()
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
+    mtp: MTPNames | None = None

@@ -94,10 +94,11 @@ def empty_model(
     kernels: Kernels | None = None,
     parallel: Parallel | None = None,
     expert_map: ExpertMap | None = None,
+    has_ends: bool = True,
 ) -> Decoder:
     """Build the model of `spec` without weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
-        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, expert_map)
+        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, expert_map, has_ends=has_ends)
 
 
 def fill_model(
@@ -107,10 +108,12 @@ def fill_model(
     load_format: Literal["auto", "dummy"],
     seed: int,
     on_progress: OnProgress = lambda num_bytes, total: None,
+    prefix: str = "",
 ) -> None:
     """Fill `model` with the weights at `path`, or with random ones. Raises ModelError, as `load_model`.
 
-    `on_progress` gets the bytes of the files that have been read, and of all files, after every tensor.
+    `on_progress` gets the bytes of the files that have been read, and of all files, after every tensor. Tensors whose
+    names do not begin with `prefix` are not read.
     """
     with torch.inference_mode():
         if load_format == "dummy":
@@ -118,8 +121,24 @@ def fill_model(
             return
         tensors = _gguf(path, model.spec, on_progress) if path.suffix == ".gguf" else _safetensors(path, on_progress)
         for name, source in tensors:
-            model.params.fill(name, source)
+            if name.startswith(prefix):
+                model.params.fill(name, source)
         model.params.check_filled(str(path))
+
+
+def has_tensors(path: Path, prefix: str) -> bool:
+    """Return whether the checkpoint at `path` has tensors whose names begin with `prefix`; False for gguf files.
+
+    Raises:
+        ModelError: a file is missing or damaged.
+    """
+    if path.suffix == ".gguf":
+        return False
+    for file_path in weight_files(path):
+        with _open(file_path) as file:
+            if any(name.startswith(prefix) for name in file.keys()):  # noqa: SIM118
+                return True
+    return False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,8 +13,11 @@ import dataclasses
 from collections import Counter
 from collections.abc import Mapping
 
+import msgspec
+
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
+from pdserve.memory.draft_groups import draft_fields, without_drafts
 from pdserve.memory.layout import KVLayout
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad
 from pdserve.transfer.aux import MetadataBuffers
@@ -39,7 +42,7 @@ from pdserve.transfer.events import (
 )
 from pdserve.transfer.handles import KVReceiver, KVSender
 from pdserve.transfer.peers import DialFailed, Message, Notice, PeerLost, PeerReady, SenderQuiesced, SessionTimes
-from pdserve.transfer.plan import ChunkPlanner, pool_regions
+from pdserve.transfer.plan import ChunkPlanner
 from pdserve.transfer.receiver import ReceiveSide
 from pdserve.transfer.receiving_engines import SessionReceivers
 from pdserve.transfer.sender import SendSide
@@ -62,7 +65,8 @@ __all__ = ["FAKE_BOOTSTRAP_HOST", "KVArgs", "KVManager", "KVReceiver", "KVSender
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVArgs:
-    """A replica's configuration for transfer. `layout` is the whole model's; `facts` must equal a peer's.
+    """A replica's configuration for transfer. `layout` is the whole model's, with DRAFT groups; `facts` must equal a
+    peer's.
 
     `ranks` are all ranks of the replica in the order of `shape`: addresses and lengths of their pools, and for state
     type and geometry (`StateFacts`). Each session fills in their transport addresses. `secret` is the same on all of
@@ -109,6 +113,7 @@ class KVManager:
         fake: bool = False,
     ) -> None:
         self.args = args
+        self._layout = without_drafts(args.layout)
         self.counters: Counter[str] = Counter()
         self._all_fake = fake
         self._clock = clock
@@ -126,6 +131,7 @@ class KVManager:
             aux_region=WireRegion(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
+            draft_facts=draft_fields(args.layout) or msgspec.UNSET,
         )
         self.receivers = SessionReceivers(engine, clock, args.shape.num_ranks)
         self.sessions = Sessions(
@@ -143,13 +149,7 @@ class KVManager:
             args.peer_sizes,
         )
         self.send_side = SendSide(
-            ChunkPlanner(
-                args.layout,
-                args.shape,
-                tuple(tuple(region.address for region in pool_regions(args.layout, rank)) for rank in ranks),
-                args.aux.buffer[0],
-                args.aux.slot_bytes,
-            ),
+            ChunkPlanner.of(args.layout, args.shape, ranks, (args.aux.buffer[0], args.aux.slot_bytes)),
             self.sessions,
             engine,
             clock,
@@ -163,7 +163,7 @@ class KVManager:
             clock,
             times.bootstrap_timeout_s,
             times.waiting_timeout_s,
-            args.layout,
+            self._layout,
             args.shape.num_ranks,
             self.counters,
         )
@@ -176,7 +176,7 @@ class KVManager:
             RequestError: 409 when the room is live.
         """
         record = self.send_side.open(room, digest, self._is_fake(host), num_tokens)
-        return KVSender(self.send_side, self.args.aux, self.args.layout, record)
+        return KVSender(self.send_side, self.args.aux, self._layout, record)
 
     def open_receiver(self, room: int, address: Address, digest: str, *, takes_logprobs: bool = False) -> KVReceiver:
         """Return a handle to receive from the prefill server behind `address`.
@@ -187,7 +187,7 @@ class KVManager:
             RequestError: 409 when the room is live.
         """
         record = self.receive_side.open(room, address, digest, self._is_fake(address[0]), takes_logprobs=takes_logprobs)
-        return KVReceiver(self.receive_side, self.args.aux, self.args.layout, record)
+        return KVReceiver(self.receive_side, self.args.aux, self._layout, record)
 
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 
 from pdserve.base.parallel import ParallelShape, RankCoord
 from pdserve.errors import HandshakeError
+from pdserve.memory.draft_groups import draft_fields, draft_groups, without_drafts
 from pdserve.memory.layout import STATE_TYPES, KVGroup, KVLayout, Plane
 from pdserve.transfer.wire import Hello, RankMemory, StateFacts, StatePlane, StateRegion, WireRegion
 
@@ -155,20 +156,23 @@ def rank_memory(
 ) -> RankMemory:
     """Return the memory of the rank at `coord`, whose pools are `buffers`, `(address, bytes)` for each group.
 
-    `layout` is the whole model's.
+    `layout` is the whole model's, with DRAFT groups.
     """
-    kv, of_state = layout.split(buffers)
+    layout, num_drafts = without_drafts(layout), len(draft_groups(layout))
+    cut = len(buffers) - num_drafts
+    kv, of_state = layout.split(buffers[:cut])
     state = zip(of_state, state_facts(layout, coord), strict=True)
     return RankMemory(
         transport_address,
         tuple(WireRegion(*buffer) for buffer in kv),
         host_addresses,
         tuple(StateRegion(*buffer, facts) for buffer, facts in state),
+        tuple(WireRegion(*buffer) for buffer in buffers[cut:]),
     )
 
 
 def pool_regions(layout: KVLayout, memory: RankMemory) -> tuple[WireRegion | StateRegion, ...]:
-    """Return the pools of a rank, one for each group."""
+    """Return the pools of a rank, one for each group of `layout`, which has no DRAFT groups."""
     return layout.merge(memory.kv_regions, memory.state_regions)
 
 
@@ -297,12 +301,28 @@ class ChunkPart:
         return sum(copy.num_bytes for _, _, copies in self.pieces for copy in copies)
 
 
+Region = tuple[int, int]
+"""An address, and a number of bytes."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _GroupCopy:
+    """Copy `layers` (None: all) of a group from pages `source` to pages `target`. Pool addresses are by rank."""
+
+    group: KVGroup
+    layers: range | None
+    source: Sequence[int]
+    target: Sequence[int]
+    source_bases: Sequence[int]
+    target_bases: Sequence[int]
+
+
 @dataclasses.dataclass(frozen=True)
 class ChunkPlanner:
-    """Plans chunk copies. `layout` is that of the whole model.
+    """Plans chunk copies. `layout` is that of the whole model, without DRAFT groups.
 
     `kv_bases[rank]` are the pool addresses of a local rank, one per layout group. `aux_base` is the address of the aux
-    slots, which are at rank 0.
+    slots, which are at rank 0. `drafts` are the DRAFT groups, `draft_facts` what a peer must have alike to get them.
     """
 
     layout: KVLayout
@@ -310,10 +330,29 @@ class ChunkPlanner:
     kv_bases: tuple[tuple[int, ...], ...]
     aux_base: int
     aux_slot_bytes: int
+    drafts: tuple[KVGroup, ...] = ()
+    draft_bases: tuple[tuple[int, ...], ...] = ()
+    draft_facts: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, layout: KVLayout, shape: ParallelShape, ranks: Sequence[RankMemory], aux: Region) -> ChunkPlanner:
+        """Return the planner of a server whose ranks have the memory `ranks`. `layout` may have DRAFT groups.
+
+        `aux`: address of the aux slots, and bytes of a slot.
+        """
+        base = without_drafts(layout)
+        kv_bases = tuple(tuple(region.address for region in pool_regions(base, rank)) for rank in ranks)
+        draft_bases = tuple(tuple(region.address for region in rank.draft_regions) for rank in ranks)
+        return cls(base, shape, kv_bases, *aux, draft_groups(layout), draft_bases, draft_fields(layout))
+
+    def sends_drafts(self, peer: Hello) -> bool:
+        """Return whether the pages of DRAFT groups are sent to `peer`: it has equal ones."""
+        return bool(self.drafts) and peer.draft_facts == self.draft_facts
 
     def rank_pairs(self, peer: Hello) -> tuple[RankPair, ...]:
         """Return the (local rank, peer rank address) pairs between which data flows, the aux slots' pair included."""
-        ends = {(flow.source_rank, flow.destination_rank) for group in self.layout.groups
+        groups = (*self.layout.groups, *(self.drafts if self.sends_drafts(peer) else ()))
+        ends = {(flow.source_rank, flow.destination_rank) for group in groups
                 for flow in shard_flows(group, self.shape, peer.shape)}  # fmt: skip
         return tuple((rank, peer.ranks[target].transport_address) for rank, target in sorted(ends | {(0, 0)}))
 
@@ -330,19 +369,31 @@ class ChunkPlanner:
     ) -> list[ChunkPart]:
         """Plan the copies of `layers` (numbers within the model) from the local pages `source` to the peer's `target`.
 
-        Both have one page list per group, of equal lengths; an empty list sends nothing of that group.
+        Both have one page list per group, of equal lengths; an empty list sends nothing of that group. All layers of
+        DRAFT groups go with the model's last layer: they are computed behind it.
         """
         pieces: dict[tuple[int, int], list[Piece]] = {}
-        for index, group in enumerate(self.layout.groups):
-            if not source[index]:
+        regions = [pool_regions(self.layout, rank) for rank in peer.ranks]
+        wanted = [
+            _GroupCopy(group, layers, source[index], target[index],
+                       [bases[index] for bases in self.kv_bases], [pools[index].address for pools in regions])
+            for index, group in enumerate(self.layout.groups)
+        ]  # fmt: skip
+        if layers.stop == self.layout.num_layers and self.sends_drafts(peer):
+            wanted += [
+                _GroupCopy(group, None, source[0], target[0], [bases[index] for bases in self.draft_bases],
+                           [rank.draft_regions[index].address for rank in peer.ranks])
+                for index, group in enumerate(self.drafts)
+            ]  # fmt: skip
+        for copy in wanted:
+            if not copy.source:
                 continue
-            for flow in shard_flows(group, self.shape, peer.shape):
+            for flow in shard_flows(copy.group, self.shape, peer.shape):
                 ours, theirs = self.shape.coord(flow.source_rank), peer.shape.coord(flow.destination_rank)
-                copies = plan_flow(group, ours, theirs, flow, source[index], target[index], layers)
+                copies = plan_flow(copy.group, ours, theirs, flow, copy.source, copy.target, copy.layers)
                 if copies:
-                    base = self.kv_bases[flow.source_rank][index]
-                    address = pool_regions(self.layout, peer.ranks[flow.destination_rank])[index].address
                     ends = (flow.source_rank, flow.destination_rank)
+                    base, address = copy.source_bases[flow.source_rank], copy.target_bases[flow.destination_rank]
                     pieces.setdefault(ends, []).append((base, address, tuple(copies)))
         return [
             ChunkPart(rank, peer.ranks[target_rank].transport_address, tuple(found), layers.stop)

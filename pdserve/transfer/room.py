@@ -20,12 +20,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.group_pools import numbers_to_move
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import KVGroup, KVLayout
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
@@ -320,6 +320,18 @@ def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux
         return f"cached_tokens is {info.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
     if (info.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {info.aux_slot} lies outside its buffer"
+    return None
+
+
+def check_draft_pages(info: TransferInfo, hello: Hello, drafts: Sequence[KVGroup]) -> str | None:
+    """Return why the receiver's pages lie outside its pools of the DRAFT groups `drafts`; None when they fit."""
+    last_page = max(info.pages[0], default=-1)
+    for rank, memory in enumerate(hello.ranks):
+        if len(memory.draft_regions) != len(drafts):
+            return f"draft_regions has {len(memory.draft_regions)} pools, expected {len(drafts)}"
+        for group, region in zip(drafts, memory.draft_regions, strict=True):
+            if group.of_rank(hello.shape.coord(rank)).bytes_of(last_page + 1) > region.num_bytes:
+                return f"page {last_page} lies outside the pool of group {group.name}"
     return None
 
 

@@ -29,7 +29,14 @@ from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected
 from pdserve.transfer.in_flight import Connecting, EarlyArrivals, OutgoingKeys, Tombstone
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.plan import ChunkPart, ChunkPlanner
-from pdserve.transfer.room import TERMINAL, KVPoll, SendRoom, check_prompt_fits_pages, check_receiver_pages
+from pdserve.transfer.room import (
+    TERMINAL,
+    KVPoll,
+    SendRoom,
+    check_draft_pages,
+    check_prompt_fits_pages,
+    check_receiver_pages,
+)
 from pdserve.transfer.sessions import Sessions
 from pdserve.transfer.wire import (
     Abort,
@@ -205,6 +212,8 @@ class SendSide:
             return
         assert peer.hello is not None
         wrong = check_receiver_pages(info, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
+        if wrong is None and self._chunks.sends_drafts(peer.hello):
+            wrong = check_draft_pages(info, peer.hello, self._chunks.drafts)
         if wrong is not None:
             self._refuse(peer, key, wrong)
             return

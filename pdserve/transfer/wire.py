@@ -102,13 +102,15 @@ class RankMemory(msgspec.Struct, frozen=True, omit_defaults=True):
     """Memory of one rank that peers write to: its transport address, and its pool of each layout group.
 
     `state_regions` are the pools of `KVLayout.state_groups`, `kv_regions` those of the other groups. `host_addresses`
-    are the IP addresses of the rank's host, from which its connections come; empty: not known.
+    are the IP addresses of the rank's host, from which its connections come; empty: not known. `draft_regions` are the
+    pools of DRAFT groups, whose pages have the numbers of those of the first group.
     """
 
     transport_address: EngineAddress
     kv_regions: tuple[WireRegion, ...]
     host_addresses: Annotated[tuple[Name, ...], msgspec.Meta(max_length=MAX_HOST_ADDRESSES)] = ()
     state_regions: tuple[StateRegion, ...] = ()
+    draft_regions: tuple[WireRegion, ...] = ()
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -120,6 +122,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     The dialling side draws `session`, a secret of the two processes, and an answer repeats it. A session that has ended
     does not begin again: its Hello is a replay.
+
+    `draft_facts` tell of DRAFT groups, see `draft_fields`; unset without such groups. The pages of these groups are
+    sent if the facts are equal on both sides.
     """
 
     endpoint: Name
@@ -133,6 +138,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     aux_region: WireRegion
     aux_slot_bytes: Count
     answer: bool
+    draft_facts: dict[Name, Name | int] | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def shape(self) -> ParallelShape:

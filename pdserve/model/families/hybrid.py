@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_attention, read_moe
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, read_count, read_mapping, read_texts
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, GatedDeltaSpec, MLPSpec, MoeSpec
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, GatedDeltaSpec, MLPSpec, MoeSpec, MTPNames
 from pdserve.model.rope import RopeSpec
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 LAYER_TYPES = frozenset({_FULL, _LINEAR})
+MTP_NAMES = MTPNames()
+"""Names of the MTP module: one layer of full attention, with the feed-forward of the model's layers."""
 _PARTIAL = "partial_rotary_factor"
 _DEFAULT_PARTIAL = 0.25
 _MAX_CONV_KERNEL = 64

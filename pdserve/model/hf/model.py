@@ -24,7 +24,7 @@ from pdserve.model.hf.latent import find_projections
 from pdserve.model.hf.probe import CacheProbe
 from pdserve.model.hf.rows import PassRows, passes_of
 from pdserve.model.hf.self_check import check_against, own_hidden
-from pdserve.model.interface import MoELayer
+from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots, torch_dtype
 
@@ -98,8 +98,10 @@ class TransformersModel:
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> Tensor:
         """See `Model.forward`. `on_hidden` receives the hidden states behind the final norm."""
+        assert taps is None, "the layers of transformers' models have no taps"
         assert self._cache is not None, "bind the model to its pools first"
         out = self._hidden(batch, on_layer)
         if on_hidden is not None:

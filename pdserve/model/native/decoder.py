@@ -34,16 +34,17 @@ from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
-from pdserve.model.decoder import Attention, Decoder
+from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
-from pdserve.model.interface import MoELayer
+from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
-from pdserve.model.layers.dense import FeedForward, RMSNorm
+from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
+    PackedLinear,
     PackedMLP,
     PackedMoe,
     PackedOperation,
@@ -99,7 +100,7 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer.
+    of each layer. `head` replaces the model's own, see `beside`.
     """
 
     def __init__(
@@ -109,8 +110,10 @@ class NativeDecoder:
         level: str,
         format: Format,
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
+        head: Packed | None = None,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
+        self._packer = packer = Packer(Arena(), format, model.params, packing)
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
@@ -119,12 +122,13 @@ class NativeDecoder:
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
+        self._layer_ends: list[int] = []
+        """By layer of this rank: number of operations up to its end."""
         self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
-        packer = Packer(Arena(), format, model.params, packing)
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
-        self._head: Packed | None = None
-        if model.head is not None:
+        self._head = head
+        if head is None and model.head is not None:
             keeps = model.embedding is not None and model.embedding.weight is model.head.weight
             self._head = packer.linear(model.head, keeps=keeps)
 
@@ -162,10 +166,24 @@ class NativeDecoder:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
-    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0) -> None:
+    def beside(self, model: Decoder) -> NativeDecoder:
+        """Return a decoder of `model`, which takes hidden states, with the threads and number format of this one.
+
+        It has the head of this one where `model` has none. It takes ownership of `model`, preferably before its weights
+        are loaded.
+        """
+        packer, head = self._packer, self._head if model.head is None else None
+        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, head)
+
+    def pack(self, linear: Linear) -> Callable[[Tensor], Tensor]:
+        """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
+        return PackedLinear(self._packer.linear(linear))
+
+    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0, first: int | None = None) -> None:
         """Build the program over this rank's KV pools, one for each group of the layout. Called once.
 
         `max_drafts`: most draft tokens of a row. Raises ConfigError where layers with a state keep fewer.
+        `first`: the number in the layout of this rank's first layer; None: that of its stage.
         """
         states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
         self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
@@ -175,11 +193,13 @@ class NativeDecoder:
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
         self._samples = program.buffer(spec.hidden_size, of_samples=True)
+        self._embeds = program.buffer(spec.hidden_size) if spec.reads_embeddings else None
         if spec.moe is not None:
             self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
             self._routes = program.buffer(spec.moe.top_k, torch.int64)
         coord = self.parallel.coord
-        first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
+        if first is None:
+            first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
         self._places = {
             number - first: (pool, index) for pool in pools for index, number in enumerate(pool.group.layers)
         }
@@ -191,7 +211,8 @@ class NativeDecoder:
             program.embed(self._x, model.embedding.weight)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
             for sublayer, weights in zip(layer.sublayers, packed, strict=True):
-                self._record(local, sublayer.norm, weights)
+                self._record(local, sublayer, weights)
+            self._layer_ends.append(program.num_ops)
         self._body = program.num_ops
         if model.norm is not None and self._head is not None:
             program.select(self._x, self._samples)
@@ -213,15 +234,21 @@ class NativeDecoder:
         on_layer: Callable[[int], None] | None = None,
         hidden: Tensor | None = None,
         on_hidden: Callable[[Tensor], None] | None = None,
+        taps: LayerTaps | None = None,
     ) -> Tensor:
         """See `Model.forward`. `attention` is not used: the program computes it."""
         program, num_tokens = self._program, batch.num_tokens
         program.begin(batch)
         if not self._embeds_itself:
             program.view(self._x, num_tokens).copy_(self._begins_with(batch, hidden))
+        if self._embeds is not None:
+            assert self._model.read_embedding is not None, "set the embedding that the layers read"
+            program.view(self._embeds, num_tokens).copy_(self._model.read_embedding(batch.input_ids))
         sync_points = self._sync_points
-        if on_layer is not None:
-            sync_points = sorted(sync_points + self._layer_sync_points(on_layer), key=lambda point: point.at)
+        if on_layer is not None or taps is not None:
+            added = [] if on_layer is None else self._layer_sync_points(on_layer)
+            added += [] if taps is None else self._tap_sync_points(taps)
+            sync_points = sorted(sync_points + added, key=lambda point: point.at)
         done = 0
         for point in sync_points:
             program.run(done, point.at)
@@ -301,10 +328,15 @@ class NativeDecoder:
         """Return a sync point after each layer's KV write, which calls `on_layer`."""
         return [SyncPoint(at, partial(_report_layer, on_layer, layer)) for layer, at in enumerate(self._kv_write_ends)]
 
-    def _record(self, local: int, norm: RMSNorm, weights: PackedOperation) -> None:
+    def _tap_sync_points(self, taps: LayerTaps) -> list[SyncPoint]:
+        """Return a sync point at the end of each tapped layer, behind those of the layer itself."""
+        return [SyncPoint(self._layer_ends[layer], partial(self._tap, taps, layer)) for layer in taps.layers]
+
+    def _record(self, local: int, sublayer: Sublayer, weights: PackedOperation) -> None:
         """Record one sublayer of this rank's layer `local`."""
+        norm = sublayer.norm
         if isinstance(weights, PackedAttention):
-            self._record_attention(local, norm, weights)
+            self._record_attention(local, sublayer, weights)
             return
         if isinstance(weights, PackedDelta):
             self._record_delta(local, norm, weights)
@@ -323,13 +355,17 @@ class NativeDecoder:
         if not alone:
             self._add_sync_point(self._add_feed_forward)
 
-    def _record_attention(self, local: int, norm: RMSNorm, weights: PackedAttention) -> None:
+    def _record_attention(self, local: int, sublayer: Sublayer, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
-        program, op = self._program, weights.op
+        program, op, norm = self._program, weights.op, sublayer.norm
         _, index = self._places[local]
         heads, width = self._add_heads(local, op), op.num_heads * op.spec.head_dim
         qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
-        program.linear(self._x, weights.qkv, qkv, norm=_weight(norm), eps=norm.eps)
+        of_embeddings, embedding_norm = weights.of_embeddings, sublayer.embedding_norm
+        if of_embeddings is not None and embedding_norm is not None:
+            program.linear(self._embeds, of_embeddings, qkv, norm=_weight(embedding_norm), eps=embedding_norm.eps)
+        add = of_embeddings is not None
+        program.linear(self._x, weights.qkv, qkv, norm=_weight(norm), eps=norm.eps, add=add)
         q_norm, k_norm = (None if each is None else _weight(each) for each in (op.q_norm, op.k_norm))
         program.place(qkv, index, q_norm, k_norm, norm.eps, heads=heads)
         self._kv_write_ends.append(program.num_ops)
@@ -415,6 +451,10 @@ class NativeDecoder:
         """Add the feed-forward output, summed over the ranks of `Parallel.dp_attention_group`, to the hidden states."""
         part = self._program.view(self._part, num_tokens)
         self._program.view(self._x, num_tokens).add_(self.parallel.dp_attention_group.reduce_sum(part))
+
+    def _tap(self, taps: LayerTaps, layer: int, num_tokens: int) -> None:
+        """Hand the output of a layer to `taps`."""
+        taps.put(layer, self._program.view(self._x, num_tokens))
 
     def _add_outside(self, op: FeedForward, num_tokens: int) -> None:
         """Add a feed-forward output for which tokens travel between ranks."""

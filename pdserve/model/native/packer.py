@@ -27,11 +27,16 @@ from pdserve.model.params import ParamSlots
 
 @dataclasses.dataclass(frozen=True)
 class PackedAttention:
-    """Packed projections of an `Attention`. `qkv`: queries, keys, values, and then output gates if there are any."""
+    """Packed projections of an `Attention`. `qkv`: queries, keys, values, and then output gates if there are any.
+
+    `of_embeddings`: the part of `qkv` that reads embeddings, where `qkv` reads the hidden states only; None: there is
+    none.
+    """
 
     op: Attention
     qkv: Packed
     out: Packed
+    of_embeddings: Packed | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +104,9 @@ class Packer:
 
     def operation(self, op: Attention | GatedDeltaNet | FeedForward) -> PackedOperation:
         """Pack one operation of a layer. Takes ownership of its weights."""
+        if isinstance(op, Attention) and op.reads_embeddings:
+            of_embeddings, qkv = self.halves(op.qkv)
+            return PackedAttention(op, qkv, self.linear(op.out), of_embeddings)
         if isinstance(op, Attention):
             order = _gates_last(op) if op.spec.output_gate else None
             return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out))
@@ -173,6 +181,27 @@ class Packer:
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
         return packed
 
+    def halves(self, linear: Linear) -> tuple[Packed, Packed]:
+        """Pack the first and the second half of a linear layer's inputs; the bias belongs to the second. Drops the
+        original.
+        """
+        num_out, num_in = linear.weight.shape
+        has_bias = linear.bias is not None
+        packed = (
+            open_packed(self.arena, self.format, num_out, num_in // 2),
+            open_packed(self.arena, self.format, num_out, num_in // 2, has_bias=has_bias),
+        )
+
+        def take() -> None:
+            with self.packing():
+                for half, bias, weight in zip(packed, (None, linear.bias), linear.weight.chunk(2, 1), strict=True):
+                    half.put(weight, bias)
+                self.params.release_weights(linear.weight, sum(half.num_bytes for half in packed))
+                linear.release_weights()
+
+        self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
+        return packed
+
 
 def _gates_last(op: Attention) -> Tensor:
     """Return the outputs of a q/k/v projection with gates in the order queries, keys, values, gates."""
@@ -206,6 +235,19 @@ class AttentionInProgram:
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Must not be called."""
         raise AssertionError("attention is an operation of the program")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLinear:
+    """A linear layer outside of the program."""
+
+    weight: Packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Map `[N, in]` to `[N, out]`, in the dtype of `x`."""
+        packed = self.weight
+        product: Tensor = torch.ops.pdserve.linear(x, packed.data, packed.scale, packed.bias, packed.num_out)
+        return product
 
 
 @dataclasses.dataclass(frozen=True)

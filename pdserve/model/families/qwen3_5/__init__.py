@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pdserve.model.families.family import Family, HFConfig, read_mlp, read_num_layers
-from pdserve.model.families.hybrid import LAYER_TYPES, hybrid_layers, read_shared_moe
+from pdserve.model.families.hybrid import LAYER_TYPES, MTP_NAMES, hybrid_layers, read_shared_moe
 from pdserve.model.layer_spec import DecoderLayerSpec, WeightNames
 from pdserve.model.rope import RopeSpec
 
 _NAMES = WeightNames(
     ignored=("mtp.", "model.visual."),
     renamed=(("model.language_model.", "model."),),
+    mtp=MTP_NAMES,
 )
 _Layers = Callable[[HFConfig, RopeSpec, str], tuple[DecoderLayerSpec, ...]]
 

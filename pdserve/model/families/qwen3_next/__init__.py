@@ -6,7 +6,7 @@ The projections of a GatedDeltaNet layer are interleaved by key head. Norms have
 from __future__ import annotations
 
 from pdserve.model.families.family import Family, HFConfig, read_mlp, read_num_layers
-from pdserve.model.families.hybrid import LAYER_TYPES, hybrid_layers, read_shared_moe
+from pdserve.model.families.hybrid import LAYER_TYPES, MTP_NAMES, hybrid_layers, read_shared_moe
 from pdserve.model.fields import read_count, read_counts
 from pdserve.model.layer_spec import DecoderLayerSpec, MLPSpec, MoeSpec, WeightNames
 from pdserve.model.rope import RopeSpec
@@ -30,7 +30,7 @@ FAMILIES = (
         model_type="qwen3_next",
         max_positions=32768,
         read_layers=_layers,
-        names=WeightNames(ignored=("mtp.",)),
+        names=WeightNames(ignored=("mtp.",), mtp=MTP_NAMES),
         layer_types=LAYER_TYPES,
         norm_offset=1.0,
         may_be_partial=True,

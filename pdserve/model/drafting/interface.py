@@ -1,0 +1,81 @@
+"""`DraftModel`: what the executor's drafter runs. Implemented by the MTP module, and by other heads and draft models.
+
+The KV cache of a draft model is the DRAFT group of the target's layout, in pages of the same numbers. Slot j has the KV
+of token j, computed with the target's hidden state of position j - 1. So a page depends on the tokens before its end
+alone, as the target's pages do, and the prefix cache and transfers treat both alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+from torch import Tensor
+
+from pdserve.memory.layout import GroupKind, KVGroup, attention_group
+from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.config import ModelSpec
+from pdserve.model.forward_batch import ForwardBatch
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafted:
+    """One draft for each token at `ForwardBatch.sample_index`, equal on all tensor ranks.
+
+    `token_ids` int64 `[S]`: ids in the target's vocabulary. `hidden` `[S, hidden_size]`: the hidden states with which
+    the draft model computes these tokens.
+    """
+
+    token_ids: Tensor
+    hidden: Tensor
+
+
+class DraftModel(Protocol):
+    """One rank's part of a model that drafts tokens."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states that `forward` takes; 0: it takes none."""
+        ...
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs `take` gets, side by side; empty: it is not called."""
+        ...
+
+    def kv_group(self, page_tokens: int, dtype: str) -> KVGroup:
+        """Return the DRAFT group of the whole model; see `draft_group`."""
+        ...
+
+    def bind(self, pool: KVPool) -> None:
+        """Keep the KV cache in `pool`, this rank's part of the DRAFT group. Called once, before `forward`."""
+        ...
+
+    def take(self, hidden: Tensor) -> Tensor:
+        """Convert what `taps` keep, `[N, len(taps) * hidden size of the target]`, to hidden states for `forward`.
+
+        Returns `[N, hidden_size]`, a copy.
+        """
+        ...
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
+        """Write the KV of all tokens of `batch`, and draft the token behind each one at `sample_index`.
+
+        `hidden` `[N, hidden_size]`, which may be overwritten: for each token, the hidden state of the position before
+        it. None: no token is at `sample_index`. All tensor ranks call it together.
+        """
+        ...
+
+
+def draft_group(
+    target: ModelSpec, *, num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, dtype: str
+) -> KVGroup:
+    """Return the DRAFT group of a draft model of `num_layers` layers, at most as many as the target has.
+
+    The group's layers have the numbers of the target's last layers.
+    """
+    assert num_layers <= target.num_layers, (num_layers, target.num_layers)
+    return attention_group(
+        kind=GroupKind.DRAFT, page_tokens=page_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
+        num_layers=target.num_layers, layers=range(target.num_layers - num_layers, target.num_layers),
+    )  # fmt: skip
