@@ -12,6 +12,7 @@ from pdserve.config.groups import (
     ServingConfig,
 )
 from pdserve.config.schedule_group import ScheduleConfig
+from pdserve.config.speculative_group import SpeculativeConfig
 
 __all__ = [
     "AccessConfig",
@@ -24,4 +25,5 @@ __all__ = [
     "ScheduleConfig",
     "ServerConfig",
     "ServingConfig",
+    "SpeculativeConfig",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from pdserve.errors import ConfigError
 
@@ -17,6 +17,9 @@ def _no_effect(why: str, low: int = 0, high: int = (1 << 31) - 1, *, names: tupl
     """Declare a flag that changes nothing, because of `why`. A number must be in [`low`, `high`]."""
     metadata = {"help": f"no effect: {why}", "names": names, "env": None, "secret": False}
     return dataclasses.field(default=None, metadata=metadata | {"why": why, "range": (low, high)})
+
+
+CHAIN = "drafts are a chain, the continuation of one match"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,12 +49,22 @@ class AcceptedConfig:
         "--log-requests writes the times of each request, and /generate returns them in meta_info.timing"
     )
 
+    speculative_ngram_min_bfs_breadth: int | None = _no_effect(CHAIN, 1)
+    speculative_ngram_max_bfs_breadth: int | None = _no_effect(CHAIN, 1)
+    speculative_ngram_match_type: Literal["BFS", "PROB"] | None = _no_effect(CHAIN)
+    speculative_ngram_max_trie_depth: int | None = _no_effect(
+        "matches have at most --speculative-ngram-max-match-window-size tokens, and drafts at most "
+        "--speculative-num-draft-tokens",
+        1,
+        names=("--speculative-ngram-branch-length",),
+    )
+
     def check(self) -> None:
         """Check all values; ConfigError names the flag."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             low, high = field.metadata["range"]
-            if value is not None and not low <= int(value) <= high:
+            if value is not None and not isinstance(value, str) and not low <= int(value) <= high:
                 text = f"--{field.name.replace('_', '-')} is {value!r}, but must be {low} to {high}"
                 raise ConfigError(text, field=field.name)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import ssl
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ def flag(
     names: tuple[str, ...] = (),
     env: str | None = None,
     secret: bool = False,
+    refused: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag; `names` are additional flag names.
 
     `env` is an environment variable that replaces an absent flag. A `secret` never appears in a repr, in
-    `/get_server_info` or in a log.
+    `/get_server_info` or in a log. `refused`: advice by value, for values of SGLang that are not supported here.
     """
-    metadata = {"help": help, "names": names, "env": env, "secret": secret}
+    metadata = {"help": help, "names": names, "env": env, "secret": secret, "refused": refused or {}}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 

@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn
 
@@ -39,6 +39,8 @@ class Flag:
     env: str | None
     """Environment variable that replaces an absent flag; an empty variable is ignored."""
     secret: bool
+    refused: Mapping[str, str]
+    """Advice for values of SGLang that are not supported here, by value."""
 
 
 @functools.cache
@@ -64,6 +66,7 @@ def _flags() -> Iterator[Flag]:
                 help=field.metadata["help"],
                 env=field.metadata["env"],
                 secret=field.metadata["secret"],
+                refused=field.metadata.get("refused", {}),
             )
 
 
@@ -115,9 +118,22 @@ def build_parser() -> argparse.ArgumentParser:
         else:
             choices = flag.choices or None
             sections[flag.group].add_argument(
-                *flag.names, type=flag.kind, choices=choices, metavar=_metavar(flag), **common
+                *flag.names, type=_converter(flag), choices=choices, metavar=_metavar(flag), **common
             )
     return parser
+
+
+def _converter(flag: Flag) -> Callable[[str], Any]:
+    """Return the function that turns the text of a value into the value."""
+    if not flag.refused:
+        return flag.kind
+
+    def convert(text: str) -> str:
+        if text in flag.refused:
+            raise argparse.ArgumentTypeError(f"{text} is not supported; {flag.refused[text]}")
+        return text
+
+    return convert
 
 
 def _metavar(flag: Flag) -> str:

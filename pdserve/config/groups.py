@@ -15,6 +15,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
 from pdserve.config.schedule_group import ScheduleConfig
+from pdserve.config.speculative_group import SpeculativeConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
@@ -403,6 +404,7 @@ class ServerConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
     kernels: KernelConfig = KernelConfig()
+    speculative: SpeculativeConfig = SpeculativeConfig()
     grammar: GrammarConfig = GrammarConfig()
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()

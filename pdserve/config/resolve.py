@@ -123,6 +123,8 @@ def without_effect(config: ServerConfig) -> list[str]:
         "prefill": "a prefill server generates one token of a request",
         "decode": "a decode server keeps --num-reserved-decode-tokens free for each request, and room for the largest",
     }
+    if mode == "prefill" and config.speculative.speculative_algorithm == "NGRAM":
+        lines.append(f"--speculative-algorithm NGRAM has no effect: {reasons[mode]}")
     if mode in reasons:
         for field in ("init_new_token_ratio", "clip_max_new_tokens_estimation"):
             if getattr(schedule, field) != getattr(defaults.schedule, field):
@@ -221,6 +223,23 @@ def _disaggregation_transfer_backend(config: ServerConfig, machine: Machine) -> 
     return _set(config, group, field, "shm", f"both servers must run on this host, as {missing['mooncake']}")
 
 
+def _speculative_num_steps(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    speculative, field = config.speculative, "speculative_num_steps"
+    if not speculative.uses_draft_model or speculative.speculative_num_steps is not None:
+        return None
+    given = speculative.speculative_num_draft_tokens
+    reason = "SGLang's default for most models" if given is None else "--speculative-num-draft-tokens less one"
+    return _set(config, "speculative", field, speculative.max_drafts, reason)
+
+
+def _speculative_num_draft_tokens(config: ServerConfig, machine: Machine) -> tuple[ServerConfig, Choice] | None:
+    speculative, field = config.speculative, "speculative_num_draft_tokens"
+    if not speculative.is_on or speculative.speculative_num_draft_tokens is not None:
+        return None
+    reason = "--speculative-num-steps plus one" if speculative.uses_draft_model else "SGLang's default"
+    return _set(config, "speculative", field, speculative.max_drafts + 1, reason)
+
+
 STEPS: tuple[Step, ...] = (
     _device,
     _served_model_name,
@@ -232,6 +251,8 @@ STEPS: tuple[Step, ...] = (
     _disaggregation_host,
     _disaggregation_bootstrap_port,
     _disaggregation_transfer_backend,  # after `_device`
+    _speculative_num_steps,
+    _speculative_num_draft_tokens,
 )
 
 MODES: Mapping[str, tuple[DisaggMode, ...]] = {

@@ -106,20 +106,16 @@ return-hidden-states-mode return-input-ids return-output-ids rl-on-policy-target
 sampling-backend sampling-defaults sampling-mask-max-tokens
 scheduler-recv-interval shared-experts-tp-size show-time-cost sidecar sidecar-args
 skip-tokenizer-init sm-group-num smg-grpc-mode smg-http-sidecar-port soft-watchdog-timeout
-spec-trace-dir speculative-accept-threshold-acc speculative-accept-threshold-single speculative-adaptive
-speculative-adaptive-config speculative-algorithm speculative-attention-mode speculative-dflash-block-size
-speculative-domino-candidate-pool-size speculative-draft-attention-backend speculative-draft-kv-cache-dtype
-speculative-draft-load-format speculative-draft-model speculative-draft-model-path
+spec-trace-dir speculative-accept-threshold-acc speculative-accept-threshold-single speculative-adaptive-config
+speculative-attention-mode speculative-dflash-block-size speculative-domino-candidate-pool-size
+speculative-draft-attention-backend speculative-draft-kv-cache-dtype speculative-draft-load-format
 speculative-draft-model-quantization speculative-draft-model-revision speculative-draft-sink-size
 speculative-draft-window-size speculative-dsa-topk-backend speculative-dspark-align-verify-tokens-to-graph-tier
 speculative-dspark-block-size speculative-dspark-confidence-sts-path speculative-dspark-sps-table-path
-speculative-eagle-topk speculative-enable-w4a4-mxfp4-megamoe speculative-moe-a2a-backend
-speculative-moe-runner-backend speculative-ngram-branch-length speculative-ngram-capacity
+speculative-enable-w4a4-mxfp4-megamoe speculative-moe-a2a-backend speculative-moe-runner-backend
 speculative-ngram-external-corpus-max-tokens speculative-ngram-external-corpus-path
-speculative-ngram-external-sam-budget speculative-ngram-match-type speculative-ngram-max-bfs-breadth
-speculative-ngram-max-match-window-size speculative-ngram-max-trie-depth speculative-ngram-min-bfs-breadth
-speculative-ngram-min-match-window-size speculative-num-draft-tokens speculative-num-steps speculative-token-map
-speculative-use-block-verification speculative-use-rejection-sampling
+speculative-ngram-external-sam-budget speculative-token-map speculative-use-block-verification
+speculative-use-rejection-sampling
 startup-weight-load-mode stream-interval stream-output stream-response-default-include-usage
 strip-thinking-cache swa-full-tokens-ratio swa-prefix-tails tbo-token-distribution-threshold tokenizer-backend
 tokenizer-metrics-allowed-custom-labels tokenizer-metrics-custom-labels-header tokenizer-mode tokenizer-worker-num

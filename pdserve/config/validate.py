@@ -50,6 +50,7 @@ def check(config: ServerConfig) -> None:
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
     _check_host("host", config.serving.host)
     config.access.check()
+    config.speculative.check(config.model.model_path, config.parallel.pp_size)
     config.accepted.check()
     _check_observe(config.observe)
 

@@ -49,10 +49,15 @@ class BatchRow(msgspec.Struct, frozen=True, gc=False):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step: rows of any lengths, which the executor flattens into one batch without padding."""
+    """One step: rows of any lengths, which the executor flattens into one batch without padding.
+
+    `num_proposals`: most drafts that the executor's drafter proposes for the next step of each row that samples, see
+    `StepResult.drafts`. 0: none, and the drafter does no work for them. None: as many as it is configured for.
+    """
 
     step: int
     rows: tuple[BatchRow, ...]
+    num_proposals: int | None = None
 
 
 class SampledToken(msgspec.Struct, frozen=True, gc=False):

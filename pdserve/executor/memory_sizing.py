@@ -133,12 +133,19 @@ CACHED_STATES = 2
 
 
 def sizes_of_one(
-    layout: KVLayout, *, context_length: int, step_tokens: int | None, num_steps_ahead: int = 1
+    layout: KVLayout,
+    *,
+    context_length: int,
+    step_tokens: int | None,
+    num_steps_ahead: int = 1,
+    decode_step_tokens: int = 1,
 ) -> GroupPoolSizes:
     """Return the window pages and state slots that one request may have at a time; see `GroupPoolSizes`."""
     if not (layout.window or layout.has_state):
         return GroupPoolSizes()
-    sizes = GroupPoolSizes(step_tokens=step_tokens, num_steps_ahead=num_steps_ahead)
+    sizes = GroupPoolSizes(
+        step_tokens=step_tokens, num_steps_ahead=num_steps_ahead, decode_step_tokens=decode_step_tokens
+    )
     window_pages = GroupPools(layout, sizes).most_window_pages(context_length)
     return dataclasses.replace(sizes, num_window_pages=window_pages, num_slots=int(layout.has_state))
 

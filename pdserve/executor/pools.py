@@ -85,7 +85,7 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
         )  # fmt: skip
     one = sizes_of_one(
         held, context_length=demand.context_length, step_tokens=chunk if demand.can_split_prompts else None,
-        num_steps_ahead=max(1, demand.pp_size - 1),
+        num_steps_ahead=max(1, demand.pp_size - 1), decode_step_tokens=1 + config.speculative.max_drafts,
     )  # fmt: skip
     groups = one
     if held.window or held.has_state:

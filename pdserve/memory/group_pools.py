@@ -23,14 +23,15 @@ from pdserve.memory.lease import GroupLease, Lease, PageAllocator
 class GroupPoolSizes:
     """Window pages and state slots of a rank; 0 without groups of that kind.
 
-    `step_tokens`: most tokens of one request in a step; None: whole prompts. `num_steps_ahead`: steps that may be under
-    way while the next one is planned.
+    `step_tokens`: most tokens of one request in a step; None: whole prompts. `decode_step_tokens`: the same once its
+    prompt is complete: 1, and its drafts. `num_steps_ahead`: steps that may be under way while the next one is planned.
     """
 
     num_window_pages: int = 0
     num_slots: int = 0
     step_tokens: int | None = None
     num_steps_ahead: int = 1
+    decode_step_tokens: int = 1
 
 
 class GroupPools:
@@ -84,9 +85,9 @@ class GroupPools:
     ) -> GroupLease | None:
         """Return a slot and a commitment of window pages; None, without any change, when either is short.
 
-        `max_len`: most tokens of the request. `decode_only`: each step computes one token of it. `source`: a node of
-        the prefix cache whose state the request continues from. Where its state is the only one that can be evicted,
-        the request gets that slot itself.
+        `max_len`: most tokens of the request. `decode_only`: each step computes one token of it, and drafts. `source`:
+        a node of the prefix cache whose state the request continues from. Where its state is the only one that can be
+        evicted, the request gets that slot itself.
         """
         if not self.fits(max_len, decode_only=decode_only):
             return None
@@ -176,9 +177,10 @@ class GroupPools:
         if layout.window == 0:
             return 0
         whole = layout.pages_for(max_len)
-        step = 1 if decode_only else sizes.step_tokens
+        step = sizes.decode_step_tokens if decode_only else sizes.step_tokens
         if step is None:
             return whole
+        step = max(step, sizes.decode_step_tokens)
         num_live = layout.pages_for(layout.window - 1 + step) + 1
         num_returning = sizes.num_steps_ahead * (layout.pages_for(step) + 1)
         return min(whole, num_live + num_returning)
@@ -259,7 +261,8 @@ class GroupPools:
         """Lower the commitment of a request that decodes to what it can still need."""
         if lease.most_in_decode is None:
             return
-        soon = len(lease.window) + lease.num_returning + self._sizes.num_steps_ahead + 1
+        new = self._layout.pages_for(self._sizes.decode_step_tokens - 1) + 1
+        soon = len(lease.window) + lease.num_returning + (self._sizes.num_steps_ahead + 1) * new
         most = max(soon, lease.most_in_decode)
         if most < lease.most_window_pages:
             self._num_committed -= lease.most_window_pages - most

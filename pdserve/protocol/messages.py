@@ -218,6 +218,23 @@ class RequestTiming(msgspec.Struct, frozen=True, kw_only=True):
     tokens computed by then. Set by the server that prefilled."""
 
 
+class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding of one request on this server.
+
+    `num_verify_steps`: steps that verified drafts of the request. `num_draft_tokens`: drafts that they verified.
+    `accepted_by_position[j]`: of these steps, those that accepted at least j + 1 drafts.
+    """
+
+    num_verify_steps: int
+    num_draft_tokens: int
+    accepted_by_position: tuple[int, ...] = ()
+
+    @property
+    def num_accepted(self) -> int:
+        """Drafts that were accepted."""
+        return sum(self.accepted_by_position)
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -233,6 +250,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens: int = 0
     cached_tokens: int = 0
     timing: RequestTiming | None = None
+    speculation: SpeculationStats | None = None
+    """Of a request whose drafts were verified, with its last output; None: none were."""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

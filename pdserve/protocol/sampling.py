@@ -65,6 +65,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     for the first token and then for every `stream_interval` tokens.
     With a `grammar`, an EOS token is sampled only where the grammar may end, and then always ends the request.
     `ignore_eos` and `min_new_tokens` suppress EOS only while the grammar can continue.
+    `speculative` False: the scheduler plans no draft tokens for the request. Its tokens are the same either way.
     """
 
     max_new_tokens: int = 128
@@ -87,6 +88,7 @@ class CoreSamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[int, BodyField(1, MAX_STREAM_INTERVAL)] = 1
     logit_bias: dict[int, float] | None = None
     grammar: Grammar | None = None
+    speculative: Annotated[bool, BodyField()] = True
 
     @property
     def greedy(self) -> bool:

@@ -27,7 +27,7 @@ from pdserve.scheduler.step_parts import BatchSplitter, PrefillBudget, StepKind
 PREFILL_TOKENS, CACHE_TOKENS, DECODE_TOKENS = (
     f"realtime_tokens.{mode}" for mode in ("prefill_compute", "prefill_cache", "decode")
 )
-"""Counters by SGLang's name and label: prompt tokens computed and taken from the cache, and decode rows.
+"""Counters by SGLang's name and label: prompt tokens computed and taken from the cache, and tokens of decode rows.
 
 Tokens that are computed again count again.
 """
@@ -87,6 +87,11 @@ class PrefillManager:
                 break
             budget -= self._chunk(req, rows, _num_unplanned(req) if whole else budget)
         return rows
+
+    @property
+    def num_unplanned(self) -> int:
+        """Tokens of active prompts that no planned step computes."""
+        return sum(_num_unplanned(req) for req in self.active.values())
 
     @property
     def ends_under_way(self) -> bool:
@@ -342,11 +347,13 @@ class BatchPlanner:
         self.prefilling = PrefillManager(context, waiting, headroom_tokens, needs_aux=prefill_only)
         self._prefill_budget = PrefillBudget(context)
         self._splitter = BatchSplitter(context.limits.saturation_tokens)
+        self._speculation = None if prefill_only else context.speculation
+        self._num_proposals = 0 if prefill_only else None
 
     @property
     def needs_sync(self) -> bool:
         """See `SchedulerRole.needs_sync`."""
-        return not self._prefill_only and not self._splitter and (self.running.is_short or self.prefilling.restores)
+        return not self._prefill_only and not self._splitter and (self.running.needs_sync or self.prefilling.restores)
 
     def plan(self, step: int) -> BatchPlan | None:
         """Decode rows first, then prefill chunks within the budget; the step is split into parts."""
@@ -354,13 +361,17 @@ class BatchPlanner:
             if self._prefill_only or not self._any_request_streams():
                 self._prefill_budget.refill()
             beside_streams = self._prefill_budget.is_over
-            decode, prompts = self.running.plan(), self.prefilling.plan(self._prefill_budget.budget)
+            budget = self._prefill_budget.budget
+            beside = 0 if self._speculation is None else min(budget, self.prefilling.num_unplanned)
+            decode, prompts = self.running.plan(beside), self.prefilling.plan(budget)
             if prompts:
                 self._prefill_budget.take(sum(row.num_tokens for row in prompts))
             elif decode:
                 self._prefill_budget.end()
             self._splitter.put(decode, prompts, beside_streams=beside_streams)
-        return plan_of(step, self._splitter.take())
+            if self._speculation is not None:
+                self._num_proposals = self._speculation.num_proposals(len(self.running.reqs))
+        return plan_of(step, self._splitter.take(), self._num_proposals)
 
     @property
     def step_kind(self) -> StepKind:
@@ -369,21 +380,26 @@ class BatchPlanner:
 
     def commit(
         self, live: dict[str, Req], plan: BatchPlan, result: StepResult
-    ) -> Iterator[tuple[Req, SampledToken, FinishReason | None]]:
-        """Yield each request that got a token, with the token and its finish reason; finished prompts join the decode
+    ) -> Iterator[tuple[Req, tuple[SampledToken, ...], FinishReason | None]]:
+        """Yield each request that got tokens, with its tokens and its finish reason; finished prompts join the decode
         batch.
         """
         running, prompts, num_decoded = self.running.reqs, result.prompts, 0
+        speculation = self._speculation if result.drafts else None
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
                 continue
             if prompts and index in prompts:
                 self._context.outbox.emit_prompt(req, prompts[index])
-            if row.rid in running:
+            if row.drafts and row.rid in running:
+                tokens, finish = self.running.commit_drafts(req, row, result.sampled(index))
+                num_decoded += 0 if req.spec.probe else len(tokens)
+                yield req, tokens, finish
+            elif row.rid in running:
                 assert token is not None
                 num_decoded += not req.spec.probe
-                yield req, token, self.running.commit(req, token)
+                yield req, (token,), self.running.commit(req, token)
             elif self.prefilling.committed(req, row.end):
                 assert token is not None
                 finish = self._context.append(req, token)
@@ -391,7 +407,9 @@ class BatchPlanner:
                     self.running.add(req)
                     if len(req.output_ids) > 1:
                         self._prefill_budget.end()
-                yield req, token, finish
+                yield req, (token,), finish
+            if speculation is not None and index in result.drafts:
+                speculation.proposed(req, result.drafts[index])
         self._context.counters[DECODE_TOKENS] += num_decoded
 
     def remove(self, req: Req) -> None:
@@ -399,6 +417,8 @@ class BatchPlanner:
         self.prefilling.remove(req)
         self.running.reqs.pop(req.rid, None)
         self._splitter.drop(req.rid)
+        if self._speculation is not None:
+            self._speculation.ended(req)
 
     def retract_all(self) -> None:
         """Retract all running requests and active prompts: they wait again without memory. No step may be under way."""

@@ -27,6 +27,7 @@ from pdserve.protocol.messages import (
     TokenLogprob,
 )
 from pdserve.scheduler.request import Req, finish_for_token
+from pdserve.scheduler.speculation import Speculation
 
 
 def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
@@ -184,6 +185,7 @@ class Outbox:
                 prompt_tokens=len(spec.input_ids),
                 cached_tokens=req.num_cached,
                 timing=timing,
+                speculation=None if finish is None or req.speculation is None else req.speculation.stats,
             )
         )
 
@@ -237,8 +239,18 @@ class SchedulerContext:
     still write KV into them.
     """
 
-    def __init__(self, memory: KVMemory, executor: Executor, outbox: Outbox, clock: Clock, limits: StepLimits) -> None:
+    def __init__(
+        self,
+        memory: KVMemory,
+        executor: Executor,
+        outbox: Outbox,
+        clock: Clock,
+        limits: StepLimits,
+        speculation: Speculation | None = None,
+    ) -> None:
+        """`speculation` None: no row has drafts."""
         self.memory = memory
+        self.speculation = speculation
         self.executor = executor
         self.outbox = outbox
         self.clock = clock
@@ -409,6 +421,6 @@ def group_leases(reqs: Iterable[Req]) -> list[GroupLease]:
     return [req.lease.groups for req in reqs if req.lease is not None and req.lease.groups is not None]
 
 
-def plan_of(step: int, rows: list[BatchRow]) -> BatchPlan | None:
+def plan_of(step: int, rows: list[BatchRow], num_proposals: int | None = None) -> BatchPlan | None:
     """Return a plan of `rows`, or None when there are no rows."""
-    return BatchPlan(step, tuple(rows)) if rows else None
+    return BatchPlan(step, tuple(rows), num_proposals) if rows else None

@@ -1,5 +1,5 @@
-"""The decode batch: requests that get one token a step, the KV pages they grow into, and retraction when memory runs
-out.
+"""The decode batch: requests that get one token a step, or several with drafts, the KV pages they grow into, and
+retraction when memory runs out.
 
 The monolith and decode roles share it.
 """
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+import msgspec
+
 from pdserve.executor.interface import BatchRow, SampledToken
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import PriorityRules, Req
+from pdserve.scheduler.speculation import Speculation
 
 RETRACT_STEPS = 16
 """Retraction frees enough memory for this many further steps of the remaining requests, so that it stays rare."""
@@ -61,6 +64,7 @@ class DecodeBatch:
         self._rules = rules
         limits = context.limits
         self.ratio = NewTokenRatio(limits.init_new_token_ratio, limits.conservativeness, limits.clip_tokens)
+        self._speculation = context.speculation
         self.reqs: dict[str, Req] = {}
 
     def add(self, req: Req) -> None:
@@ -73,14 +77,29 @@ class DecodeBatch:
         num_available = self._context.memory.num_available
         return len(self.reqs) > num_available and self._pages_wanted(1) > num_available
 
+    @property
+    def needs_sync(self) -> bool:
+        """True when no step may be under way at the next plan: pages are short, or drafts may be planned.
+
+        With several pipeline stages a row with drafts only waits for its own results.
+        """
+        if self.is_short:
+            return True
+        speculation = self._speculation
+        if speculation is None or not self.reqs or self._context.limits.num_stages > 1:
+            return False
+        return speculation.needs_sync
+
     def expected_tokens(self, without: Collection[str] = ()) -> float:
         """KV token slots that the running requests are still expected to take, without these rids: whole pages."""
         reqs = [req for req in self.reqs.values() if req.rid not in without]
         left = sum(min(req.num_remaining, self._context.limits.clip_tokens) for req in reqs)
         return self.ratio.value * left + self._context.memory.layout.tokens_in(len(reqs))
 
-    def plan(self) -> list[BatchRow]:
+    def plan(self, num_prompt_tokens: int = 0) -> list[BatchRow]:
         """Return one row per request that has memory: the row computes the last token and samples the next.
+
+        `num_prompt_tokens`: prompt tokens that the step is likely to compute beside the rows. They make drafts cheaper.
 
         With several pipeline stages, the rows come only from requests in no step under way. A step takes an equal share
         of the batch, so that every stage gets as many rows.
@@ -110,7 +129,28 @@ class DecodeBatch:
             req.planned = planned + 1
         if rows:
             self.ratio.decay()
+            if self._speculation is not None:
+                self._add_drafts(self._speculation, rows, num_prompt_tokens)
         return rows
+
+    def commit_drafts(
+        self, req: Req, row: BatchRow, sampled: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        """Append the tokens that `row`, which had drafts, has sampled, up to the one that ends the request.
+
+        Returns:
+            The appended tokens, and the finish reason of a finished request, which leaves the batch. `computed` counts
+            the accepted drafts before the last appended token; KV behind them is never used.
+        """
+        assert self._speculation is not None and req.computed == row.start and sampled
+        finish: FinishReason | None = None
+        num_taken = 0
+        while finish is None and num_taken < len(sampled):
+            finish = self.commit(req, sampled[num_taken])
+            num_taken += 1
+        req.planned = req.computed
+        self._speculation.committed(req, len(row.drafts), len(sampled) - 1, num_taken)
+        return sampled[:num_taken], finish
 
     def commit(self, req: Req, token: SampledToken) -> FinishReason | None:
         """Append the token of this step; a finished request leaves the batch."""
@@ -123,6 +163,44 @@ class DecodeBatch:
         return finish
 
     # ------------------------------------------------------------------ inside
+
+    def _add_drafts(self, speculation: Speculation, rows: list[BatchRow], num_prompt_tokens: int) -> None:
+        """Extend the planned `rows` by drafts, where these pay and memory is free: drafts retract no request."""
+        num_drafts = 0
+        if speculation.is_due:
+            settled: dict[int, Req] = {}
+            most: dict[int, int] = {}
+            for index, row in enumerate(rows):
+                req = self.reqs[row.rid]
+                if row.start == req.computed:
+                    settled[index], most[index] = req, req.max_len - row.end
+            for index, drafts in speculation.choose(settled, most, len(rows), num_prompt_tokens).items():
+                row, req = rows[index], settled[index]
+                taken = drafts[: self._grow_for_drafts(req, row.end + len(drafts)) - row.end]
+                if taken:
+                    rows[index] = self._with_drafts(req, row, taken)
+                    num_drafts += len(taken)
+        speculation.planned(len(rows), num_drafts)
+
+    def _with_drafts(self, req: Req, row: BatchRow, drafts: tuple[int, ...]) -> BatchRow:
+        end = row.end + len(drafts)
+        if self._context.memory.layout.window:
+            self._context.cover_window(req, row.start, end)
+        req.planned = end
+        return msgspec.structs.replace(row, end=end, drafts=drafts)
+
+    def _grow_for_drafts(self, req: Req, num_tokens: int) -> int:
+        """Grow the request to `num_tokens` if a page for each running request stays available; returns the tokens, at
+        most as many, that its pages hold.
+        """
+        memory, lease = self._context.memory, req.lease
+        assert lease is not None
+        held = memory.layout.tokens_in(len(lease.pages))
+        num_spare = memory.num_available - len(self.reqs)
+        if num_tokens > held and memory.num_pages(num_tokens) - len(lease.pages) <= num_spare:
+            self._context.grow(req, num_tokens)
+            held = memory.layout.tokens_in(len(lease.pages))
+        return min(num_tokens, held)
 
     def _pages_wanted(self, num_steps: int) -> int:
         """Return the pages that `num_steps` further steps of all requests would take."""

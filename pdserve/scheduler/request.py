@@ -22,6 +22,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.draft_length import RequestSpeculation
 from pdserve.transfer.manager import KVReceiver, KVSender
 
 RESUME_TOKENS = 16
@@ -77,6 +78,8 @@ class Req:
     first_token: SampledToken | None = None
     chunks: list[tuple[float, int]] | None = None
     """See `RequestTiming.chunks`."""
+    speculation: RequestSpeculation | None = None
+    """None until drafts are looked for."""
     _token_bytes: bytes = b""
 
     @property

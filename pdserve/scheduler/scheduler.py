@@ -262,10 +262,14 @@ class Scheduler:
         counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
         counters["evicted_pages"] = float(self.context.memory.pages.num_evicted)
         counters |= self._times.counters()
+        if self.context.speculation is not None:
+            counters |= self.context.speculation.counters
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
         facts = {**self.facts, **self.role.facts()}
+        if self.context.speculation is not None:
+            facts |= self.context.speculation.facts()
         if self._live_facts is not None:
             facts |= self._live_facts()
         if self.kv is not None:
@@ -396,6 +400,8 @@ class Scheduler:
         holding = sum(not self._paused or req.lease is not None for req in self.role.live.values())
         if holding:
             return False, f"{holding} requests are running"
+        if self.context.speculation is not None:
+            self.context.speculation.forget_past()
         return True, f"{self.context.memory.flush()} cached pages were dropped"
 
     def _num_ended(self) -> int:

@@ -23,22 +23,26 @@ class DecodeStepLog:
         self._dp_rank = dp_rank
         self._rows: list[dict[str, Any]] = []
 
-    def add(self, req: Req, finish: FinishReason | None) -> None:
-        """Add a request that has just got a token. Its first token is left out: a prefill has computed that."""
-        if len(req.output_ids) < 2:
-            return
-        position = req.seq_len - 2
-        self._rows.append(
-            {
-                "rid": req.rid,
-                "request_id": req.spec.request_id,
-                "position": position,
-                "last_token": req.output_ids[-2],
-                "next_token": req.output_ids[-1],
-                "kv_index": self._kv_index(req, position),
-                "finish_reason": None if finish is None else finish.type,
-            }
-        )
+    def add(self, req: Req, num_tokens: int, finish: FinishReason | None) -> None:
+        """Add a request that has just got `num_tokens` tokens, a row for each.
+
+        Its first token is left out: a prefill has computed that.
+        """
+        num_out = len(req.output_ids)
+        for number in range(max(1, num_out - num_tokens), num_out):
+            position = req.num_prompt + number - 1
+            is_last = number == num_out - 1
+            self._rows.append(
+                {
+                    "rid": req.rid,
+                    "request_id": req.spec.request_id,
+                    "position": position,
+                    "last_token": req.output_ids[number - 1],
+                    "next_token": req.output_ids[number],
+                    "kv_index": self._kv_index(req, position),
+                    "finish_reason": finish.type if finish is not None and is_last else None,
+                }
+            )
 
     def end_step(self, step: int) -> None:
         """Write the line of step `step`; none if no request got a token."""

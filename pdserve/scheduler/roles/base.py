@@ -285,12 +285,12 @@ class MixedBatchRole(BaseRole):
 
     def commit(self, plan: BatchPlan, result: StepResult) -> None:
         """Append the tokens and release finished requests. The first two tokens and the last one carry timing."""
-        for req, token, finish in self._batch_planner.commit(self.live, plan, result):
-            num_sampled = len(req.output_ids) - len(req.spec.prior_output_ids)
-            timing = self._timing(req) if finish or num_sampled <= 2 else None
-            self._context.outbox.emit(req, (token,), finish, timing)
+        for req, tokens, finish in self._batch_planner.commit(self.live, plan, result):
+            num_before = len(req.output_ids) - len(req.spec.prior_output_ids) - len(tokens)
+            timing = self._timing(req) if finish or num_before < 2 else None
+            self._context.outbox.emit(req, tokens, finish, timing)
             if self._step_log is not None:
-                self._step_log.add(req, finish)
+                self._step_log.add(req, len(tokens), finish)
             if finish is not None:
                 self._leave(req)
         if self._step_log is not None:

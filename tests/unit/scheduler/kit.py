@@ -17,6 +17,7 @@ from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
+from pdserve.scheduler.speculation import Speculation
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.sim.hash_lm import HashExecutor, hash_layout
 
@@ -69,10 +70,12 @@ class Mono:
         num_gated: Callable[[], int] | None = None,
         write_line: WriteLine | None = None,
         rules: PriorityRules | None = None,
+        speculation: Speculation | None = None,
+        executor: Callable[[int, PageTable], CountingExecutor] = CountingExecutor,
     ) -> None:
         self.sent: list[ToApi] = []
         table = PageTable(num_rows, width)
-        self.executor = CountingExecutor(num_pages, table)
+        self.executor = executor(num_pages, table)
         self.executor.late = late
         self.clock = ManualClock()
         self.memory = KVMemory(
@@ -84,7 +87,7 @@ class Mono:
             conservativeness=conservativeness,
         )  # fmt: skip
         self.context = context = SchedulerContext(
-            self.memory, self.executor, Outbox(self.sent.append), self.clock, limits
+            self.memory, self.executor, Outbox(self.sent.append), self.clock, limits, speculation
         )
         self.mailbox: Mailbox[Event] = Mailbox()
         step_log = None if write_line is None else DecodeStepLog(write_line, self.memory.layout, dp_rank=0)
