@@ -140,7 +140,7 @@ class HashExecutor:
         """By rank and group."""
         self._layers = [self._layer(layer) for layer in range(layout.num_layers)]
         self._table = page_table
-        self._rows: dict[int, _Row] = {}
+        self._by_row: dict[int, _Row] = {}
         self._verifying: dict[int, int] = {}
         """By row: the unresolved step in which it has drafts."""
         self.late = False
@@ -209,7 +209,7 @@ class HashExecutor:
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
-        self._rows[row] = _Row(
+        self._by_row[row] = _Row(
             tokens=list(token_ids),
             sampler=HashSampler(sampling, num_prompt_tokens, logprobs, self._echo),
             stamp=SlotStamp.of(token_ids[:num_prompt_tokens], 0).request,
@@ -218,7 +218,7 @@ class HashExecutor:
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
-        del self._rows[row]
+        del self._by_row[row]
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`.
@@ -270,7 +270,7 @@ class HashExecutor:
 
     def compute(self, plan: BatchPlan, tables: Mapping[int, RowPages]) -> StepResult:
         """Compute a launched step. `tables`: the pages of its rows at launch."""
-        found = [self._compute_row(row, tables[row.row]) for row in plan.rows]
+        found = [self._compute_row(row, tables[row.row], plan.num_proposals) for row in plan.rows]
         self._last_step = plan.step
         events = self._layer_events.pop(plan.step, None)
         if events is not None:
@@ -283,14 +283,15 @@ class HashExecutor:
             drafts={index: each.drafts for index, each in enumerate(found) if each.drafts},
         )
 
-    def _compute_row(self, row: BatchRow, pages: RowPages) -> _RowResult:
-        own = self._rows[row.row]
+    def _compute_row(self, row: BatchRow, pages: RowPages, most: int | None) -> _RowResult:
+        """Compute one row. `most`: drafts to propose, see `BatchPlan.num_proposals`."""
+        own = self._by_row[row.row]
         if row.state_from >= 0:
             self._copy_slot(row.state_from, pages.slot)
         self.fold(row.row, pages.slot)
         self._stamp(row, own, pages.slot)
         if row.drafts:
-            return self._verify(row, own, pages)
+            return self._verify(row, own, pages, most)
         tokens, sampler = own.tokens, own.sampler
         first = None if sampler.logprobs is None else sampler.logprobs.prompt_from
         told: dict[int, int] = {}
@@ -306,9 +307,9 @@ class HashExecutor:
             return _RowResult(prompt=part)
         del tokens[row.end :]
         tokens.append(sampler.draw(carry, tokens, row.end))
-        return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry), part)
+        return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry, most), part)
 
-    def _verify(self, row: BatchRow, own: _Row, pages: RowPages) -> _RowResult:
+    def _verify(self, row: BatchRow, own: _Row, pages: RowPages, most: int | None) -> _RowResult:
         """Compute a row with drafts: sample at each position while the draft there was right."""
         tokens, sampler, start = own.tokens, own.sampler, row.start
         assert row.sample and start >= sampler.num_prompt and row.end == start + 1 + len(row.drafts), row
@@ -327,7 +328,7 @@ class HashExecutor:
         tokens[start + 1 :] = drawn
         self._forget(pages, range(start + len(drawn), row.end))
         own.pending, own.pending_start = inputs[: len(drawn)], start
-        return _RowResult(tuple(map(sampler.sampled, drawn)), self._propose(own, pages, carries[len(drawn) - 1]))
+        return _RowResult(tuple(map(sampler.sampled, drawn)), self._propose(own, pages, carries[len(drawn) - 1], most))
 
     def accept(
         self, sampler: HashSampler, carries: Sequence[int], tokens: Sequence[int], start: int, drafts: Sequence[int]
@@ -345,7 +346,7 @@ class HashExecutor:
 
     def fold(self, row: int, slot: int) -> None:
         """Bring the state of a row, in `slot`, up to its accepted tokens."""
-        own = self._rows[row]
+        own = self._by_row[row]
         self._fold(own, slot)
         own.pending = []
 
@@ -363,33 +364,35 @@ class HashExecutor:
             if group.space is PageSpace.SLOTS
             for slot in own
         }
-        for row in self._rows:
+        for row in self._by_row:
             slot = int(self._table.slots[row])
             if slot in slots:
                 self.fold(row, slot)
 
-    def _propose(self, own: _Row, pages: RowPages, carry: int) -> tuple[int, ...]:
-        """Return what the drafter proposes behind the row's last token, which was drawn from `carry`.
+    def _propose(self, own: _Row, pages: RowPages, carry: int, most: int | None) -> tuple[int, ...]:
+        """Return what the drafter proposes behind the row's last token, which was drawn from `carry`: at most `most`.
 
         The drafter computes the tokens that will come up to the first one that it gets wrong. It leaves no KV and no
         state behind.
         """
         drafting = self._drafting
-        if drafting is None:
+        count = 0 if drafting is None else drafting.num_draft_tokens
+        count = count if most is None else min(count, most)
+        if drafting is None or count == 0:
             return ()
         start, tokens = len(own.tokens) - 1, list(own.tokens)
         pages = self._with_spare(pages, start)
         saved = self._read_slot(pages.slot)
         self._fold(own, pages.slot)
-        for index in range(drafting.num_draft_tokens):
+        for index in range(count):
             carry = forward(self._layers, pages, start + index, tokens[-1])
             tokens.append(own.sampler.draw(carry, tokens, start + 1 + index))
             if not drafting.is_right(carry):
                 tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
-                tokens += [tokens[-1]] * (drafting.num_draft_tokens - index - 1)
+                tokens += [tokens[-1]] * (count - index - 1)
                 break
         self._write_slot(pages.slot, saved)
-        self._forget(pages, range(start, start + drafting.num_draft_tokens))
+        self._forget(pages, range(start, start + count))
         return tuple(tokens[start + 1 :])
 
     def _with_spare(self, pages: RowPages, num_tokens: int) -> RowPages:

@@ -63,9 +63,9 @@ class HashSampler:
         sampling, output = self._sampling, tokens[self.num_prompt : position]
         number = carry
         if not sampling.greedy:
-            number = mix(number ^ mix((sampling.seed or 0) * 1_000_003 + position))
+            number = mix(number ^ self.number_at(position))
         if sampling.needs_history:
-            number = mix(number + sum(map(mix, output)))
+            number = mix(number + self.penalty(output))
         echoes = self._echo > 0.0 and mix(number) % _SHARES < self._echo * _SHARES
         token = echo_of(tokens[position - 1]) if echoes else number % VOCAB_SIZE
         step = 1
@@ -75,6 +75,14 @@ class HashSampler:
         while len(output) < sampling.min_new_tokens and token in sampling.stop_token_ids:
             token += step
         return token
+
+    def number_at(self, position: int) -> int:
+        """Return the random number of `position`, from the seed."""
+        return mix((self._sampling.seed or 0) * 1_000_003 + position)
+
+    def penalty(self, output: Sequence[int]) -> int:
+        """Return the sum of the penalties of all output tokens."""
+        return sum(map(mix, output))
 
     def allowed(self, drafts: Sequence[int], tokens: Sequence[int]) -> int:
         """Return how many of `drafts`, which follow `tokens`, the grammar allows; all without a grammar."""
