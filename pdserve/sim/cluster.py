@@ -18,10 +18,11 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.sim.faults import Recorder
 from pdserve.sim.mishaps import Mishaps
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import MachineClock, Prompt, Shape, SimNode
+from pdserve.sim.node import MachineClock, SimNode
 from pdserve.sim.ranks import RankedNode
 from pdserve.sim.router import ClientAnswer, SimRouter
 from pdserve.sim.server import SimServer
+from pdserve.sim.shape import Prompt, Shape
 
 TICK_S, IDLE_TICK_S = 0.25, 1.0
 RECOVERY_S = 100.0

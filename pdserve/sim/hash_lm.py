@@ -1,7 +1,11 @@
 """A model for simulations: its next token is a hash of every KV byte that attention would read.
 
 Any wrong, missing, stale or swapped byte changes the tokens. "The same tokens as the monolith" is therefore an oracle
-for all code between the pools. Hash weights depend on the position, so that order matters too.
+for all code between the pools. `hash_layers` has the layers, `hash_sampling` the draw of tokens.
+
+A row with drafts computes the KV of all its tokens. What lies beyond the accepted prefix is overwritten with poison
+after the step. Such a row leaves the state in its slot as it was: its tokens are *pending*, and the row's next step
+first folds those that were accepted.
 """
 
 from __future__ import annotations
@@ -10,7 +14,6 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
@@ -20,22 +23,10 @@ from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace, Plane
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.sim.hash_layers import CONV_COLUMNS, POISON, U64, VALUES_PER_KEY, HashLayer, RowPages, forward, mix
+from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
-
-VOCAB_SIZE = 50257
-POISON = np.uint64(0xDEADDEADDEADDEAD)
-_MAX_TOKENS = 4096
-
-CONV_COLUMNS = 2
-"""Earlier positions that a recurrent layer remembers one by one."""
-VALUES_PER_KEY = 2
-"""State heads of a recurrent layer that share one head of its convolution."""
-
-U64 = npt.NDArray[np.uint64]
-
-_rng = np.random.default_rng(20250101)
-_WEIGHTS: U64 = _rng.integers(1, 1 << 63, size=(2, _MAX_TOKENS), dtype=np.uint64) | np.uint64(1)
 
 
 def hash_layout(
@@ -86,40 +77,37 @@ def _state_plane(name: str, num_heads: int, width: int, shard: Shard) -> Plane:
     )
 
 
-def _mix(value: int) -> int:
-    """Apply splitmix64's finalizer."""
-    value = (value + 0x9E3779B97F4A7C15) & ((1 << 64) - 1)
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & ((1 << 64) - 1)
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & ((1 << 64) - 1)
-    return value ^ (value >> 31)
+@dataclasses.dataclass(slots=True)
+class _Row:
+    """An open row. `tokens` is its token pool."""
+
+    tokens: list[int]
+    sampler: HashSampler
+    stamp: int
+    """The request's number in stamps."""
+    num_known: int
+    """Tokens that were known when the row was opened."""
+    pending: list[list[int]] = dataclasses.field(default_factory=list)
+    """Tokens that the state does not cover yet, from `pending_start` on: their inputs of the recurrent layers."""
+    pending_start: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class RowPages:
-    """A row's page numbers: `pages` of tokens, `window` of the WINDOW group, and its state slot."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class _RowResult:
+    """What one row of a step has sampled, first to last, and proposes for its next step."""
 
-    pages: npt.NDArray[np.int32]
-    window: npt.NDArray[np.int32]
-    slot: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Layer:
-    """A layer of the model: its group, and by plane and head every view `[page, row * width]` of a pool that holds it.
-
-    `attended`: by head, views `[page, k/v, token]`; empty for recurrent layers.
-    """
-
-    group: KVGroup
-    planes: tuple[tuple[list[U64], ...], ...]
-    attended: tuple[list[U64], ...]
+    sampled: tuple[SampledToken, ...] = ()
+    drafts: tuple[int, ...] = ()
+    prompt: PromptLogprobs | None = None
 
 
 class HashExecutor:
     """Implements `Executor` over numpy pools of uint64, one for each rank and group: `[page, layer, word]`.
 
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.
-    `num_pages`: pages of each group's pool; an int: of the token groups, when the model has no others.
+    `num_pages`: pages of each group's pool; an int: of the token groups, when the model has no others. `echo`: see
+    `HashSampler`. `drafting`: a model drafter; None: none. The drafter computes the next tokens in pages behind the
+    pool's, so it also works where a row has no memory for them.
     """
 
     def __init__(
@@ -128,38 +116,45 @@ class HashExecutor:
         num_pages: int | Mapping[PageSpace, int],
         page_table: PageTable,
         shape: ParallelShape = SINGLE.shape,
+        *,
+        echo: float = 0.0,
+        drafting: HashDrafting | None = None,
     ) -> None:
         self._layout = layout
-        sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
+        self._sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
+        self._echo, self._drafting = echo, drafting
+        self._num_spare = 0 if drafting is None else layout.pages_for(drafting.num_draft_tokens) + 1
         coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
         self.windows = [[RankShard.of(group, coord) for group in layout.groups] for coord in coords]
-        self.pools: list[list[U64]] = [
+        self._whole: list[list[U64]] = [
             [
-                np.full((sizes[own.group.space], own.group.num_layers, own.group.layer_bytes // 8), POISON)
+                np.full(
+                    (self._sizes[own.group.space] + self._num_spare, own.group.num_layers, own.group.layer_bytes // 8),
+                    POISON,
+                )
                 for own in shards
             ]
             for shards in self.windows
         ]
+        self.pools = [[pool[: len(pool) - self._num_spare] for pool in pools] for pools in self._whole]
         """By rank and group."""
         self._layers = [self._layer(layer) for layer in range(layout.num_layers)]
         self._table = page_table
-        self._tokens: dict[int, list[int]] = {}
-        self._stamped: dict[int, tuple[int, int]] = {}
-        """By row: the request's number in stamps, and the tokens that were known when the row was opened."""
-        self._logprob_params: dict[int, tuple[int, Logprobs]] = {}
-        """By row that requests log probabilities: number of prompt tokens, and the request's `Logprobs`."""
+        self._by_row: dict[int, _Row] = {}
+        self._verifying: dict[int, int] = {}
+        """By row: the unresolved step in which it has drafts."""
         self.late = False
         self._last_step = 0
         """The newest computed step."""
         self._layer_events: dict[int, CountedLayerEvents] = {}
         """Of steps that are not computed."""
 
-    def _layer(self, layer: int) -> _Layer:
+    def _layer(self, layer: int) -> HashLayer:
         index, group = next((i, group) for i, group in enumerate(self._layout.groups) if layer in group.layers)
         heads = [plane.num_heads for plane in group.planes]
         planes: list[list[list[U64]]] = [[[] for _ in range(count)] for count in heads]
         attended: list[list[U64]] = [[] for _ in range(heads[0])]
-        for shards, pools in zip(self.windows, self.pools, strict=True):
+        for shards, pools in zip(self.windows, self._whole, strict=True):
             shard = shards[index]
             if layer not in shard.layers:
                 continue
@@ -173,7 +168,7 @@ class HashExecutor:
                 tokens = words.reshape(len(words), shard.group.num_planes, shard.group.num_kv_heads, group.page_tokens)
                 for own, head in enumerate(shard.heads[0]):
                     attended[head].append(tokens[:, :, own])
-        return _Layer(group, tuple(map(tuple, planes)), tuple(attended))
+        return HashLayer(group, tuple(map(tuple, planes)), tuple(attended))
 
     @property
     def layout(self) -> KVLayout:
@@ -195,13 +190,6 @@ class HashExecutor:
             return ALL_WRITTEN
         return self._layer_events.setdefault(step, CountedLayerEvents(range(1)))
 
-    def computed(self, step: int) -> None:
-        """Record that `step` is computed."""
-        self._last_step = step
-        events = self._layer_events.pop(step, None)
-        if events is not None:
-            events.on_layer(0)
-
     def poison(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Overwrite freed pages, so that a read after free changes the tokens."""
         for group, pool in self._all_pools():
@@ -221,21 +209,29 @@ class HashExecutor:
         logprobs: Logprobs | None,
     ) -> None:
         """See `Executor`."""
-        self._tokens[row] = list(token_ids)
-        self._stamped[row] = SlotStamp.of(token_ids[:num_prompt_tokens], 0).request, len(token_ids)
-        if logprobs is not None:
-            self._logprob_params[row] = (num_prompt_tokens, logprobs)
+        self._by_row[row] = _Row(
+            tokens=list(token_ids),
+            sampler=HashSampler(sampling, num_prompt_tokens, logprobs, self._echo),
+            stamp=SlotStamp.of(token_ids[:num_prompt_tokens], 0).request,
+            num_known=len(token_ids),
+        )
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
-        del self._tokens[row], self._stamped[row]
-        self._logprob_params.pop(row, None)
+        del self._by_row[row]
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`.
 
         A `late` executor computes in `resolve`, from a copy of the page table made at launch.
+
+        Raises:
+            AssertionError: a row whose step with drafts is not resolved is planned again.
         """
+        for row in plan.rows:
+            assert row.row not in self._verifying, f"{row.rid} is planned again before its drafts are settled"
+            if row.drafts:
+                self._verifying[row.row] = plan.step
         step = _Step(self, plan, {row.row: self._row_pages(row.row) for row in plan.rows})
         if not self.late:
             step.result()
@@ -243,10 +239,12 @@ class HashExecutor:
 
     def resolve(self, handle: StepHandle) -> StepResult:
         """See `Executor`."""
+        self._verifying = {row: step for row, step in self._verifying.items() if step != handle.plan.step}
         return handle.finish()
 
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
-        """See `Executor`."""
+        """See `Executor`. The accepted tokens that are pending are folded into the slots first."""
+        self._settle(pages)
         return _Saved([pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)])
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
@@ -268,117 +266,179 @@ class HashExecutor:
         index = self._layout.stamp_group
         return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
 
+    # ------------------------------------------------------------------ a step
+
+    def compute(self, plan: BatchPlan, tables: Mapping[int, RowPages]) -> StepResult:
+        """Compute a launched step. `tables`: the pages of its rows at launch."""
+        found = [self._compute_row(row, tables[row.row], plan.num_proposals) for row in plan.rows]
+        self._last_step = plan.step
+        events = self._layer_events.pop(plan.step, None)
+        if events is not None:
+            events.on_layer(0)
+        return StepResult(
+            plan.step,
+            tuple(each.sampled[0] if each.sampled else None for each in found),
+            {index: each.prompt for index, each in enumerate(found) if each.prompt is not None},
+            more={index: found[index].sampled[1:] for index, row in enumerate(plan.rows) if row.drafts},
+            drafts={index: each.drafts for index, each in enumerate(found) if each.drafts},
+        )
+
+    def _compute_row(self, row: BatchRow, pages: RowPages, most: int | None) -> _RowResult:
+        """Compute one row. `most`: drafts to propose, see `BatchPlan.num_proposals`."""
+        own = self._by_row[row.row]
+        if row.state_from >= 0:
+            self._copy_slot(row.state_from, pages.slot)
+        self.fold(row.row, pages.slot)
+        self._stamp(row, own, pages.slot)
+        if row.drafts:
+            return self._verify(row, own, pages, most)
+        tokens, sampler = own.tokens, own.sampler
+        first = None if sampler.logprobs is None else sampler.logprobs.prompt_from
+        told: dict[int, int] = {}
+        carry = 0
+        for position in range(row.start, row.end):
+            carry = forward(self._layers, pages, position, tokens[position])
+            if row.state_to >= 0 and position == row.end - 1:
+                self._copy_slot(pages.slot, row.state_to)
+            if first is not None and first <= position < sampler.num_prompt - 1:
+                told[position + 1] = mix(carry ^ tokens[position + 1])
+        part = sampler.of_prompt(told)
+        if not row.sample:
+            return _RowResult(prompt=part)
+        del tokens[row.end :]
+        tokens.append(sampler.draw(carry, tokens, row.end))
+        return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry, most), part)
+
+    def _verify(self, row: BatchRow, own: _Row, pages: RowPages, most: int | None) -> _RowResult:
+        """Compute a row with drafts: sample at each position while the draft there was right."""
+        tokens, sampler, start = own.tokens, own.sampler, row.start
+        assert row.sample and start >= sampler.num_prompt and row.end == start + 1 + len(row.drafts), row
+        assert row.state_to < 0 and start < len(tokens), row
+        del tokens[start + 1 :]
+        drafts = row.drafts[: sampler.allowed(row.drafts, tokens)]
+        tokens += drafts
+        inputs: list[list[int]] = [[] for _ in tokens[start:]]
+        saved = self._read_slot(pages.slot)
+        carries = [
+            forward(self._layers, pages, start + index, tokens[start + index], inputs[index])
+            for index in range(1 + len(drafts))
+        ]
+        self._write_slot(pages.slot, saved)
+        drawn = self.accept(sampler, carries, tokens, start, drafts)
+        tokens[start + 1 :] = drawn
+        self._forget(pages, range(start + len(drawn), row.end))
+        own.pending, own.pending_start = inputs[: len(drawn)], start
+        return _RowResult(tuple(map(sampler.sampled, drawn)), self._propose(own, pages, carries[len(drawn) - 1], most))
+
+    def accept(
+        self, sampler: HashSampler, carries: Sequence[int], tokens: Sequence[int], start: int, drafts: Sequence[int]
+    ) -> list[int]:
+        """Draw tokens from `start + 1` on, up to and with the first one that differs from the draft at its position.
+
+        `carries`: the number of each computed token. `tokens`: the tokens before them, then `drafts`.
+        """
+        drawn: list[int] = []
+        for index, carry in enumerate(carries):
+            drawn.append(sampler.draw(carry, tokens, start + 1 + index))
+            if index == len(drafts) or drawn[-1] != drafts[index]:
+                break
+        return drawn
+
+    def fold(self, row: int, slot: int) -> None:
+        """Bring the state of a row, in `slot`, up to its accepted tokens."""
+        own = self._by_row[row]
+        self._fold(own, slot)
+        own.pending = []
+
+    def _fold(self, own: _Row, slot: int) -> None:
+        recurrent = [layer for layer in self._layers if layer.is_recurrent]
+        for position, inputs in enumerate(own.pending, own.pending_start):
+            for layer, carry in zip(recurrent, inputs, strict=True):
+                layer.recur(slot, position, carry)
+
+    def _settle(self, pages: Sequence[Sequence[int]]) -> None:
+        """Fold the pending tokens of all slots in `pages`, a list for each group."""
+        slots = {
+            slot
+            for group, own in zip(self._layout.groups, pages, strict=True)
+            if group.space is PageSpace.SLOTS
+            for slot in own
+        }
+        for row in self._by_row:
+            slot = int(self._table.slots[row])
+            if slot in slots:
+                self.fold(row, slot)
+
+    def _propose(self, own: _Row, pages: RowPages, carry: int, most: int | None) -> tuple[int, ...]:
+        """Return what the drafter proposes behind the row's last token, which was drawn from `carry`: at most `most`.
+
+        The drafter computes the tokens that will come up to the first one that it gets wrong. It leaves no KV and no
+        state behind.
+        """
+        drafting = self._drafting
+        count = 0 if drafting is None else drafting.num_draft_tokens
+        count = count if most is None else min(count, most)
+        if drafting is None or count == 0:
+            return ()
+        start, tokens = len(own.tokens) - 1, list(own.tokens)
+        pages = self._with_spare(pages, start)
+        saved = self._read_slot(pages.slot)
+        self._fold(own, pages.slot)
+        for index in range(count):
+            carry = forward(self._layers, pages, start + index, tokens[-1])
+            tokens.append(own.sampler.draw(carry, tokens, start + 1 + index))
+            if not drafting.is_right(carry):
+                tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
+                tokens += [tokens[-1]] * (count - index - 1)
+                break
+        self._write_slot(pages.slot, saved)
+        self._forget(pages, range(start, start + count))
+        return tuple(tokens[start + 1 :])
+
+    def _with_spare(self, pages: RowPages, num_tokens: int) -> RowPages:
+        """Return `pages` with spare pages behind those of the first `num_tokens` tokens."""
+        count = self._layout.pages_for(num_tokens)
+
+        def spare(space: PageSpace) -> list[int]:
+            return list(range(size := self._sizes.get(space, 0), size + self._num_spare))
+
+        return RowPages(
+            np.concatenate([pages.pages[:count], spare(PageSpace.TOKENS)]),
+            np.concatenate([pages.window[:count], spare(PageSpace.WINDOW)]),
+            pages.slot,
+        )
+
+    def _forget(self, pages: RowPages, positions: range) -> None:
+        for position in positions:
+            for layer in self._layers:
+                layer.forget(pages, position)
+
+    # ------------------------------------------------------------------ slots
+
     def _copy_slot(self, source: int, target: int) -> None:
         for pool in self._slot_pools():
             pool[target] = pool[source]
 
+    def _read_slot(self, slot: int) -> list[U64]:
+        return [pool[slot].copy() for pool in self._slot_pools()]
+
+    def _write_slot(self, slot: int, saved: Sequence[U64]) -> None:
+        for pool, own in zip(self._slot_pools(), saved, strict=True):
+            pool[slot] = own
+
     def _slot_pools(self) -> list[U64]:
         return [pool for group, pool in self._all_pools() if group.space is PageSpace.SLOTS]
 
-    def _stamp(self, row: BatchRow, slot: int) -> None:
+    def _stamp(self, row: BatchRow, own: _Row, slot: int) -> None:
         """Write the stamp of a row that computes known tokens."""
         index = self._layout.stamp_group
-        request, num_known = self._stamped[row.row]
-        if index is not None and row.end <= num_known:
+        if index is not None and row.end <= own.num_known:
             for pools in self.pools:
-                pools[index][slot] = SlotStamp(request, row.end).words
+                pools[index][slot] = SlotStamp(own.stamp, row.end).words
 
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
         return RowPages(table.pages[row].copy(), table.window[row].copy(), int(table.slots[row]))
-
-    def compute(self, row: BatchRow, pages: RowPages) -> tuple[SampledToken | None, PromptLogprobs | None]:
-        """Compute one row of a step. `pages` are the row's at launch."""
-        tokens = self._tokens[row.row]
-        if row.state_from >= 0:
-            self._copy_slot(row.state_from, pages.slot)
-        self._stamp(row, pages.slot)
-        told: dict[int, int] = {}
-        num_prompt, logprob_params = self._logprob_params.get(row.row, (0, None))
-        first = None if logprob_params is None else logprob_params.prompt_from
-        last = 0
-        for position in range(row.start, row.end):
-            carry = _mix(tokens[position] * 1_000_003 + position)
-            for number, layer in enumerate(self._layers):
-                match layer.group.space:
-                    case PageSpace.TOKENS:
-                        total = _attend(layer, pages.pages, position, carry, 0)
-                    case PageSpace.WINDOW:
-                        total = _attend(layer, pages.window, position, carry, position + 1 - (layer.group.window or 0))
-                    case PageSpace.SLOTS:
-                        total = _recur(layer, pages.slot, position, carry)
-                carry = _mix(total + number * 3 ** len(layer.planes[0]))
-            last = carry
-            if row.state_to >= 0 and position == row.end - 1:
-                self._copy_slot(pages.slot, row.state_to)
-            if first is not None and first <= position < num_prompt - 1:
-                told[position + 1] = _mix(carry ^ tokens[position + 1])
-        part = _told(told, logprob_params) if told and logprob_params is not None else None
-        if not row.sample:
-            return None, part
-        token = last % VOCAB_SIZE
-        del tokens[row.end :]
-        tokens.append(token)
-        return SampledToken(token, picked=tuple(-float(token % (i + 2)) for i in _picks(logprob_params))), part
-
-
-def _attend(layer: _Layer, pages: npt.NDArray[np.int32], position: int, carry: int, first: int) -> int:
-    """Write K and V of `position`, and return a number made of those of positions `[first, position]`."""
-    group = layer.group
-    index, offset = group.page_and_slot(position)
-    first_page = max(0, first) // group.page_tokens
-    first_read = max(0, first) - first_page * group.page_tokens
-    used = pages[first_page : index + 1]
-    total = 0
-    for head, views in enumerate(layer.attended):
-        sums = set()
-        for view in views:
-            view[pages[index], 0, offset] = _mix(carry ^ head) if head else carry
-            view[pages[index], 1, offset] = _mix(carry ^ 0x5555 ^ head)
-            kv = view[used].swapaxes(0, 1).reshape(2, -1)
-            kv = kv[:, first_read : position + 1 - first_page * group.page_tokens]
-            sums.add(int((kv * _WEIGHTS[:, max(0, first) : position + 1]).sum(dtype=np.uint64)))
-        total = total * 3 + sum(sums)  # ranks that hold the same head count once if they agree
-    return total
-
-
-def _recur(layer: _Layer, slot: int, position: int, carry: int) -> int:
-    """Update the state of a request by `position`, and return a number made of it. The first position reads no state.
-
-    The convolution remembers the last `CONV_COLUMNS` positions, the state all of them.
-    """
-    convolutions, states = layer.planes
-    total = 0
-    columns: list[int] = []
-    for head, views in enumerate(convolutions):
-        sums = set()
-        for view in views:
-            before = [int(value) for value in view[slot]] if position else [0] * CONV_COLUMNS
-            sums.add(sum(value * (2 * i + 3) for i, value in enumerate(before)))
-            view[slot] = [*before[1:], _mix(carry ^ 0x3333 ^ head)]
-        columns.append(sum(sums))
-    for head, views in enumerate(states):
-        sums = set()
-        for view in views:
-            before_state = int(view[slot, 0]) if position else 0
-            state = _mix(before_state * 5 + carry + columns[head // VALUES_PER_KEY] + head)
-            view[slot, 0] = state
-            sums.add(state)
-        total = total * 3 + sum(sums)
-    return total
-
-
-def _picks(logprob_params: Logprobs | None) -> tuple[int, ...]:
-    return () if logprob_params is None else logprob_params.token_ids
-
-
-def _told(hashes: dict[int, int], logprob_params: Logprobs) -> PromptLogprobs:
-    """Make up log probabilities of the tokens at consecutive positions, the keys of `hashes`."""
-    own = np.array([-(value % 4096) / 64 for value in hashes.values()], dtype=np.float32)
-    top = np.repeat(own[:, None], logprob_params.top, 1)
-    picked = np.repeat(own[:, None], len(logprob_params.token_ids), 1)
-    ids = np.zeros(top.shape, dtype=np.int32)
-    return PromptLogprobs.pack(min(hashes), own, np.ones(len(own), dtype=np.int32), ids, top, picked)
 
 
 class _Step:
@@ -391,10 +451,7 @@ class _Step:
     def result(self) -> StepResult:
         """Compute the step once."""
         if self._result is None:
-            found = [self._executor.compute(row, self._tables[row.row]) for row in self._plan.rows]
-            self._executor.computed(self._plan.step)
-            prompts = {index: part for index, (_, part) in enumerate(found) if part is not None}
-            self._result = StepResult(self._plan.step, tuple(token for token, _ in found), prompts)
+            self._result = self._executor.compute(self._plan, self._tables)
         return self._result
 
 

@@ -10,17 +10,17 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 
+import msgspec
+
 from pdserve.base.clock import Clock, ManualClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
-from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import Executor
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
-from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
+from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
     EngineReady,
@@ -31,10 +31,9 @@ from pdserve.protocol.messages import (
     StateReply,
     ToApi,
 )
-from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
-from pdserve.scheduler.request import PriorityRules, WaitingQueue
+from pdserve.scheduler.request import WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
@@ -42,70 +41,13 @@ from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.sim.hash_lm import HashExecutor, HashHasher, hash_layout
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
+from pdserve.sim.shape import Prompt, Shape
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.plan import rank_memory
 from pdserve.transfer.wire import MemoryKey, RankMemory
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes and options of every server in the world."""
-
-    page_tokens: int = 4
-    num_pages: int = 24
-    num_rows: int = 8
-    num_aux: int = 6
-    chunk_tokens: int | None = 5
-    mixed_chunk_tokens: int | None = None
-    saturation_tokens: int | None = None
-    prefix_cache: bool = True
-    decode_prefix_cache: bool = False
-    eviction: EvictionPolicy = "lru"
-    policy: SchedulePolicy = "fcfs"
-    overlap: bool = False
-    late: bool = False
-    """Whether the executor computes when a step is resolved instead of when it is launched."""
-    offload_pages: int = 0
-    """Pages of host memory for retracted requests."""
-    reserved_decode_tokens: int = 4
-    layer_groups: int = 0
-    notifies: bool = False
-    """Whether the transport notifies the receiver of writes."""
-    fences: bool = True
-    """Whether the transport can fence a peer's writes; otherwise only the death of the peer's process ends them."""
-    load_failure_policy: LoadFailurePolicy = "fail"
-    num_stages: int = 1
-    """Steps in flight at once; as with a model split into this many pipeline stages."""
-    num_heads: int = 1
-    """KV heads of the model, which tensor ranks split."""
-    kv_checksum: bool = False
-    """Whether the receiver compares received KV with the sender's checksum."""
-    max_queued: int | None = None
-    rules: PriorityRules = dataclasses.field(default_factory=PriorityRules)
-    """Of priority scheduling."""
-    window: int = 0
-    """Tokens of the window of a hybrid model, see `hash_layout`; 0: full attention only."""
-    num_window_pages: int = 0
-    num_slots: int = 0
-    has_state: bool = False
-    """Whether a model without a window has recurrent layers, see `hash_layout`."""
-    state_grid_pages: int = 1
-    """Pages between positions at which the prefix cache keeps states."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One request of the workload."""
-
-    tokens: tuple[int, ...]
-    max_new_tokens: int
-    priority: int = 0
-    logprobs: Logprobs | None = None
-    prior: tuple[int, ...] = ()
-    """Output tokens of an earlier try."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -177,6 +119,7 @@ class SimNode:
                 num_slots=shape.num_slots,
                 step_tokens=shape.chunk_tokens,
                 num_steps_ahead=max(1, shape.num_stages),
+                decode_step_tokens=1 if mode == "prefill" else shape.decode_step_tokens,
             ),
             on_group_free=lambda space, pages: self._on_free(pages, space),
         )
@@ -191,7 +134,10 @@ class SimNode:
             num_stages=shape.num_stages,
             state_grid=self.layout.tokens_in(shape.state_grid_pages) if self.layout.has_state else 0,
         )
-        context = SchedulerContext(self.memory, self._steps(table), Outbox(self._hear), self._time(), limits)
+        speculation = None if shape.drafting is None else shape.drafting.speculation()
+        context = SchedulerContext(
+            self.memory, self._steps(table), Outbox(self._hear), self._time(), limits, speculation
+        )
         waiting = WaitingQueue(shape.policy, 10.0, self.memory, shape.rules)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
@@ -284,7 +230,8 @@ class SimNode:
             PageSpace.WINDOW: shape.num_window_pages,
             PageSpace.SLOTS: shape.num_slots,
         }
-        executor = HashExecutor(self.layout, sizes, table, self._parallel)
+        model = None if shape.drafting is None else shape.drafting.model
+        executor = HashExecutor(self.layout, sizes, table, self._parallel, echo=shape.echo, drafting=model)
         executor.late = self._shape.late
         return executor
 
@@ -417,6 +364,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
         has_state=shape.has_state,
         num_window_pages=4096,
         num_slots=64,
+        echo=shape.echo,
     )
     node = SimNode("null", roomy, net, "mono", "mono")
     for i, prompt in enumerate(prompts):
@@ -430,8 +378,8 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
 
 
 def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateRequest:
-    """Make a greedy request for one server. `room` is None for an aggregated server."""
-    sampling = CoreSamplingParams(max_new_tokens=prompt.max_new_tokens, temperature=0.0)
+    """Make a request for one server. `room` is None for an aggregated server."""
+    sampling = msgspec.structs.replace(prompt.sampling, max_new_tokens=prompt.max_new_tokens)
     return GenerateRequest(
         rid=rid,
         input_ids=list(prompt.tokens),

@@ -35,7 +35,8 @@ from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSourc
 from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
-from pdserve.sim.node import Shape, SimNode
+from pdserve.sim.node import SimNode
+from pdserve.sim.shape import Shape
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, ControlSocket, CopyEngine, Directory, TransferEvent

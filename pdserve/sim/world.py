@@ -9,7 +9,8 @@ from pdserve.base.clock import ManualClock
 from pdserve.protocol.messages import AbortRequest, RoomAddress
 from pdserve.scheduler.kv_checksum import WriteLine
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import Prompt, RequestHalf, Shape, SimNode, monolith_halves, monolith_tokens, request
+from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape
 
 __all__ = ["Prompt", "RequestHalf", "Shape", "SimNode", "World", "monolith_halves", "monolith_tokens", "request"]
 

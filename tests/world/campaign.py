@@ -22,11 +22,13 @@ from typing import Any, Literal
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.layout import pages_for
+from pdserve.scheduler.speculation import ACCEPTED_AT, ACCEPTED_TOKENS, DRAFT_TOKENS, VERIFY_STEPS
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
-from pdserve.sim.node import Prompt, Shape, monolith_tokens
+from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
-from tests.world.workload import MAX_NEW, MAX_PROMPT, with_groups, with_states
+from pdserve.sim.shape import Prompt, Shape
+from tests.world.workload import MAX_NEW, MAX_PROMPT, with_drafts, with_groups, with_states
 
 Rng = random.Random
 KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
@@ -89,8 +91,17 @@ class Played:
     failure: str | None = None
 
 
-Model = Literal["full", "groups", "states"]
-"""Full attention; also a window and a state group; also a state group, with a prefix cache that keeps states."""
+Model = Literal["full", "groups", "states", "drafts"]
+"""Full attention; also a window and a state group; also a state group, with a prefix cache that keeps states.
+
+With `drafts` the model is one of these in turn, and all servers decode speculatively.
+"""
+
+
+def base_model(seed: int, model: Model) -> Model:
+    """The model whose groups the servers of a seed have."""
+    bases: tuple[Model, ...] = ("full", "groups", "states")
+    return bases[seed % 3] if model == "drafts" else model
 
 
 def setting(seed: int, only: str | None = None, *, without: str | None = None, model: Model = "full") -> Setting:
@@ -115,10 +126,16 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None, m
         layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, redirect=0.0)
     elif without == "ranks":
         layout = dataclasses.replace(layout, prefill_ranks=ParallelShape(), decode_ranks=ParallelShape())
-    if model != "full":
-        shape, layout = _with_groups(random.Random(f"{model} {seed}"), shape, layout, kinds, model)
-    if model == "states":
+    base = base_model(seed, model)
+    if model == "drafts":
+        draw = random.Random(f"drafts {seed}")
+        prompts = [dataclasses.replace(it, max_new_tokens=draw.choice((it.max_new_tokens, MAX_NEW))) for it in prompts]
+        shape, prompts = with_drafts(shape, prompts, draw)
+    if base != "full":
+        shape, layout = _with_groups(random.Random(f"{base} {seed}"), shape, layout, kinds, base)
+    if base == "states":
         prompts = _branching(random.Random(f"branches {seed}"), prompts)
+    if model in ("states", "drafts"):
         late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
     drawn.pop(without or "", None)
     fields = {name: value for of_kind in drawn.values() for name, value in of_kind.items()}
@@ -133,15 +150,16 @@ def play(seed: int, only: str | None = None, *, without: str | None = None, mode
             request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
     """
     it = setting(seed, only, without=without, model=model)
+    base = base_model(seed, model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
     answers = cluster.run(it.prompts, MEETS, it.late)
-    takes_turns = model != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
+    takes_turns = base != "full" and it.shape.num_slots < 3  # behind a server that stopped, a turn may come too late
     local = LOCAL if it.faults.max_stop_s > 90.0 or takes_turns else LOCAL | {"stops"}
     spared = _spared(it, cluster) if (HARMLESS | local).issuperset(it.kinds) else set()
     spared |= set(range(len(it.prompts), len(answers)))
     is_prompt = len(it.kinds) < 3 and not STAND_STILL.intersection(it.kinds) and it.faults.max_look_up_s <= 60.0
-    most_s = PROMPT_S if model == "full" else 2 * PROMPT_S  # more ranks: a copy of each request fails more often
+    most_s = PROMPT_S if base == "full" else 2 * PROMPT_S  # more ranks: a copy of each request fails more often
     check(answers, expected, spared, most_s=most_s if is_prompt else math.inf)
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
@@ -172,6 +190,14 @@ EVENTS = {
 }
 
 
+DRAFT_EVENTS = {
+    VERIFY_STEPS: "rows with drafts",
+    DRAFT_TOKENS: "drafts",
+    ACCEPTED_TOKENS: "drafts accepted",
+    f"{ACCEPTED_AT}2": "second drafts accepted",
+}
+
+
 def _events(cluster: Cluster) -> Counter[str]:
     """What the schedulers of all servers counted, dead ones included."""
     counts = Counter[str]()
@@ -181,6 +207,9 @@ def _events(cluster: Cluster) -> Counter[str]:
         states = node.memory.groups.states
         counts["cached states evicted"] += 0 if states is None else states.num_evicted
         counts["cached pages evicted"] += node.memory.pages.num_evicted
+        speculation = node.scheduler.context.speculation
+        for name, words in DRAFT_EVENTS.items() if speculation is not None else ():
+            counts[words] += speculation.counters[name]
     return counts
 
 
@@ -356,8 +385,9 @@ def main() -> None:
     parser.add_argument("--only", help=f"kinds of faults, joined by +, of {', '.join(KINDS)}")
     parser.add_argument("--groups", action="store_true", help="a model with window and state groups")
     parser.add_argument("--states", action="store_true", help="a model with a state group, and cached states")
+    parser.add_argument("--drafts", action="store_true", help="speculative decoding, with all of these models in turn")
     args = parser.parse_args()
-    model: Model = "groups" if args.groups else "states" if args.states else "full"
+    model: Model = "drafts" if args.drafts else "groups" if args.groups else "states" if args.states else "full"
     if args.seed is not None:
         print(setting(args.seed, args.only, model=model))
         print(play(args.seed, args.only, model=model))

@@ -20,7 +20,8 @@ from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease
 from pdserve.memory.prefix_cache import RadixTree
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import Prompt, Shape, SimNode
+from pdserve.sim.node import SimNode
+from pdserve.sim.shape import Prompt, Shape
 from pdserve.sim.world import World, monolith_tokens, request
 from tests.share import rest_slow
 from tests.world import campaign, pressure

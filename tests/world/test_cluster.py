@@ -9,7 +9,8 @@ import pytest
 
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults
-from pdserve.sim.node import Prompt, Shape, monolith_tokens
+from pdserve.sim.node import monolith_tokens
+from pdserve.sim.shape import Prompt, Shape
 from tests.world.campaign import KINDS, PROMPT_S, check, play, tally_of
 
 FAULTS_OF: dict[str, tuple[str, ...]] = {

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Sequence
 
 from pdserve.memory.layout import pages_for
+from pdserve.protocol.sampling import CoreSamplingParams, Grammar
+from pdserve.sim.hash_sampling import ECHO_TOKENS
 from pdserve.sim.network import Faults
+from pdserve.sim.shape import SimDrafting
 from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_tokens
 
 MAX_PROMPT, MAX_NEW = 23, 8
@@ -45,6 +49,7 @@ def with_groups(shape: Shape, rng: random.Random, longest: int = MAX_PROMPT + MA
     window, page_tokens, step = rng.choice(WINDOWS), shape.page_tokens, shape.chunk_tokens
     most = pages_for(longest, page_tokens)
     if step is not None:
+        step = max(step, shape.decode_step_tokens)
         ahead = max(1, shape.num_stages)
         most = min(most, pages_for(window - 1 + step, page_tokens) + 1 + ahead * (pages_for(step, page_tokens) + 1))
     return dataclasses.replace(
@@ -59,6 +64,38 @@ def with_states(shape: Shape, rng: random.Random) -> Shape:
     """The same server for a model with recurrent layers and no window, with a prefix cache and few slots."""
     return dataclasses.replace(
         shape, has_state=True, num_slots=rng.choice((1, 2, 3, 5, 8)), state_grid_pages=rng.choice((1, 1, 2, 3))
+    )
+
+
+def with_drafts(shape: Shape, prompts: Sequence[Prompt], rng: random.Random) -> tuple[Shape, list[Prompt]]:
+    """The same servers with speculative decoding, and the same prompts with all kinds of sampling.
+
+    Drafts come from n-grams, from a drafter of the executor, or from both; with several stages from n-grams alone.
+    """
+    only_ngram = shape.num_stages > 1
+    min_match = rng.choice((1, 2) if only_ngram else (0, 1, 1, 2))
+    has_model = min_match == 0 or (rng.random() < 0.3 and not only_ngram)
+    drafting = SimDrafting(
+        max_drafts=rng.choice((1, 2, 3, 5)),
+        min_match=min_match,
+        capacity=rng.choice((0, 60, 4096)),
+        chance=rng.choice((0.3, 0.7, 0.95)) if has_model else None,
+        adaptive=rng.random() < 0.2,
+    )
+    shape = dataclasses.replace(shape, drafting=drafting, echo=rng.choice((0.4, 0.6, 0.8)))
+    return shape, [dataclasses.replace(prompt, sampling=_sampling(rng)) for prompt in prompts]
+
+
+def _sampling(rng: random.Random) -> CoreSamplingParams:
+    is_random = rng.random() < 0.4
+    return CoreSamplingParams(
+        temperature=1.0 if is_random else 0.0,
+        seed=rng.randrange(100) if is_random else None,
+        frequency_penalty=0.5 if rng.random() < 0.3 else 0.0,
+        min_new_tokens=rng.choice((0, 0, 3)),
+        stop_token_ids=tuple(rng.sample(range(ECHO_TOKENS), 2)) if rng.random() < 0.3 else (),
+        grammar=Grammar(kind="regex", text=".*") if rng.random() < 0.15 else None,
+        speculative=rng.random() < 0.9,
     )
 
 

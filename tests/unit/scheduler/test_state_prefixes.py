@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.base.clock import ManualClock
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import Prompt, Shape, SimNode, monolith_tokens, request
+from pdserve.sim.node import SimNode, monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape
 
 GRID = 64
 

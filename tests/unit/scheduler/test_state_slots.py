@@ -12,7 +12,8 @@ from pdserve.base.clock import ManualClock
 from pdserve.memory.lease import Lease
 from pdserve.protocol.messages import RoomAddress
 from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import Prompt, Shape, SimNode
+from pdserve.sim.node import SimNode
+from pdserve.sim.shape import Prompt, Shape
 from pdserve.sim.world import World, monolith_tokens, request
 
 SHAPE = Shape(page_tokens=4, num_pages=24, num_aux=6, chunk_tokens=4, window=3, num_window_pages=16, num_slots=1)

@@ -1,0 +1,109 @@
+"""What the servers of a simulated world are, and what they are asked: sizes, options and requests."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
+from pdserve.config.schedule_group import SchedulePolicy
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.draft_length import CPU_COST, StepCost
+from pdserve.scheduler.request import PriorityRules
+from pdserve.scheduler.speculation import NgramDrafter, Speculation
+from pdserve.sim.hash_sampling import HashDrafting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SimDrafting:
+    """Speculative decoding of every server in the world: the drafters, and the numbers of drafts.
+
+    `min_match` 0: no n-gram drafter. `chance` None: no model drafter, see `HashDrafting`. Not `adaptive`: each row gets
+    all its drafts.
+    """
+
+    max_drafts: int
+    min_match: int = 2
+    capacity: int = 4096
+    chance: float | None = None
+    adaptive: bool = False
+    cost: StepCost = CPU_COST
+
+    def speculation(self) -> Speculation:
+        """Make the part of a scheduler that chooses drafts."""
+        ngram = NgramDrafter(self.min_match, 8, self.capacity) if self.min_match else None
+        return Speculation(self.max_drafts, ngram, self.cost, adaptive=self.adaptive)
+
+    @property
+    def model(self) -> HashDrafting | None:
+        """The drafter of an executor."""
+        return None if self.chance is None else HashDrafting(num_draft_tokens=self.max_drafts, chance=self.chance)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes and options of every server in the world."""
+
+    page_tokens: int = 4
+    num_pages: int = 24
+    num_rows: int = 8
+    num_aux: int = 6
+    chunk_tokens: int | None = 5
+    mixed_chunk_tokens: int | None = None
+    saturation_tokens: int | None = None
+    prefix_cache: bool = True
+    decode_prefix_cache: bool = False
+    eviction: EvictionPolicy = "lru"
+    policy: SchedulePolicy = "fcfs"
+    overlap: bool = False
+    late: bool = False
+    """Whether the executor computes when a step is resolved instead of when it is launched."""
+    offload_pages: int = 0
+    """Pages of host memory for retracted requests."""
+    reserved_decode_tokens: int = 4
+    layer_groups: int = 0
+    notifies: bool = False
+    """Whether the transport notifies the receiver of writes."""
+    fences: bool = True
+    """Whether the transport can fence a peer's writes; otherwise only the death of the peer's process ends them."""
+    load_failure_policy: LoadFailurePolicy = "fail"
+    num_stages: int = 1
+    """Steps in flight at once; as with a model split into this many pipeline stages."""
+    num_heads: int = 1
+    """KV heads of the model, which tensor ranks split."""
+    kv_checksum: bool = False
+    """Whether the receiver compares received KV with the sender's checksum."""
+    max_queued: int | None = None
+    rules: PriorityRules = dataclasses.field(default_factory=PriorityRules)
+    """Of priority scheduling."""
+    window: int = 0
+    """Tokens of the window of a hybrid model, see `hash_layout`; 0: full attention only."""
+    num_window_pages: int = 0
+    num_slots: int = 0
+    has_state: bool = False
+    """Whether a model without a window has recurrent layers, see `hash_layout`."""
+    state_grid_pages: int = 1
+    """Pages between positions at which the prefix cache keeps states."""
+    echo: float = 0.0
+    """Share of the model's tokens that follow from the token before, see `HashSampler`."""
+    drafting: SimDrafting | None = None
+    """None: no speculative decoding."""
+
+    @property
+    def decode_step_tokens(self) -> int:
+        """Most tokens of a decode row: the last token and its drafts."""
+        return 1 if self.drafting is None else 1 + self.drafting.max_drafts
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """One request of the workload."""
+
+    tokens: tuple[int, ...]
+    max_new_tokens: int
+    priority: int = 0
+    logprobs: Logprobs | None = None
+    prior: tuple[int, ...] = ()
+    """Output tokens of an earlier try."""
+    sampling: CoreSamplingParams = CoreSamplingParams(temperature=0.0)
+    """All but `max_new_tokens`."""

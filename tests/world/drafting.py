@@ -1,0 +1,118 @@
+"""Worlds with speculative decoding and hardly any memory. Shared with the tests, and played by `campaign --drafts`.
+
+The oracle is a monolith without speculation: its tokens, and its log probabilities of the tokens that requests ask for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+from pdserve.base.clock import ManualClock
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import AbortRequest
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.world import World
+from tests.world import pressure
+from tests.world.pressure import MAX_NEW, MAX_PROMPT, pressured
+from tests.world.workload import with_drafts, with_groups, with_states
+
+NUM_SECOND_TURNS = 4
+
+
+def setting(seed: int) -> tuple[Shape, list[Prompt]]:
+    """A seeded shape and prompts under memory pressure; full attention, a window and a state, or a state, in turn.
+
+    Some prompts are second turns: an earlier prompt, its answer, and more.
+    """
+    shape, prompts = pressured(seed)
+    rng = random.Random(f"drafts {seed}")
+    shape, prompts = with_drafts(shape, prompts, rng)
+    if seed % 3 == 1:
+        shape = with_groups(shape, rng, MAX_PROMPT + MAX_NEW)
+    elif seed % 3 == 2:
+        shape = with_states(shape, rng)
+    firsts = prompts[:NUM_SECOND_TURNS]
+    for first, answer in zip(firsts, monolith_tokens(shape, firsts), strict=True):
+        tokens = (*first.tokens, *answer)[: MAX_PROMPT - 1]
+        prompts.append(Prompt((*tokens, rng.randint(0, 999)), rng.randint(4, MAX_NEW), sampling=first.sampling))
+    return shape, [
+        dataclasses.replace(prompt, logprobs=Logprobs(token_ids=(3, 5))) if rng.random() < 0.3 else prompt
+        for prompt in prompts
+    ]
+
+
+def counts_of(*nodes: SimNode) -> Counter[str]:
+    """What the schedulers counted; no received state and no aux record was another's."""
+    found = Counter[str]()
+    for node in nodes:
+        found += node.scheduler.context.counters
+        speculation = node.scheduler.context.speculation
+        assert speculation is not None
+        found += speculation.counters
+    for name in ("state_mismatches", "metadata_mismatches"):
+        assert not found[name], name
+    return found
+
+
+def check(seed: int, halves: Sequence[RequestHalf | None], expected: Sequence[RequestHalf]) -> int:
+    """Hold what clients got against the monolith; returns how many requests finished."""
+    num_finished = 0
+    for index, (half, whole) in enumerate(zip(halves, expected, strict=True)):
+        if half is None or half.finish is None:
+            continue
+        if half.finish.type == "abort":
+            assert half.tokens == whole.tokens[: len(half.tokens)], f"seed {seed}, request {index}: wrong tokens"
+            continue
+        num_finished += 1
+        assert half.tokens == whole.tokens, f"seed {seed}, request {index}: tokens differ from the monolith's"
+        assert half.finish == whole.finish, f"seed {seed}, request {index}: it ends otherwise"
+        assert half.picked == whole.picked, f"seed {seed}, request {index}: log probabilities differ"
+    return num_finished
+
+
+def play_pair(seed: int, faults: Faults = pressure.FAULTS) -> Counter[str]:
+    """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
+    shape, prompts = setting(seed)
+    expected = monolith_halves(shape, prompts)
+    world = World(seed, shape, faults)
+    num_finished = check(seed, world.run(prompts, num_rooms=8), expected)
+    for node in (world.prefill, world.decode):
+        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
+    found = counts_of(world.prefill, world.decode, *world.dead)
+    prefill = world.prefill.scheduler.context.speculation
+    assert prefill is not None and not prefill.counters, "a prefill server has planned drafts"
+    return found + Counter(aborts=world.num_aborts, finished=num_finished)
+
+
+def play_monolith(seed: int) -> Counter[str]:
+    """An aggregated server that is too small, with some aborts. Returns what happened."""
+    rng = random.Random(f"mono {seed}")
+    shape, prompts = setting(seed)
+    shape = dataclasses.replace(shape, prefix_cache=rng.random() < 0.8)
+    expected = monolith_halves(shape, prompts)
+    net = SimNet(seed, ManualClock(), Faults())
+    node = SimNode("null", shape, net, "mono", "mono")
+    todo = list(enumerate(prompts))
+    for _ in range(20_000):
+        net.clock.advance(0.05)
+        if todo and rng.random() < 0.5:
+            index, prompt = todo.pop()
+            node.mailbox.post(request(f"r{index}", prompt, None))
+        if rng.random() < 0.01:
+            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
+        if not node.scheduler.step() and not todo and node.idle:
+            break
+    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
+    num_finished = check(seed, [node.halves[f"r{index}"] for index in range(len(prompts))], expected)
+    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
+    return counts_of(node) + Counter(finished=num_finished)
+
+
+def play(seed: int) -> Counter[str]:
+    """A pair or a monolith, each with all models."""
+    return play_monolith(seed) if seed // 3 % 2 else play_pair(seed)

@@ -1,0 +1,284 @@
+"""Speculative decoding in the simulated world: the tokens of a monolith without it, and nothing left.
+
+Drafts come from n-grams of the scheduler and from a drafter of the executor, which is right with a given chance. KV
+beyond the accepted prefix is poison, and states have pending tokens, so each use of either shows in the tokens.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
+from pdserve.protocol.messages import FinishReason
+from pdserve.scheduler import context as context_module
+from pdserve.scheduler.batch_planner import BatchPlanner
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.decode_batch import DecodeBatch
+from pdserve.scheduler.request import Req
+from pdserve.scheduler.speculation import Speculation
+from pdserve.sim.hash_lm import HashExecutor
+from pdserve.sim.hash_sampling import HashSampler
+from pdserve.sim.network import Faults
+from tests.share import rest_slow
+from tests.world import campaign, drafting, pressure
+
+Patch = pytest.MonkeyPatch
+SEEDS_PER_CASE = 24
+CASES = rest_slow(range(40), keep=1)
+MAX_SEEDS = 120
+HAPPENED = (
+    "spec_verify_steps",
+    "spec_accepted_tokens",
+    "spec_accepted_at.3",
+    "requests_retracted",
+    "offloaded_pages",
+    "restored_pages",
+    "recomputed_tokens",
+    "cached_tokens",
+    "aborts",
+    "finished",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_under_memory_pressure(case: int) -> None:
+    counts = Counter[str]()
+    for seed in range(case * SEEDS_PER_CASE, (case + 1) * SEEDS_PER_CASE):
+        counts += drafting.play(seed)
+    assert all(counts[name] for name in HAPPENED), counts
+    assert counts["spec_draft_tokens"] > 1.2 * counts["spec_accepted_tokens"], "drafts are wrong as well"
+
+
+@pytest.mark.slow
+def test_servers_that_draft_and_are_killed() -> None:
+    counts = Counter[str]()
+    for seed in range(200):
+        counts += drafting.play_pair(seed, pressure.KILLS)
+    assert counts["spec_accepted_tokens"] and counts["finished"]
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 2000), marks=pytest.mark.slow)], ids=len)
+def test_drafts_on_unequal_splits_with_all_kinds_of_faults(seeds: range) -> None:
+    tally = campaign.tally_of(seeds, 1, model="drafts")
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["replicas of several ranks"] and tally.counts["second drafts accepted"]
+
+
+def test_without_faults_every_request_ends_like_the_monolith() -> None:
+    for seed in range(6):
+        counts = drafting.play_pair(seed, Faults())
+        assert counts["finished"] == len(drafting.setting(seed)[1]), seed
+
+
+# ---------------------------------------------------------------------- planted bugs of the scheduler
+
+
+def the_cache_goes_beyond_the_accepted_prefix(patch: Patch) -> None:
+    """The page with the last sampled token is cached, which no step has computed unless its draft was right."""
+    cache = SchedulerContext.cache
+
+    def beyond(self: SchedulerContext, req: Req, *, ending: bool = False) -> None:
+        if req.lease is None or req.speculation is None or not req.speculation.num_verify_steps:
+            cache(self, req, ending=ending)
+            return
+        whole = self.memory.layout.tokens_in(len(req.lease.pages))
+        tokens = req.token_bytes(min(req.seq_len, whole))
+        self.memory.cache(req.lease, tokens, req.spec.priority, ending=ending)
+
+    patch.setattr(SchedulerContext, "cache", beyond)
+
+
+def all_drafts_count_as_computed(patch: Patch) -> None:
+    commit = DecodeBatch.commit_drafts
+
+    def wrong(
+        self: DecodeBatch, req: Req, row: BatchRow, sampled: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        found = commit(self, req, row, sampled)
+        req.computed = req.planned = row.end
+        return found
+
+    patch.setattr(DecodeBatch, "commit_drafts", wrong)
+
+
+def prefill_sends_a_draft_as_the_first_token(patch: Patch) -> None:
+    commit, init = BatchPlanner.commit, BatchPlanner.__init__
+
+    def drafting_too(self: BatchPlanner, *args: object, **kwargs: object) -> None:
+        init(self, *args, **kwargs)  # type: ignore[arg-type]
+        self._num_proposals = None
+
+    def first_drafts(
+        self: BatchPlanner, live: dict[str, Req], plan: BatchPlan, result: StepResult
+    ) -> Iterator[tuple[Req, tuple[SampledToken, ...], FinishReason | None]]:
+        drafts = {plan.rows[index].rid: each for index, each in result.drafts.items()}
+        for req, tokens, finish in commit(self, live, plan, result):
+            is_draft = self._prefill_only and req.rid in drafts
+            yield req, (SampledToken(drafts[req.rid][0]),) if is_draft else tokens, finish
+
+    patch.setattr(BatchPlanner, "__init__", drafting_too)
+    patch.setattr(BatchPlanner, "commit", first_drafts)
+
+
+def a_stop_inside_an_accepted_run_is_ignored(patch: Patch) -> None:
+    finish_for_token, commit = context_module.finish_for_token, DecodeBatch.commit_drafts
+    more = [0]
+
+    def only_at_the_end(req: Req, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+        more[0] -= 1
+        return None if more[0] > 0 else finish_for_token(req, token_id, eos_token_ids)
+
+    def counting(
+        self: DecodeBatch, req: Req, row: BatchRow, sampled: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        more[0] = len(sampled)
+        return commit(self, req, row, sampled)
+
+    patch.setattr(context_module, "finish_for_token", only_at_the_end)
+    patch.setattr(DecodeBatch, "commit_drafts", counting)
+
+
+def tokens_behind_a_stop_are_sent(patch: Patch) -> None:
+    commit = DecodeBatch.commit_drafts
+
+    def wrong(
+        self: DecodeBatch, req: Req, row: BatchRow, sampled: tuple[SampledToken, ...]
+    ) -> tuple[tuple[SampledToken, ...], FinishReason | None]:
+        return sampled, commit(self, req, row, sampled)[1]
+
+    patch.setattr(DecodeBatch, "commit_drafts", wrong)
+
+
+def a_row_is_planned_before_its_drafts_are_settled(patch: Patch) -> None:
+    patch.setattr(Speculation, "needs_sync", property(lambda self: False))
+
+
+def drafts_have_no_pages_of_their_own(patch: Patch) -> None:
+    patch.setattr(DecodeBatch, "_grow_for_drafts", lambda self, req, num_tokens: num_tokens)
+
+
+def drafts_have_no_window_pages(patch: Patch) -> None:
+    with_drafts = DecodeBatch._with_drafts
+
+    def uncovered(self: DecodeBatch, req: Req, row: BatchRow, drafts: tuple[int, ...]) -> BatchRow:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(SchedulerContext, "cover_window", lambda self, req, start, end: None)
+            return with_drafts(self, req, row, drafts)
+
+    patch.setattr(DecodeBatch, "_with_drafts", uncovered)
+
+
+# ---------------------------------------------------------------------- planted bugs of the executor
+
+
+def of_the_rows_first_position(patch: Patch, name: str) -> None:
+    """Draw the tokens at all positions of a row with what `HashSampler.<name>` returns for its first one."""
+    accept, own = HashExecutor.accept, getattr(HashSampler, name)
+    found: list[int] = []
+    is_row = [False]
+
+    def first(self: HashSampler, argument: object) -> int:
+        value: int = own(self, argument)
+        if not is_row[0]:
+            return value
+        found.append(value)
+        return found[0]
+
+    def accepting(
+        self: HashExecutor,
+        sampler: HashSampler,
+        carries: Sequence[int],
+        tokens: Sequence[int],
+        start: int,
+        drafts: Sequence[int],
+    ) -> list[int]:
+        found.clear()
+        is_row[0] = True
+        try:
+            return accept(self, sampler, carries, tokens, start, drafts)
+        finally:
+            is_row[0] = False
+
+    patch.setattr(HashSampler, name, first)
+    patch.setattr(HashExecutor, "accept", accepting)
+
+
+def the_penalties_of_another_position(patch: Patch) -> None:
+    of_the_rows_first_position(patch, "penalty")
+
+
+def the_sampling_number_of_another_position(patch: Patch) -> None:
+    of_the_rows_first_position(patch, "number_at")
+
+
+def a_draft_is_accepted_without_a_draw(patch: Patch) -> None:
+    accept = HashExecutor.accept
+
+    def generous(
+        self: HashExecutor,
+        sampler: HashSampler,
+        carries: Sequence[int],
+        tokens: Sequence[int],
+        start: int,
+        drafts: Sequence[int],
+    ) -> list[int]:
+        if not drafts:
+            return accept(self, sampler, carries, tokens, start, drafts)
+        return [drafts[0], *accept(self, sampler, carries[1:], tokens, start + 1, drafts[1:])]
+
+    patch.setattr(HashExecutor, "accept", generous)
+
+
+def a_state_is_not_folded(patch: Patch) -> None:
+    def forgetful(self: HashExecutor, row: int, slot: int) -> None:
+        self._by_row[row].pending = []
+
+    patch.setattr(HashExecutor, "fold", forgetful)
+
+
+def a_state_is_folded_twice(patch: Patch) -> None:
+    fold = HashExecutor.fold
+
+    def twice(self: HashExecutor, row: int, slot: int) -> None:
+        pending = self._by_row[row].pending
+        fold(self, row, slot)
+        self._by_row[row].pending = pending
+        fold(self, row, slot)
+
+    patch.setattr(HashExecutor, "fold", twice)
+
+
+def a_row_with_drafts_changes_its_state(patch: Patch) -> None:
+    patch.setattr(HashExecutor, "_write_slot", lambda self, slot, saved: None)
+
+
+def a_slot_is_offloaded_with_pending_tokens(patch: Patch) -> None:
+    patch.setattr(HashExecutor, "_settle", lambda self, pages: None)
+
+
+PLANTED = (
+    the_cache_goes_beyond_the_accepted_prefix,
+    all_drafts_count_as_computed,
+    prefill_sends_a_draft_as_the_first_token,
+    a_stop_inside_an_accepted_run_is_ignored,
+    tokens_behind_a_stop_are_sent,
+    a_row_is_planned_before_its_drafts_are_settled,
+    drafts_have_no_pages_of_their_own,
+    drafts_have_no_window_pages,
+    the_penalties_of_another_position,
+    the_sampling_number_of_another_position,
+    a_draft_is_accepted_without_a_draw,
+    a_state_is_not_folded,
+    a_state_is_folded_twice,
+    a_row_with_drafts_changes_its_state,
+    a_slot_is_offloaded_with_pending_tokens,
+)
+
+
+@pytest.mark.parametrize("plant", PLANTED)
+def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    plant(monkeypatch)
+    pressure.assert_caught(drafting.play, MAX_SEEDS, KeyError, IndexError)
