@@ -167,12 +167,12 @@ def _bind_torch(layer: Decoder, loaded: LoadedModel, own: ModelToLoad, pool: KVP
     """Bind the layer of a `Decoder` to the DRAFT pool."""
     assert loaded.choice is not None
     was_asked_for = own.config.kernels.attention_backend != "auto"
-    return bind_decoder(layer, loaded.choice, own.device, was_asked_for, [pool], pool.group.layers[0])
+    return bind_decoder(layer, loaded.choice, own.device, was_asked_for, [pool], first=pool.group.layers[0])
 
 
 def _bind_native(layer: NativeDecoder, pool: KVPool) -> AttentionBackend:
     """Bind the layer of a `NativeDecoder` to the DRAFT pool."""
-    layer.bind([pool], pool.group.layers[0])
+    layer.bind([pool], first=pool.group.layers[0])
     return AttentionInProgram()
 
 

@@ -162,7 +162,10 @@ def _executor(
 ) -> LocalExecutor:
     """Make the executor of a loaded model over its pools."""
     config, kernels = wanted.config, loaded.kernels
-    attention = loaded.bind([pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)])
+    attention = loaded.bind(
+        [pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)],
+        max_drafts=config.speculative.max_drafts,
+    )
     return LocalExecutor(
         loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
