@@ -133,7 +133,7 @@ def _check_files(config: ServerConfig) -> None:
         text = f"--init-expert-location {location!r} is neither 'trivial' nor a file"
         raise ConfigError(text, field="init_expert_location")
     if config.serving.chat_template is not None:
-        from pdserve.server.text.chat_template import read_template
+        from pdserve.server.text.tokenizer import read_template
 
         read_template(config.serving.chat_template)
 

@@ -3,7 +3,8 @@
 The program starts a prefill server, a decode server and a router, sends requests until they are warm, and then records
 which functions run in any process while one more streamed chat is answered. It also records some seconds without a
 request: heartbeats, health checks, and turns of idle loops. A file counts when one of its functions ran with the
-request and not without one. Files whose functions all run without a request too are counted apart.
+request and not without one. Files whose functions all run without a request too are counted apart. The launcher of the
+service is not counted, because no request passes it.
 
     python scripts/entered_files.py [--list] [--model-path smollm2]
 """
@@ -25,6 +26,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "pdserve"
 READY = "ready: OPENAI_BASE_URL="
+LAUNCHER = "pdserve.launch_local"
 START_S, WARM_UP, WRITE_S = 300.0, 4, 20.0
 IDLE_WINDOWS, MOST_WINDOWS, IDLE_S = 6, 24, 1.5
 OF_REQUESTS = frozenset(
@@ -118,7 +120,8 @@ def ask(base_url: str, model: str) -> None:
 def service(folder: Path, model: str) -> Iterator[str]:
     """A pair behind a router; its base URL."""
     env = os.environ | {"PDSERVE_ENTERED_FILES": str(folder), "PYTHONPATH": f"{folder}:{PACKAGE.parent}"}
-    command = [sys.executable, "-m", "pdserve.launch_local", "--model-path", model, "--max-total-tokens", "4096"]
+    flags = ["--model-path", model, "--max-total-tokens", "4096", "--router-port", "0"]
+    command = [sys.executable, "-m", LAUNCHER, *flags]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -162,6 +165,7 @@ def main() -> None:
                     num_clean += 1
                 if num_clean == IDLE_WINDOWS:
                     break
+    by_process = {command: functions for command, functions in by_process.items() if LAUNCHER not in command}
     ran = set[str]().union(*by_process.values())
     entered = files_of(ran - idle)
     if args.list:

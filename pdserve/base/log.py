@@ -1,6 +1,6 @@
 """Logging set-up, once per process: one dated line per event on stderr, as text or JSON, with role, pid and request id.
 
-    2026-11-28 02:32:40.672 INFO decode[4711] pdserve.server.http.access_log: [req-7f] 200 POST /generate ...
+    2026-11-28 02:32:40.672 INFO decode[4711] pdserve.access: [req-7f] 127.0.0.1 POST /generate ...
 
 A line about a request has its id: `X-Request-Id`, which router and both servers of a pair share. `request_context` sets
 the id for a task, `about` for one line.

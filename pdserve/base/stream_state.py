@@ -6,7 +6,7 @@
 
 The state holds only data of the client: the ids of its tokens, and text that it is sent anyway. A client that requests
 the state from a server directly, or sends the field, therefore reaches only its own answer. The router removes the
-lines from streams and the field from bodies. Used by `server/request/stream_states.py` and
+lines from streams and the field from bodies. Used by `server/generation.py` and
 `router/proxy/stream_retry.py`.
 """
 

@@ -23,7 +23,7 @@ import requests
 from pdserve.base.hosts import LOOPBACK
 from pdserve.cli.help_pages import CommandParser
 from pdserve.errors import ConfigError, RequestError
-from pdserve.http.access import API_KEY
+from pdserve.http.credentials import API_KEY
 
 DEFAULT_URLS = ("http://127.0.0.1:8000", "http://127.0.0.1:30000")
 """Default addresses of `pdserve pair` and the router, and of `pdserve serve`."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from pdserve.errors import ConfigError
-from pdserve.http.access import ADMIN_API_KEY, API_KEY, Keys, Network, check_keys, parse_networks
-from pdserve.http.tls import port_context, verify_clients
+from pdserve.http.access import Network, parse_networks
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, Keys, check_keys, port_context, verify_clients
 
 
 def flag(

@@ -17,7 +17,7 @@ from pdserve.base.log import LogFormat
 from pdserve.config.access_group import KEYFILE_PASSWORD
 from pdserve.config.cli import flags
 from pdserve.errors import ConfigError
-from pdserve.http.access import ADMIN_API_KEY, API_KEY, check_keys
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, check_keys
 
 Role = Literal["prefill", "decode"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Literal
 
 from pdserve.config.access_group import flag
@@ -105,7 +106,7 @@ class ScheduleConfig:
         """Most seconds that a request may run; None: no limit."""
         return self.req_running_timeout_s if self.req_running_timeout_s > 0 else None
 
-    @property
+    @functools.cached_property
     def default_priority(self) -> int:
         """Priority of a request that has none: `default_priority_value`, else the least urgent one or 0."""
         if self.default_priority_value is not None:

@@ -14,23 +14,23 @@ CORS prevents a page of another origin from reading responses, and from sending 
 not prevent other requests: a form, an image or a `fetch` of plain text reaches a server on loopback without a key.
 
 A client is identified by its key, or without keys by its address. Behind trusted proxies the client is always the
-forwarded address, because all clients of a proxy may send the same key. `Keys` and `ClientLimit` are used on the event
-loop only.
+forwarded address, because all clients of a proxy may send the same key. `BodyBudget` and `ClientLimit` are used on the
+event loop only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import dataclasses
-import hmac
 import ipaddress
+import re
 import urllib.parse
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from pdserve.errors import ConfigError, RequestError
-from pdserve.http.bodies import BodyBudget
+from pdserve.http.credentials import Keys
 from pdserve.http.errors import HttpRefusal
 
 RawHeaders = Sequence[tuple[bytes, bytes]]
@@ -206,6 +206,108 @@ class Cors:
         return "*" in self.origins or origin in self.origins
 
 
+MAX_VALUES = 1_500_000
+"""Limit for values in a JSON body. A value takes up to 100 bytes of memory, and as few as two bytes in the body."""
+MAX_CONTAINERS = 1 << 17
+TOO_MANY_VALUES = f"the body has more than {MAX_VALUES} values, or {MAX_CONTAINERS} lists and objects"
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+LARGE_BODY_BYTES = 1 << 20
+"""Smaller bodies are not counted: the number of connections bounds them."""
+LARGE_BODIES = 8
+"""The budget in bodies of the maximum size."""
+BREATH_S = 0.005
+BODY_TIMEOUT_S = 120.0
+"""Timeout from the headers of a request to the end of its body."""
+
+
+def body_timeout() -> RequestError:
+    """Return the error of a request whose body did not arrive in time."""
+    return RequestError(f"the body did not arrive within {BODY_TIMEOUT_S:g} s", status=408, code="body_timeout")
+
+
+def has_too_many_values(body: bytes) -> bool:
+    """Whether the JSON in `body` has more than `MAX_VALUES` values, or `MAX_CONTAINERS` lists and objects.
+
+    Commas and brackets within strings do not count.
+    """
+    return _has_too_many(body) and _has_too_many(_STRING.sub(b'""', body))
+
+
+def _has_too_many(body: bytes) -> bool:
+    if len(body) <= MAX_CONTAINERS:
+        return False
+    containers = body.count(b"[") + body.count(b"{")
+    return containers > MAX_CONTAINERS or containers + body.count(b",") > MAX_VALUES
+
+
+class BodyBudget:
+    """Bounds the memory of all request bodies together; `max_bytes` is the limit of one body. Event loop only."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._most = LARGE_BODIES * max_bytes
+        self._held = 0
+        self._turn = asyncio.Lock()
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that large bodies hold now."""
+        return self._held
+
+    def open(self) -> BodyHold:
+        """Open a hold for the body of one request; close the hold after the response."""
+        return BodyHold(self)
+
+    @contextlib.asynccontextmanager
+    async def turn(self, num_bytes: int) -> AsyncIterator[None]:
+        """Serialize work on large bodies that blocks the event loop, with a pause of `BREATH_S` after each."""
+        if num_bytes <= LARGE_BODY_BYTES:
+            yield
+            return
+        async with self._turn:
+            yield
+            await asyncio.sleep(BREATH_S)
+
+    def take(self, num_bytes: int) -> None:
+        """See `BodyHold.add`."""
+        if self._held + num_bytes > self._most:
+            raise RequestError(
+                f"concurrent request bodies would exceed {self._most} bytes; retry later",
+                status=503,
+                code="too_many_large_bodies",
+                retry_after_s=1,
+            )
+        self._held += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """See `BodyHold.close`."""
+        self._held -= num_bytes
+
+
+class BodyHold:
+    """The share of a `BodyBudget` that the body of one request holds."""
+
+    def __init__(self, budget: BodyBudget) -> None:
+        self._budget = budget
+        self._size = self._taken = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count `num_bytes` more of the body.
+
+        Raises:
+            RequestError: 503, the budget is exhausted.
+        """
+        self._size += num_bytes
+        if self._size > LARGE_BODY_BYTES:
+            self._budget.take(self._size - self._taken)
+            self._taken = self._size
+
+    def close(self) -> None:
+        """Release the bytes of the body."""
+        self._budget.give_back(self._taken)
+        self._taken = self._size = 0
+
+
 class AccessRules:
     """The access rules of one application. Event loop only."""
 
@@ -259,71 +361,6 @@ class AccessRules:
     def take_client_slot(self, client: str) -> AbstractContextManager[None]:
         """See `ClientLimit.take`."""
         return self._limit.take(client)
-
-
-API_KEY = "PDSERVE_API_KEY"
-ADMIN_API_KEY = "PDSERVE_ADMIN_API_KEY"
-WORKER_API_KEY = "PDSERVE_WORKER_API_KEY"
-WORKER_ADMIN_API_KEY = "PDSERVE_WORKER_ADMIN_API_KEY"
-"""Environment variables that replace the flags: every user of the machine can read a command line."""
-
-
-def split_keys(text: str | None) -> tuple[str, ...]:
-    """Split a flag's value at commas into keys.
-
-    Several keys identify several clients, and allow a key rotation in which old and new key are both valid.
-    """
-    return () if text is None else tuple(text.split(","))
-
-
-def check_keys(flag: str, text: str | None) -> None:
-    """Raise ConfigError if a key is empty or not valid in a header. The message does not contain the key."""
-    for key in split_keys(text):
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            field = flag.removeprefix("--").replace("-", "_")
-            raise ConfigError(f"{flag}: a key must be printable ASCII without spaces, and not empty", field=field)
-
-
-@dataclasses.dataclass(frozen=True)
-class Keys:
-    """The valid keys of a server; a repr does not contain them."""
-
-    api: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    admin: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-
-    @classmethod
-    def of(cls, api: str | None, admin: str | None) -> Keys:
-        """Parse the values of `--api-key` and `--admin-api-key`."""
-        return cls(split_keys(api), split_keys(admin))
-
-    @property
-    def some(self) -> bool:
-        """Whether any key is set."""
-        return bool(self.api or self.admin)
-
-    def required(self, *, command: bool) -> bool:
-        """Whether a request needs a key; `command`: on a path of `COMMANDS`. Public paths are not considered."""
-        return bool(self.api or (command and self.admin))
-
-    def may(self, authorization: str | None, *, command: bool) -> bool:
-        """Whether a request with this `Authorization` header is allowed; `command`: on a path of `COMMANDS`."""
-        if command and self.admin:
-            return _find(authorization, self.admin) is not None
-        return not self.api or self.find(authorization) is not None
-
-    def find(self, authorization: str | None) -> str | None:
-        """Return the valid key in the `Authorization` header; None without one."""
-        if not self.some:
-            return None
-        return _find(authorization, (*self.api, *self.admin))
-
-
-def _find(authorization: str | None, keys: tuple[str, ...]) -> str | None:
-    """Compare all keys, each in constant time, so that timing reveals nothing about a key."""
-    kind, _, given = (authorization or "").partition(" ")
-    sent = given.strip().encode()
-    found = [key for key in keys if hmac.compare_digest(sent, key.encode())]
-    return found[0] if found and kind.lower() == "bearer" else None
 
 
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
-from pdserve.observe.http_metrics import HttpMetrics, RoutingKeyCollector
+from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming

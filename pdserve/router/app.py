@@ -7,22 +7,15 @@ halves of a request when its client disconnects.
 from __future__ import annotations
 
 import asyncio
-import json
-import math
 import random
 from collections.abc import AsyncIterator
-from typing import Any
 
 import aiohttp
 import orjson
 from aiohttp import web
 
 import pdserve
-from pdserve.base.stream_state import RESUME_FIELD
-from pdserve.errors import RequestError
-from pdserve.http.access import GENERATING
-from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
-from pdserve.http.errors import HttpRefusal
+from pdserve.http.access import GENERATING, BodyBudget
 from pdserve.observe.interval_stats import RouterStats, log_router_stats
 from pdserve.observe.tracing import open_tracing
 from pdserve.router.config.config import RouterConfig
@@ -31,20 +24,16 @@ from pdserve.router.dashboard.observe import Observer
 from pdserve.router.dashboard.page_files import PageFiles
 from pdserve.router.http import (
     BODY,
-    REQUEST_ID,
-    REQUEST_ID_HEADER,
     RETRY_AFTER,
     Access,
-    CallTrace,
     error_response,
     json_response,
-    refused,
 )
 from pdserve.router.openapi import PATH as OPENAPI_PATH
 from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
-from pdserve.router.proxy.dispatch import Dispatcher, ProxiedCall
-from pdserve.router.proxy.relay import failure_response, relay
+from pdserve.router.proxy.dispatch import Dispatcher
+from pdserve.router.proxy.generate import GenerateHandler, failure_response
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -53,12 +42,11 @@ from pdserve.router.workers.engine_metrics import EngineMetrics
 from pdserve.router.workers.fanout import WorkerFanout
 from pdserve.router.workers.health import HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
-from pdserve.router.workers.outcome import WorkerResponse, WorkerStream, forwarded_headers, make_session
+from pdserve.router.workers.outcome import make_session
 from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
 from pdserve.router.workers.role_switch import RoleSwitch
 from pdserve.router.workers.workers import Registry, Worker
 
-CLIENT_GONE = "499"
 ASKED = (
     *("/v1/models", "/v1/models/{name:.+}", "/get_model_info", "/model_info"),
     *("/get_weight_version", "/weight_version"),
@@ -71,51 +59,6 @@ COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
 TICK_S = 1.0
-EXPLAINED_BYTES = 1 << 20
-"""Longer bodies are not parsed again to name the invalid field."""
-SHALLOW = 200
-"""A body with at most this many brackets is not nested too deeply to be serialized again."""
-
-
-def parse_object(data: bytes) -> tuple[dict[str, Any], bytes | None]:
-    """Return the JSON object in `data` without the field that only the router may set, and for large bodies its JSON.
-
-    That JSON is `data`, if the object is as it was sent, and is surely not nested too deeply.
-
-    Raises:
-        RequestError: 400, `data` is not JSON, or no object.
-        orjson.JSONEncodeError: a large body is nested too deeply.
-    """
-    try:
-        body = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(explain_not_json(data, error), code="invalid_request") from error
-    if not isinstance(body, dict):
-        message = f"the body must be a JSON object, got {type(body).__name__}"
-        raise RequestError(message, code="invalid_request")
-    num_fields = len(body)
-    body.pop(RESUME_FIELD, None)
-    if len(data) <= LARGE_BODY_BYTES:
-        return body, None
-    is_shallow = data.count(b"[") + data.count(b"{") <= SHALLOW
-    return body, data if is_shallow and len(body) == num_fields else orjson.dumps(body)
-
-
-def explain_not_json(data: bytes, error: orjson.JSONDecodeError) -> str:
-    """Return the error text for `data`; it names the field with NaN or Infinity, which Python clients may send."""
-    try:
-        field = _non_finite(json.loads(data)) if len(data) <= EXPLAINED_BYTES else None
-    except (ValueError, RecursionError):
-        field = None
-    return f"the body is not JSON: {error}" if field is None else f"{field} must be a finite number"
-
-
-def _non_finite(value: object, name: str = "the body") -> str | None:
-    """Return the name of the first field in `value` that is NaN or infinite; None without one."""
-    if isinstance(value, float):
-        return None if math.isfinite(value) else name
-    items = value.items() if isinstance(value, dict) else [(name, v) for v in value] if isinstance(value, list) else ()
-    return next((found for key, item in items if (found := _non_finite(item, key)) is not None), None)
 
 
 class RouterApp:
@@ -131,7 +74,7 @@ class RouterApp:
         with_loads = any(policy.uses_load for policy in self.admission.policies.values())
         self.health = HealthMonitor(config, self.registry, session, self.admission.wake, with_loads=with_loads)
         self._drain = Drain()
-        self._dispatcher = Dispatcher(
+        dispatcher = Dispatcher(
             config, self.registry, self.admission, self.health, session, self.metrics, rng, self._drain
         )
         self.watchdog = PairWatchdog(
@@ -151,6 +94,9 @@ class RouterApp:
         self._background: list[asyncio.Task[None]] = []
         endpoint = config.otlp_traces_endpoint
         self._tracing = None if endpoint is None else open_tracing("router", "", endpoint)
+        self._handler = GenerateHandler(
+            config, dispatcher, self.admission, self.metrics, self._stats, bodies, self._drain, self._tracing
+        )
         for spec in config.workers:
             self.registry.add(spec)
 
@@ -177,28 +123,6 @@ class RouterApp:
         if self._tracing is not None:
             await asyncio.to_thread(self._tracing.close)
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Generate: send the request to a pair and relay decode's answer."""
-        begun = self.admission.now()
-        if self._drain.closed:
-            return self._refuse(request)
-        self._stats.begun()
-        failed = True
-        try:
-            with self._drain.call():
-                response = await self._traced(request, begun)
-            failed = response.status >= 500
-        except (asyncio.CancelledError, ConnectionError):
-            failed = False
-            self.metrics.disconnects.inc()
-            self.metrics.requests.labels(request.path, CLIENT_GONE).inc()
-            raise
-        finally:
-            self._stats.ended(self.admission.now() - begun, failed=failed)
-        self.metrics.requests.labels(request.path, str(response.status)).inc()
-        self.metrics.request_seconds.labels(request.path).observe(self.admission.now() - begun)
-        return response
-
     def _gauges(self) -> dict[str, int]:
         """Return the load for the statistics line."""
         workers = self.registry.workers
@@ -223,51 +147,6 @@ class RouterApp:
         self._drain.abort_all()
         self.admission.refuse_waiting(SHUTTING_DOWN)
         await self._drain.empty(WRITE_S)
-
-    def _refuse(self, request: web.Request) -> web.Response:
-        response = failure_response(SHUTTING_DOWN)
-        response.force_close()
-        self.metrics.requests.labels(request.path, str(response.status)).inc()
-        self.metrics.refused.labels(SHUTTING_DOWN.code).inc()
-        return response
-
-    async def _traced(self, request: web.Request, begun: float) -> web.StreamResponse:
-        """Handle the request, inside a span if tracing is enabled."""
-        if self._tracing is None:
-            return await self._generate(request, begun, None)
-        with self._tracing.call(request.path, request.headers) as span:
-            response = await self._generate(request, begun, CallTrace(self._tracing, span))
-            span.answered(response.status)
-            return response
-
-    async def _generate(self, request: web.Request, begun: float, trace: CallTrace | None) -> web.StreamResponse:
-        deadline = begun + self._config.request_timeout_s
-        data = request[BODY]
-        try:
-            body, kept = parse_object(data) if len(data) <= LARGE_BODY_BYTES else await self._parse_large(data)
-            headers = forwarded_headers(request.headers, request.remote)
-            headers[REQUEST_ID_HEADER] = request[REQUEST_ID]
-            routed = self._dispatcher.routed(request.path, body, headers)
-            call = ProxiedCall(request.path, body, kept, headers, routed, deadline, trace)
-            async with asyncio.timeout_at(deadline) as limit, self._dispatcher.answer(call) as outcome:
-                limit.reschedule(None)
-                if isinstance(outcome, WorkerStream) or (isinstance(outcome, WorkerResponse) and outcome.status < 400):
-                    first_byte_s = self.admission.now() - begun
-                    self.metrics.first_byte_seconds.labels(request.path).observe(first_byte_s)
-                    self._stats.first_byte(first_byte_s)
-                return await relay(request, outcome, deadline)
-        except RequestError as error:
-            return refused(HttpRefusal.of(error))
-        except orjson.JSONEncodeError as error:
-            return error_response(400, f"the body is nested too deeply: {error}", "invalid_request")
-        except TimeoutError:
-            text = f"no answer within the router's --request-timeout-secs of {self._config.request_timeout_s:g} s"
-            return error_response(504, text, "timeout")
-
-    async def _parse_large(self, data: bytes) -> tuple[dict[str, Any], bytes | None]:
-        """Call `parse_object` when it is the body's turn."""
-        async with self.bodies.turn(len(data)):
-            return parse_object(data)
 
     async def abort(self, request: web.Request) -> web.Response:
         """Abort requests: refuse those in the router's queue, and forward the command to every worker."""
@@ -311,7 +190,7 @@ class RouterApp:
         """Return all routes of the router."""
         fanout = self._fanout
         return [
-            *(web.post(path, self.generate) for path in GENERATING),
+            *(web.post(path, self._handler.handle) for path in GENERATING),
             *(web.get(path, fanout.proxy) for path in ASKED),
             *(web.post(path, fanout.proxy) for path in ASKED_WITH_BODY),
             *(web.get(path, fanout.server_info) for path in ("/get_server_info", "/server_info")),

@@ -21,28 +21,26 @@ from aiohttp import web
 from pdserve.base.log import request_context
 from pdserve.errors import RequestError
 from pdserve.http.access import (
+    BODY_TIMEOUT_S,
     CHANGING,
     COMMANDS,
     GENERATING,
+    LARGE_BODY_BYTES,
     NO_SNIFF,
     NO_STORE,
+    TOO_MANY_VALUES,
     AccessRules,
+    BodyBudget,
+    BodyHold,
     Cors,
+    body_timeout,
     client_address,
     framing_refusal,
     has_dots,
-)
-from pdserve.http.access_log import CLIENT_GONE, log_access
-from pdserve.http.bodies import (
-    BODY_TIMEOUT_S,
-    LARGE_BODY_BYTES,
-    TOO_MANY_VALUES,
-    BodyBudget,
-    BodyHold,
-    body_timeout,
     has_too_many_values,
 )
 from pdserve.http.errors import HttpRefusal
+from pdserve.observe.http_calls import CLIENT_GONE, log_access
 from pdserve.observe.tracing import CallSpan, Tracing
 from pdserve.router.config.config import RouterAccessConfig
 

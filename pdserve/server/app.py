@@ -16,7 +16,6 @@ from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-import pdserve
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
@@ -24,11 +23,11 @@ from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
-from pdserve.server.context import ServerContext
+from pdserve.server.context import Endpoint, ServerContext
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.http import middleware as access
 from pdserve.server.http.control_proof import ControlProof
-from pdserve.server.http.json_http import ClientGoneError, install_error_handlers, json_response
+from pdserve.server.http.json_http import ClientGoneError, install_error_handlers
 from pdserve.server.http.middleware import (
     DrainGate,
     DrainGateMiddleware,
@@ -155,9 +154,7 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    _add_generation(app, context)
-    _add_health_and_facts(app, context, drain_gate)
-    _add_commands(app, context, drain_gate, changer)
+    _add_routes(app, context, drain_gate, changer)
     proof = ControlProof(control_token, required=config.access.require_control_proof)
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
@@ -179,44 +176,50 @@ async def _on_client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=499)
 
 
-def _add_generation(app: FastAPI, context: ServerContext) -> None:
-    @app.post("/v1/chat/completions", response_model=None)
-    async def post_chat_completions(request: Request) -> Response:
-        return await chat_completions(context, request)
+ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
+    ("post_chat_completions", "POST", "/v1/chat/completions", chat_completions),
+    ("post_completions", "POST", "/v1/completions", completions),
+    ("post_responses", "POST", "/v1/responses", responses),
+    ("post_tokenize", "POST", "/tokenize", tokenize),
+    ("post_tokenize", "POST", "/v1/tokenize", tokenize),
+    ("post_detokenize", "POST", "/detokenize", detokenize),
+    ("post_detokenize", "POST", "/v1/detokenize", detokenize),
+    ("post_parse_function_call", "POST", "/parse_function_call", parse.parse_function_call),
+    ("post_separate_reasoning", "POST", "/separate_reasoning", parse.separate_reasoning),
+    ("post_generate", "POST PUT", "/generate", generate),
+    ("get_health_generate", "GET", "/health_generate", health.health_generate),
+    ("get_model_info", "GET", "/get_model_info", admin.model_info),
+    ("get_model_info", "GET", "/model_info", admin.model_info),
+    ("get_server_info", "GET", "/get_server_info", admin.server_info),
+    ("get_server_info", "GET", "/server_info", admin.server_info),
+    ("get_get_load", "GET", "/get_load", admin.get_load),
+    ("get_loads", "GET", "/v1/loads", commands.loads),
+    ("get_weight_version", "GET", "/get_weight_version", admin.weight_version),
+    ("get_weight_version", "GET", "/weight_version", admin.weight_version),
+    ("get_version", "GET", "/version", admin.version),
+    ("get_metrics", "GET", "/metrics", admin.metrics),
+    ("get_models", "GET", "/v1/models", admin.list_models),
+    ("get_model", "GET", "/v1/models/{name:path}", admin.get_model),
+    ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
+    ("flush_cache", "GET", "/flush_cache", admin.flush_cache),
+    ("pause_generation", "POST", "/pause_generation", commands.pause_generation),
+    ("continue_generation", "POST", "/continue_generation", commands.continue_generation),
+    ("declare_peer_dead", "POST", "/declare_peer_dead", commands.declare_peer_dead),
+    ("start_profile", "POST", "/start_profile", commands.start_profile),
+    ("start_profile", "GET", "/start_profile", commands.start_profile),
+    ("stop_profile", "POST", "/stop_profile", commands.stop_profile),
+    ("stop_profile", "GET", "/stop_profile", commands.stop_profile),
+    ("abort_request", "POST", "/abort_request", admin.abort_request),
+)
+"""Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 
-    @app.post("/v1/completions", response_model=None)
-    async def post_completions(request: Request) -> Response:
-        return await completions(context, request)
 
-    @app.post("/v1/responses", response_model=None)
-    async def post_responses(request: Request) -> Response:
-        return await responses(context, request)
-
-    @app.post("/v1/tokenize", response_model=None)
-    @app.post("/tokenize", response_model=None)
-    async def post_tokenize(request: Request) -> Response:
-        return await tokenize(context, request)
-
-    @app.post("/v1/detokenize", response_model=None)
-    @app.post("/detokenize", response_model=None)
-    async def post_detokenize(request: Request) -> Response:
-        return await detokenize(context, request)
-
-    @app.post("/parse_function_call", response_model=None)
-    async def post_parse_function_call(request: Request) -> Response:
-        return await parse.parse_function_call(context, request)
-
-    @app.post("/separate_reasoning", response_model=None)
-    async def post_separate_reasoning(request: Request) -> Response:
-        return await parse.separate_reasoning(context, request)
-
-    @app.api_route("/generate", methods=["POST", "PUT"], response_model=None)
-    async def post_generate(request: Request) -> Response:
-        return await generate(context, request)
-
-
-def _add_health_and_facts(app: FastAPI, context: ServerContext, drain_gate: DrainGate) -> None:
-    pair_probes = PairProbes(context)
+def _add_routes(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
+    for name, methods, path, endpoint in ROUTES:
+        app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
+    app.add_api_route(
+        "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
+    )
 
     @app.get("/health", response_model=None)
     async def get_health() -> Response:
@@ -231,86 +234,6 @@ def _add_health_and_facts(app: FastAPI, context: ServerContext, drain_gate: Drai
     async def get_ready() -> Response:
         return await health.ready(context, drain_gate)
 
-    @app.get("/health_generate", response_model=None)
-    async def get_health_generate(request: Request) -> Response:
-        return await health.health_generate(context, request)
-
-    @app.post("/health_pair", response_model=None)
-    async def post_health_pair(request: Request) -> Response:
-        return await pair_probes.post(request)
-
-    @app.get("/model_info", response_model=None)
-    @app.get("/get_model_info", response_model=None)
-    async def get_model_info() -> Response:
-        return await admin.model_info(context)
-
-    @app.get("/server_info", response_model=None)
-    @app.get("/get_server_info", response_model=None)
-    async def get_server_info() -> Response:
-        return await admin.server_info(context)
-
-    @app.get("/get_load", response_model=None)
-    async def get_get_load() -> Response:
-        return await admin.get_load(context)
-
-    @app.get("/v1/loads", response_model=None)
-    async def get_loads(request: Request) -> Response:
-        return await commands.loads(context, request)
-
-    @app.get("/weight_version", response_model=None)
-    @app.get("/get_weight_version", response_model=None)
-    async def get_weight_version() -> Response:
-        return await admin.weight_version(context)
-
-    @app.get("/version", response_model=None)
-    async def get_version() -> Response:
-        return json_response({"version": pdserve.__version__})
-
-    @app.get("/metrics", response_model=None)
-    async def get_metrics() -> Response:
-        return await admin.metrics(context)
-
-    @app.get("/v1/models", response_model=None)
-    async def get_models() -> Response:
-        return await admin.list_models(context)
-
-    @app.get("/v1/models/{name:path}", response_model=None)
-    async def get_model(name: str) -> Response:
-        return await admin.get_model(context, name)
-
-
-def _add_commands(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
     @app.post("/pd_role_switch", response_model=None)
     async def post_pd_role_switch(request: Request) -> Response:
         return await pd_role_switch(context, drain_gate, changer, request)
-
-    @app.get("/flush_cache", response_model=None)
-    @app.post("/flush_cache", response_model=None)
-    async def flush_cache(request: Request) -> Response:
-        return await admin.flush_cache(context, request)
-
-    @app.post("/pause_generation", response_model=None)
-    async def pause_generation(request: Request) -> Response:
-        return await commands.pause_generation(context, request)
-
-    @app.post("/continue_generation", response_model=None)
-    async def continue_generation(request: Request) -> Response:
-        return await commands.continue_generation(context, request)
-
-    @app.post("/declare_peer_dead", response_model=None)
-    async def declare_peer_dead(request: Request) -> Response:
-        return await commands.declare_peer_dead(context, request)
-
-    @app.get("/start_profile", response_model=None)
-    @app.post("/start_profile", response_model=None)
-    async def start_profile(request: Request) -> Response:
-        return await commands.start_profile(context, request)
-
-    @app.get("/stop_profile", response_model=None)
-    @app.post("/stop_profile", response_model=None)
-    async def stop_profile(request: Request) -> Response:
-        return await commands.stop_profile(context, request)
-
-    @app.post("/abort_request", response_model=None)
-    async def abort_request(request: Request) -> Response:
-        return await admin.abort_request(context, request)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+
+from fastapi import Request
+from fastapi.responses import Response
 
 import pdserve
 from pdserve.base.proof import NO_TOKEN_ID
@@ -34,6 +37,9 @@ ANY_MODEL = ("", "default", "unknown")
 PRIORITY_RETRY_S = 60
 """`Retry-After` of a refused priority. Routers count a 503 without one as a failure of the server."""
 
+Endpoint = Callable[["ServerContext", Request], Awaitable[Response]]
+"""Answers a request to the server with this context."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
@@ -50,6 +56,14 @@ class ServerContext:
     formats: ChatFormats = ChatFormats()
     control_token_id: str = NO_TOKEN_ID
     """`base.proof.token_id` of this server's control token."""
+
+    def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+        """Return `endpoint` as a handler of this server's requests."""
+
+        async def handle(request: Request) -> Response:
+            return await endpoint(self, request)
+
+        return handle
 
     @property
     def mode(self) -> DisaggMode:
@@ -138,8 +152,9 @@ class ServerContext:
         self, constraint: Constraint | None, stop_regex: str | Sequence[str] | None = None
     ) -> Grammar | None:
         """Check the grammar and the stop patterns of a request and return the grammar; see `GrammarCheck`."""
-        await self.grammars.take_patterns(stop_regex, "stop_regex")
-        return await self.grammars.take(constraint, self.client.require_ready())
+        if stop_regex is not None:
+            await self.grammars.take_patterns(stop_regex, "stop_regex")
+        return None if constraint is None else await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
         """Check the model name of a request. Without `--strict-model-name` every name is accepted.

@@ -1,7 +1,10 @@
-"""One submitted body as an async iterator of updates.
+"""One submitted body as an async iterator of updates, and the state with which another server resumes its stream.
 
 The engine client creates and feeds a `Generation`; one endpoint reads it. Updates of a sequence that the reader has not
 taken yet are merged, so the backlog of a slow reader is one update per sequence.
+
+`StreamStates` adds the resume state to the events of a stream, and `Resume` is the state in the body of the resumed
+request. `base/stream_state.py` documents the protocol between server and router.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ import contextlib
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Self
+from typing import Annotated, Any, Self
 
+import msgspec
+from fastapi import Request
+
+from pdserve.base.stream_state import STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, TokenLogprob
@@ -153,3 +160,69 @@ class Generation:
     def close(self) -> None:
         """Abort the unfinished sequences and drop their updates."""
         self._on_close(self)
+
+
+class StreamHead(msgspec.Struct):
+    """Fields that all events of a stream share; only OpenAI endpoints set `created`, `model` and
+    `system_fingerprint`.
+    """
+
+    id: Annotated[str, ShortText]
+    created: int | None = None
+    model: Annotated[str, ShortText] | None = None
+    system_fingerprint: Annotated[str, ShortText] | None = None
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in msgspec.to_builtins(self).items() if value is not None}
+
+
+class Resume(msgspec.Struct):
+    """`pdserve_resume` of a body: the stream so far. `logprobs` are those of its tokens, if `EventState` has them."""
+
+    head: StreamHead
+    token_ids: list[int]
+    cached_tokens: int = 0
+    logprobs: list[TokenLogprob] | None = None
+
+    def update(self, text: str) -> GenerationUpdate:
+        """Return the stream so far as one update. `text` is the text of its tokens."""
+        logprobs = list(self.logprobs or ())
+        return GenerationUpdate(0, text, list(self.token_ids), logprobs, cached_tokens=self.cached_tokens)
+
+
+class StreamStates:
+    """Adds a state line to each event of a stream, if the router requested state lines."""
+
+    def __init__(self, request: Request, head: dict[str, Any], *, num_sequences: int, logprobs: bool = False) -> None:
+        """`head`: the fields that all events share. `logprobs`: events repeat the logprobs of earlier tokens."""
+        self._wanted = STATE_HEADER in request.headers and num_sequences == 1
+        self._head: dict[str, Any] | None = head
+        self._logprobs = logprobs
+        self._tokens: list[int] = []
+        self._lines: list[Any] = []
+        self._cached_tokens = 0
+
+    def with_state(self, update: GenerationUpdate | None, events: list[bytes]) -> Iterator[bytes]:
+        """Yield `events` with their state lines. They show the tokens of `update`; None: no tokens.
+
+        The state line of each event of the last update contains all events after it.
+        """
+        if not self._wanted:
+            yield from events
+            return
+        if update is not None:
+            self._tokens += update.token_ids
+            self._lines += msgspec.to_builtins(update.logprobs) if self._logprobs else []
+            self._cached_tokens = update.cached_tokens
+        ends = update is not None and update.finish is not None
+        for position, data in enumerate(events):
+            tail = b"".join(events[position + 1 :]).decode() if ends else None
+            yield self._line(tail) + data
+
+    def _line(self, tail: str | None) -> bytes:
+        state = EventState(self._tokens, self._head, self._cached_tokens, self._lines if self._logprobs else None, tail)
+        line = state.line()
+        self._tokens, self._lines, self._head = [], [], None
+        return line

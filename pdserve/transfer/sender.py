@@ -25,9 +25,8 @@ from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.transfer.early_arrivals import EarlyArrivals, Tombstone
 from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected
-from pdserve.transfer.in_flight import Connecting, OutgoingKeys
+from pdserve.transfer.in_flight import Connecting, EarlyArrivals, OutgoingKeys, Tombstone
 from pdserve.transfer.peers import Peer
 from pdserve.transfer.plan import ChunkPart, ChunkPlanner
 from pdserve.transfer.room import TERMINAL, KVPoll, SendRoom, check_prompt_fits_pages, check_receiver_pages

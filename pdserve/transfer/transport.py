@@ -12,15 +12,11 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import msgspec
-
-from pdserve.errors import TransferError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,59 +202,3 @@ class NotifyingTransport(Transport, Protocol):
     def take_notifications(self) -> Sequence[bytes]:
         """Return the notes of peers' writes since the last call. One call at a time, any thread; does not block."""
         ...
-
-
-class RegionSet:
-    """The registered regions of a process, with a range check that engines do not make. Thread-safe to read."""
-
-    def __init__(self) -> None:
-        self._regions: tuple[MemoryRegion, ...] = ()
-        self._starts: tuple[int, ...] = ()
-
-    @property
-    def regions(self) -> tuple[MemoryRegion, ...]:
-        """All regions by address."""
-        return self._regions
-
-    def add(self, regions: Sequence[MemoryRegion]) -> None:
-        """Add regions. Raises TransferError (settled) when one is empty or two overlap; then none is added."""
-        merged = sorted((*self._regions, *regions), key=lambda region: region.address)
-        for region in regions:
-            if region.num_bytes <= 0 or region.address <= 0:
-                raise TransferError(f"cannot register {region}: empty", code="bad_region", retryable=False)
-        for left, right in itertools.pairwise(merged):
-            if left.address + left.num_bytes > right.address:
-                raise TransferError(f"cannot register {right}: overlaps {left}", code="bad_region", retryable=False)
-        self._regions = tuple(merged)
-        self._starts = tuple(region.address for region in merged)
-
-    def find(self, address: int, num_bytes: int) -> int | None:
-        """Return the index into `regions` of the region that holds `[address, address + num_bytes)`; None when there is
-        none.
-        """
-        index = bisect.bisect_right(self._starts, address) - 1
-        if index < 0:
-            return None
-        region = self._regions[index]
-        return index if address + num_bytes <= region.address + region.num_bytes else None
-
-    def holds(self, address: int, num_bytes: int) -> bool:
-        """True when `[address, address + num_bytes)` lies in one region."""
-        return self.find(address, num_bytes) is not None
-
-    def check_sources(self, copies: Sequence[Copy]) -> None:
-        """Raise TransferError (settled, not retryable) unless every source range is registered."""
-        start, end = 0, -1
-        for copy in copies:
-            source, num_bytes = copy.source, copy.num_bytes
-            if num_bytes >= 0 and start <= source and source + num_bytes <= end:
-                continue  # most sources lie in the region of the previous one
-            index = self.find(source, num_bytes)
-            if num_bytes < 0 or index is None:
-                raise TransferError(
-                    f"source range {source:#x} + {num_bytes} bytes is not registered",
-                    code="bad_range",
-                    retryable=False,
-                )
-            start = self._regions[index].address
-            end = start + self._regions[index].num_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import pytest
 
-from pdserve.server.text.chat_template import read_template
+from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Pair, assert_idle, running_pair
 
 FLAGS = (

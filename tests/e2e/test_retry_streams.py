@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import requests
 
-from pdserve.server.text.chat_template import read_template
+from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server, until
 from tests.tiny import Family
 

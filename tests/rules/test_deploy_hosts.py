@@ -17,7 +17,7 @@ import yaml
 
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
-from pdserve.http.access import ADMIN_API_KEY, API_KEY
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 from pdserve.launch_engine import REFUSED
 from pdserve.launch_local import LocalConfig
 from pdserve.router.config.config import RouterConfig, WorkerRole

@@ -11,7 +11,7 @@ import yaml
 from pdserve.base.env import CONTROL_TOKEN
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
-from pdserve.http.access import ADMIN_API_KEY, API_KEY
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.server.sglang_api import health
 from tests.rules.deploy_kit import (

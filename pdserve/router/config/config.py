@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 from pdserve.base.proof import MacKey
 from pdserve.errors import ConfigError
-from pdserve.http.access import Keys, Network, check_keys, parse_networks, split_keys
-from pdserve.http.tls import client_context, port_context
+from pdserve.http.access import Network, parse_networks
+from pdserve.http.credentials import Keys, check_keys, client_context, port_context, split_keys
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY, control_token, wor
 from pdserve.base.proof import MacKey
 from pdserve.config.cli import no_such_flag
 from pdserve.errors import ConfigError
-from pdserve.http.access import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
+from pdserve.http.credentials import ADMIN_API_KEY, API_KEY, WORKER_ADMIN_API_KEY, WORKER_API_KEY
 from pdserve.http.session_proof import worker_key
 from pdserve.router.config.config import (
     POLICY_HELP,
@@ -33,7 +33,6 @@ from pdserve.router.config.config import (
     parse_worker_url,
     prefill_spec,
 )
-from pdserve.router.config.sglang_flags import UNSUPPORTED
 
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
 DEFAULTS = RouterConfig(pd=True)
@@ -342,3 +341,67 @@ def _proof_key() -> MacKey:
 def _secret(given: str | None, variable: str) -> str | None:
     """Return the flag's value, else the environment variable; an empty variable is ignored."""
     return given if given is not None else os.environ.get(variable, "").strip() or None
+
+
+_ABSENT = "this router does not have this feature"
+_KUBERNETES = "list workers with --prefill and --decode, or add them with POST /workers"
+_TOKENIZER = "the workers tokenize text"
+_STORE = "answers are not stored"
+_AUTH = "use --api-key and --admin-api-key"
+
+UNSUPPORTED: dict[str, str] = {
+    "assignment-mode": "--policy consistent_hashing keeps a conversation on its worker",
+    "backend": "workers speak SGLang's protocol",
+    "bootstrap-port-annotation": _KUBERNETES,
+    "chat-template": _TOKENIZER,
+    "control-plane-api-keys": _AUTH,
+    "control-plane-audit-enabled": _AUTH,
+    "dp-aware": "a worker spreads requests over its own replicas",
+    "enable-igw": _ABSENT,
+    "history-backend": _STORE,
+    "jwt-audience": _AUTH,
+    "jwt-issuer": _AUTH,
+    "jwt-jwks-uri": _AUTH,
+    "jwt-role-mapping": _AUTH,
+    "log-dir": "logs go to stderr",
+    "max-idle-secs": "--policy consistent_hashing keeps no table of conversations",
+    "mcp-config-path": _ABSENT,
+    "mini-lb": "this router has one implementation only",
+    "model-path": _TOKENIZER,
+    "oracle-connect-descriptor": _STORE,
+    "oracle-password": _STORE,
+    "oracle-pool-max": _STORE,
+    "oracle-pool-min": _STORE,
+    "oracle-pool-timeout-secs": _STORE,
+    "oracle-tns-alias": _STORE,
+    "oracle-username": _STORE,
+    "oracle-wallet-path": _STORE,
+    "postgres-db-url": _STORE,
+    "postgres-pool-max": _STORE,
+    "prefill-selector": _KUBERNETES,
+    "decode-selector": _KUBERNETES,
+    "prometheus-duration-buckets": "the buckets are fixed",
+    "prometheus-host": "metrics are at /metrics of the router's own port",
+    "prometheus-port": "metrics are at /metrics of the router's own port",
+    "rate-limit-tokens-per-second": "use --max-concurrent-requests and --max-inflight",
+    "reasoning-parser": "it is a flag of the workers",
+    "redis-pool-max": _STORE,
+    "redis-retention-days": _STORE,
+    "redis-url": _STORE,
+    "selector": _KUBERNETES,
+    "service-discovery": _KUBERNETES,
+    "service-discovery-namespace": _KUBERNETES,
+    "service-discovery-port": _KUBERNETES,
+    "tokenizer-cache-enable-l0": _TOKENIZER,
+    "tokenizer-cache-enable-l1": _TOKENIZER,
+    "tokenizer-cache-l0-max-entries": _TOKENIZER,
+    "tokenizer-cache-l1-max-memory": _TOKENIZER,
+    "tokenizer-path": _TOKENIZER,
+    "tool-call-parser": "it is a flag of the workers",
+    "worker-startup-check-interval": "workers are checked every half second until they are healthy",
+    "worker-startup-timeout-secs": "the router starts without its workers, and uses each as soon as it is healthy",
+}
+"""Flags of sglang-router 0.3 that this router does not support: the alternative by name, without leading dashes.
+
+A test checks that supported flags are not in this table.
+"""

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from pdserve.router.config.config import PolicyConfig
-from pdserve.router.request_fields import ConversationKey
+from pdserve.router.policies.routing_keys import ConversationKey
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Candidate:
 class RoutedRequest:
     """Properties of a request that policies use; None if the request has none, or no policy uses the property.
 
-    `prompt` is text, or token ids as characters; see `request_fields.prompt_of`.
+    `prompt` is text, or token ids as characters; see `routing_keys.prompt_of`.
     """
 
     key: ConversationKey | None = None

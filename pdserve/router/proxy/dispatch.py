@@ -9,7 +9,7 @@ A request is not retried after its first byte, nor when the last remaining worke
 --retry-streams a broken stream continues at another pair (`stream_retry`).
 
 Any end of an attempt (a failed half, the client's disconnect, the deadline) closes both connections, on which the
-workers abort the request. Called by `app`; relaying is in `relay`.
+workers abort the request. Called by `generate`, which relays the answer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pdserve.protocol.failure import Failure
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.http import CallTrace, half_of
 from pdserve.router.policies import RoutedRequest
-from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain
+from pdserve.router.policies.routing_keys import conversation_key, prompt_of
+from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain, wants_prompt_logprobs, with_rooms
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
 from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
-from pdserve.router.request_fields import conversation_key, prompt_of, wants_prompt_logprobs, with_rooms
 from pdserve.router.workers.admission import Admission, PairSlots, rids_of
 from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
@@ -303,7 +303,7 @@ class Dispatcher:
             headers.popall("Accept-Encoding", None)
         if call.continued:
             headers[STATE_HEADER] = "1"
-        self._metrics.sent_to(worker)
+        worker.num_sent += 1
         return headers
 
     async def _after_failure(self, outcome: HalfOutcome, attempt: int) -> None:

@@ -1,4 +1,4 @@
-"""Continues streams at another pair when their decode worker dies. Made by `dispatch`, used by `relay`.
+"""Continues streams at another pair when their decode worker dies. Made by `dispatch`, used by `generate`.
 
     worker ── events with resume state ──> StreamProgress ── complete events ──> client
     broken ──> the state has the end of the stream: the router sends it
@@ -20,7 +20,7 @@ import orjson
 from pdserve.base.stream_state import DONE, EVENT_END, RESUME_FIELD, split_event
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.router.request_fields import batch_size, num_sequences, wants_prompt_logprobs
+from pdserve.router.proxy.attempts import batch_size, num_sequences, wants_prompt_logprobs
 from pdserve.router.workers.outcome import WORKER_FAILED, WorkerStream, worker_failed
 
 RETRYABLE_STATUSES = frozenset({502, 503, 504})

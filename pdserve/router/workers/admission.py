@@ -136,6 +136,7 @@ class Admission:
 
     def __init__(self, config: RouterConfig, registry: Registry, metrics: RouterMetrics, rng: random.Random) -> None:
         self._config = config
+        self._roles = config.roles
         self._limits = config.limits
         self._registry = registry
         self._rng = rng
@@ -158,7 +159,7 @@ class Admission:
 
     def could_serve(self) -> bool:
         """Whether a healthy, not draining worker of each role exists, and a pair of them that is not down."""
-        usable = {role: self._registry.usable(role) for role in self._config.roles}
+        usable = {role: self._registry.usable(role) for role in self._roles}
         if not all(usable.values()):
             return False
         if WorkerRole.REGULAR in usable:
@@ -252,7 +253,7 @@ class Admission:
 
     def _try_enter(self, request: RoutedRequest, avoid: Collection[Worker]) -> PairSlots | Failure | Full:
         limit, now = self._limits.max_concurrent_requests, self.now()
-        found = {role: self._free(role, now) for role in self._config.roles}
+        found = {role: self._free(role, now) for role in self._roles}
         for free in found.values():
             if isinstance(free, Failure):
                 return free

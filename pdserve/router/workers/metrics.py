@@ -79,7 +79,8 @@ class RouterMetrics:
         self.probes = Counter(
             "pdserve_router_pair_probes", "Probes of pairs: ok, failed, no_news", ["result"], registry=registry
         )
-        self._sent: dict[Worker, Counter] = {}
+        self._num_dispatched: dict[Worker, int] = {}
+        """What `dispatched` counts of each worker."""
         self.breaker = Gauge(
             "pdserve_router_worker_breaker",
             "A worker's circuit breaker: 0 closed, 1 half open, 2 open",
@@ -88,13 +89,17 @@ class RouterMetrics:
         )
 
     def show(self, workers: Iterable[Worker], num_waiting: int, now: float) -> None:
-        """Update all gauges; called before each scrape, so that gauges add no work to requests."""
+        """Update all gauges, and `dispatched`; called before each scrape, so that they add no work to requests."""
         self.queued.set(num_waiting)
         for worker in workers:
             labels = (worker.spec.role, worker.spec.url)
             self.inflight.labels(*labels).set(worker.inflight)
             self.worker_up.labels(*labels).set(worker.healthy)
             self.draining.labels(*labels).set(worker.draining)
+            num_new = worker.num_sent - self._num_dispatched.get(worker, 0)
+            if num_new:
+                self.dispatched.labels(*labels).inc(num_new)
+                self._num_dispatched[worker] = worker.num_sent
             self.breaker.labels(*labels).set({"closed": 0, "half_open": 1, "open": 2}[worker.breaker.state(now)])
 
     def show_pairs(self, pairs: Pairs) -> None:
@@ -104,15 +109,6 @@ class RouterMetrics:
             prefill = "" if pair.prefill is None else pair.prefill.spec.url
             self.pair_up.labels(prefill, pair.decode.spec.url).set(not state.down)
 
-    def sent_to(self, worker: Worker) -> None:
-        """Count a request sent to `worker`, unless the worker was removed."""
-        if worker.forgotten:
-            return
-        series = self._sent.get(worker)
-        if series is None:
-            series = self._sent[worker] = self.dispatched.labels(worker.spec.role, worker.spec.url)
-        series.inc()
-
     def failed_at(self, worker: Worker, kind: str) -> None:
         """Count a failed call, unless the worker was removed."""
         if not worker.forgotten:
@@ -120,7 +116,7 @@ class RouterMetrics:
 
     def forget(self, worker: Worker) -> None:
         """Remove all series of a worker."""
-        self._sent.pop(worker, None)
+        self._num_dispatched.pop(worker, None)
         labels = {"role": worker.spec.role.value, "worker": worker.spec.url}
         gauges = (self.inflight, self.worker_up, self.draining, self.breaker)
         for metric in (*gauges, self.dispatched, self.worker_errors):

@@ -5,7 +5,7 @@ Each field of `Worker` has one writer:
     Registry    the set of workers; draining, leaving, forgotten
     health      healthy, ended, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker (`health` closes it for a new process)
-    proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers
+    proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers; num_sent
 
 `workers.api` adds and removes workers while the router runs:
 
@@ -189,6 +189,8 @@ class Worker:
     forgotten: bool = False
     """True: the worker was removed from the registry; requests may still run there."""
     inflight: int = 0
+    num_sent: int = 0
+    """Requests that were sent to the worker."""
     late_checks: int = 0
     good_checks: int = 0
     report: LoadReport | None = None

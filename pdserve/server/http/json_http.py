@@ -21,7 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from pdserve.errors import PdserveError, RequestError
-from pdserve.http.bodies import TOO_MANY_VALUES, BodyBudget, has_too_many_values
+from pdserve.http.access import TOO_MANY_VALUES, BodyBudget, has_too_many_values
 from pdserve.http.errors import HttpRefusal, error_object
 from pdserve.server.generation import Generation, GenerationUpdate
 

@@ -43,20 +43,21 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
+    BODY_TIMEOUT_S,
     COMMANDS,
     GENERATING,
     NO_SNIFF,
     NO_STORE,
     AccessRules,
+    BodyHold,
     Cors,
+    body_timeout,
     client_address,
     framing_refusal,
 )
-from pdserve.http.access_log import CLIENT_GONE, log_access
-from pdserve.http.bodies import BODY_TIMEOUT_S, BodyHold, body_timeout
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.session_proof import CHALLENGE_PATH
-from pdserve.observe.http_metrics import HttpMetrics, routing_key_of
+from pdserve.observe.http_calls import CLIENT_GONE, HttpMetrics, log_access, routing_key_of
 from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
 from pdserve.server.http.json_http import BODIES, error_response, refused

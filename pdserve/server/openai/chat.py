@@ -19,7 +19,7 @@ from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.http.json_http import convert, read_json_object, refuse_unsupported
-from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter, ToolPlan, plan_tools
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter, ToolPlan, join_deltas, plan_tools
 from pdserve.server.openai.common import OpenAICall, check_prompt_logprobs, check_prompt_token_ids
 from pdserve.server.openai.logprob_format import chat_logprobs
 from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
@@ -29,6 +29,7 @@ from pdserve.server.request.sampling_fields import (
     check_listed,
     check_prompt_fits,
     count_n,
+    is_constrained,
     openai_sampling,
 )
 from pdserve.server.request.schemas import (
@@ -40,9 +41,8 @@ from pdserve.server.request.schemas import (
     FunctionCall,
     ToolCall,
 )
-from pdserve.server.text.chat_template import TemplateFacts
-from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning, join_deltas
-from pdserve.server.text.tokenizer import Tokenizer
+from pdserve.server.text.parsers.feed import CallArguments, CallOpened, Content, Delta, Reasoning
+from pdserve.server.text.tokenizer import TemplateFacts, Tokenizer
 
 MAX_PARTS = 16384
 MAX_VARIABLES = 1024
@@ -330,7 +330,7 @@ def _read_plan(context: ServerContext, body: ChatBody, tools: ToolPlan, prompt: 
 
 def _constraint(context: ServerContext, body: ChatBody, tools: ToolPlan, plan: ReadPlan) -> Constraint | None:
     """The grammar constraint of the output, which applies after the reasoning; None: none."""
-    asked = openai_constraint(body)
+    asked = openai_constraint(body) if is_constrained(body) else None
     if asked is not None and tools.constraint is not None:
         raise RequestError(
             f"{asked.field} and tool_choice cannot be combined: a request accepts one grammar", field="tool_choice"

@@ -30,8 +30,8 @@ from pdserve.server.text.parsers.feed import (
     IncrementalParser,
     Reasoning,
 )
-from pdserve.server.text.parsers.harmony import Harmony
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
+from pdserve.server.text.parsers.tag_formats import Harmony
 from pdserve.server.text.parsers.thinking import ReasoningFormat
 from pdserve.server.text.parsers.tool_format import ToolFormat, Tools
 from pdserve.server.text.tokenizer import Tokenizer
@@ -337,3 +337,37 @@ class ChatReader:
 def _reader(format: ToolFormat) -> DeltaReader:
     feed = IncrementalParser()
     return DeltaReader(feed, format.read(feed))
+
+
+@dataclasses.dataclass
+class ParsedToolCall:
+    """A complete tool call; `arguments` is JSON text as the model wrote it."""
+
+    name: str
+    id: str | None = None
+    arguments: str = ""
+
+
+@dataclasses.dataclass
+class ParsedAnswer:
+    """All deltas of a response joined; None for a kind without deltas."""
+
+    content: str | None = None
+    reasoning: str | None = None
+    calls: list[ParsedToolCall] = dataclasses.field(default_factory=list)
+
+
+def join_deltas(deltas: Sequence[Delta]) -> ParsedAnswer:
+    """Join `deltas`, in order, to a response."""
+    whole = ParsedAnswer()
+    for delta in deltas:
+        match delta:
+            case Content(text):
+                whole.content = (whole.content or "") + text
+            case Reasoning(text):
+                whole.reasoning = (whole.reasoning or "") + text
+            case CallOpened(_, name, call_id):
+                whole.calls.append(ParsedToolCall(name, call_id))
+            case CallArguments(index, text):
+                whole.calls[index].arguments += text
+    return whole

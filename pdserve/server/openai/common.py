@@ -18,12 +18,11 @@ from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
-from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.generation import Generation, GenerationUpdate, Resume, StreamStates
 from pdserve.server.http.json_http import collect, event, json_response, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
-from pdserve.server.request.intake import check_top_logprobs, num_prompt_tokens
+from pdserve.server.request.intake import check_top_logprobs, num_prompt_tokens, resume_stream
 from pdserve.server.request.schemas import OpenAIBody
-from pdserve.server.request.stream_states import Resume, StreamStates, resume_stream
 
 
 def finish_fields(finish: FinishReason | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from pdserve.server.request.sampling_fields import (
     MAX_N,
     check_listed,
     count_n,
+    is_constrained,
     openai_sampling,
 )
 from pdserve.server.request.schemas import UNSUPPORTED_COMPLETION, CompletionBody
@@ -160,7 +161,8 @@ async def completions(context: ServerContext, request: Request) -> Response:
     made = _count_made(body, num_choices)
     check_listed([body], len(given) * made)
     logprob_params = _logprob_params(body, ranked=made > num_choices)
-    grammar = await context.take_grammar(openai_constraint(body), body.stop_regex)
+    constraint = openai_constraint(body) if is_constrained(body) else None
+    grammar = await context.take_grammar(constraint, body.stop_regex)
     lists = await context.token_ids(given, "prompt", batch=batch)
     prompt_requests = []
     for i, ids in enumerate(lists):

@@ -253,16 +253,14 @@ class GrammarCheck:
         self._vocabulary: asyncio.Task[CompileResult] | None = None
         self._known: collections.OrderedDict[bytes, asyncio.Future[CompileResult]] = collections.OrderedDict()
 
-    async def take(self, constraint: Constraint | None, ready: EngineReady) -> Grammar | None:
-        """Check the grammar of `constraint` and return it; None for None. The first check takes a second longer.
+    async def take(self, constraint: Constraint, ready: EngineReady) -> Grammar:
+        """Check the grammar of `constraint` and return it. The first check takes a second longer.
 
         Raises:
             RequestError: 400 naming the field: the grammar is invalid, too large or too slow to compile, or this server
                 has no
                 grammars. 503: too many checks wait.
         """
-        if constraint is None:
-            return None
         try:
             await self._open_vocabulary(ready)
             verdict = await self._verdict(CheckGrammar(job=0, grammar=constraint.grammar), constraint.grammar.kind)
@@ -272,7 +270,7 @@ class GrammarCheck:
         _raise(verdict, constraint.field, code="invalid_grammar")
         return constraint.grammar
 
-    async def take_patterns(self, patterns: str | Sequence[str] | None, field: str) -> None:
+    async def take_patterns(self, patterns: str | Sequence[str], field: str) -> None:
         """Check that `patterns` are valid stop patterns.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Converts a parsed body to its sequences (`RequestState`): prompts, bootstrap rooms, request ids.
+"""Converts a parsed body to its sequences (`RequestState`): prompts, bootstrap rooms, request ids, resumed streams.
 
 Pure; the endpoints call it before anything is submitted.
 
@@ -17,12 +17,14 @@ import msgspec
 
 from pdserve.base.hosts import HostPatterns, canonical_host, is_host
 from pdserve.base.log import current_request_id
+from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.engine_client.live_requests import RequestState
+from pdserve.server.generation import Resume
 from pdserve.server.http.json_http import scalar_or_list
 
 MAX_PROMPTS = 4096
@@ -343,3 +345,30 @@ def make_requests(
 def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:
     """Return the prompt tokens of a body; each prompt counts once, for any `n`."""
     return sum(state.prompt_tokens for state in states[::n])
+
+
+def resume_stream(
+    states: Sequence[RequestState], resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
+) -> None:
+    """Give the request the output of an earlier attempt on another server; does nothing if `resume` is None.
+
+    `logprobs`: each event repeats the logprobs of all tokens so far, if the request wants any.
+
+    Raises:
+        RequestError: 400, `resume` does not fit the request.
+    """
+    if resume is None:
+        return
+    if not stream or len(states) != 1:
+        raise RequestError(f"{RESUME_FIELD} needs a stream of one sequence", field=RESUME_FIELD)
+    request = states[0].request
+    check_token_ids(resume.token_ids, vocab_size, RESUME_FIELD)
+    if len(resume.token_ids) >= max(1, request.sampling.max_new_tokens):
+        raise RequestError(f"{RESUME_FIELD} has as many tokens as the request may generate", field=RESUME_FIELD)
+    needed = len(resume.token_ids) if logprobs and request.logprobs is not None else 0
+    if len(resume.logprobs or ()) != needed:
+        raise RequestError(f"{RESUME_FIELD}.logprobs must have {needed} entries", field=RESUME_FIELD)
+    logprob_params = request.logprobs
+    if logprob_params is not None and resume.token_ids:
+        logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
+    states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)

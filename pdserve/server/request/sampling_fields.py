@@ -5,12 +5,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
 from pdserve.protocol.messages import EngineReady
-from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams, Grammar, validate_sampling
-from pdserve.server.request.schemas import NativeSampling, OpenAIBody, SharedSampling
+from pdserve.protocol.sampling import BODY_DEFAULTS, TOP_K_ALL, CoreSamplingParams, Grammar, validate_sampling
+from pdserve.server.request.schemas import (
+    CONSTRAINTS,
+    ChatBody,
+    ConstraintFields,
+    NativeSampling,
+    OpenAIBody,
+    SharedSampling,
+)
 from pdserve.server.text.stop_regex import MAX_STOP_CHARS, check_stop_regex
 
 MAX_N = 128
@@ -183,10 +191,29 @@ def _seed(seed: int | None, field: str) -> int | None:
     return seed & ((1 << 63) - 1)
 
 
+def declared_sampling(body: SharedSampling) -> dict[str, Any]:
+    """Return the values of the fields of `BODY_FIELDS`, with the default for null."""
+    return {
+        name: default if (value := getattr(body, name)) is None else value for name, default in BODY_DEFAULTS.items()
+    }
+
+
+def is_constrained(body: ConstraintFields) -> bool:
+    """Whether a body has a field that may constrain its output, for `constraints.openai_constraint`."""
+    return any(getattr(body, name) is not None for name in CONSTRAINTS)
+
+
+def _output_limit(body: OpenAIBody) -> tuple[str, int | None]:
+    """Return name and value of the client's limit of output tokens; None: the endpoint's default."""
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        return "max_completion_tokens", body.max_completion_tokens
+    return "max_tokens", body.max_tokens
+
+
 def _build(
     body: NativeSampling | OpenAIBody, max_tokens: int, min_tokens: int, seed: int | None, grammar: Grammar | None
 ) -> CoreSamplingParams:
-    declared = body.declared()
+    declared = declared_sampling(body)
     top_k = declared.pop("top_k")
     return CoreSamplingParams(
         **declared,
@@ -196,7 +223,7 @@ def _build(
         seed=seed,
         stop=_stops(body.stop),
         stop_token_ids=tuple(body.stop_token_ids or ()),
-        stop_regex=check_stop_regex(body.stop_regex),
+        stop_regex=() if body.stop_regex is None else check_stop_regex(body.stop_regex),
         logit_bias=_logit_bias(body.logit_bias),
         grammar=grammar,
     )
@@ -234,7 +261,7 @@ def openai_sampling(
         RequestError: 400 naming the field by its OpenAI name.
     """
     min_tokens = body.min_tokens or 0
-    limit_field, given = body.output_limit()
+    limit_field, given = _output_limit(body)
     default = max(default_tokens, min_tokens)
     max_tokens = fit_max_tokens(num_prompt, prompt_field, given, limit_field, default, limits)
     try:

@@ -1,4 +1,7 @@
-"""Request bodies as typed structs. A wrong type is an error that names the field; endpoints check `Any` fields."""
+"""Request bodies as typed structs. A wrong type is an error that names the field; endpoints check `Any` fields.
+
+Data only: `sampling_fields` and `constraints` convert the fields.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import msgspec
 
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY
-from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS
+from pdserve.protocol.sampling import BODY_FIELDS
+from pdserve.server.generation import Resume
 from pdserve.server.request.field_types import (
     Counts,
     DecodedIds,
@@ -27,7 +31,6 @@ from pdserve.server.request.field_types import (
     TokenIds,
     ToolChoice,
 )
-from pdserve.server.request.stream_states import Resume
 
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 4096
@@ -55,7 +58,7 @@ UNSUPPORTED_COMPLETION = (*UNSUPPORTED_OPENAI, "suffix")
 if TYPE_CHECKING:
 
     class DeclaredSampling(msgspec.Struct):
-        """The fields of `BODY_FIELDS`, each nullable; null: the default. `SharedSampling.declared` reads them."""
+        """The fields of `BODY_FIELDS`, each nullable; null: the default. `declared_sampling` reads them."""
 
 else:
     DeclaredSampling = msgspec.defstruct(
@@ -76,13 +79,6 @@ class SharedSampling(DeclaredSampling):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: StructuralTag = None
-
-    def declared(self) -> dict[str, Any]:
-        """Return the values of the fields of `BODY_FIELDS`, with the default for null."""
-        return {
-            name: default if (value := getattr(self, name)) is None else value
-            for name, default in BODY_DEFAULTS.items()
-        }
 
 
 class NativeSampling(SharedSampling, forbid_unknown_fields=True):
@@ -134,6 +130,11 @@ class ConstraintFields(SharedSampling):
     structured_outputs: dict[str, Any] | None = None
 
 
+_UNCONSTRAINING = {*BODY_FIELDS, "n", "seed", "stop", "stop_token_ids", "stop_regex", "logit_bias"}
+CONSTRAINTS = tuple(name for name in ConstraintFields.__struct_fields__ if name not in _UNCONSTRAINING)
+"""Fields of a body that may constrain its output by a grammar."""
+
+
 class OpenAIBody(ConstraintFields):
     """Fields shared by chat and text completions, with extensions of SGLang and vLLM."""
 
@@ -153,10 +154,6 @@ class OpenAIBody(ConstraintFields):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
-
-    def output_limit(self) -> tuple[str, int | None]:
-        """Return name and value of the client's limit of output tokens; None: the endpoint's default."""
-        return "max_tokens", self.max_tokens
 
 
 class CompletionBody(OpenAIBody):
@@ -238,12 +235,6 @@ class ChatBody(OpenAIBody):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-
-    def output_limit(self) -> tuple[str, int | None]:
-        """See `OpenAIBody`; `max_completion_tokens` comes before `max_tokens`."""
-        if self.max_completion_tokens is not None:
-            return "max_completion_tokens", self.max_completion_tokens
-        return super().output_limit()
 
 
 class TokenizeBody(msgspec.Struct):

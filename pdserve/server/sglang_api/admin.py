@@ -29,12 +29,17 @@ FLUSH_RETRY_S = 0.02
 MAX_FLUSH_WAIT_S = 600.0
 
 
-async def model_info(context: ServerContext) -> Response:
+async def model_info(context: ServerContext, _: Request) -> Response:
     """Return the model info."""
     return json_response(_model_facts(context))
 
 
-async def weight_version(context: ServerContext) -> Response:
+async def version(_: ServerContext, __: Request) -> Response:
+    """Return the server's version."""
+    return json_response({"version": pdserve.__version__})
+
+
+async def weight_version(context: ServerContext, _: Request) -> Response:
     """Return the weight version. There is one version, the loaded weights."""
     context.client.require_ready()
     return json_response({"weight_version": context.config.model.weight_version})
@@ -110,7 +115,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
     }
 
 
-async def server_info(context: ServerContext) -> Response:
+async def server_info(context: ServerContext, _: Request) -> Response:
     """Return all flags, model info, engine facts, and the scheduler's present counts after a self-audit."""
     ready = context.client.ready
     state = await context.client.state(STATE_TIMEOUT_S, audit=True)
@@ -130,7 +135,7 @@ async def server_info(context: ServerContext) -> Response:
     return json_response(body)
 
 
-async def get_load(context: ServerContext) -> Response:
+async def get_load(context: ServerContext, _: Request) -> Response:
     """Return the load: a list with one entry per data-parallel rank."""
     context.client.require_ready()
     state = await context.client.state(STATE_TIMEOUT_S)
@@ -150,7 +155,7 @@ def _load(dp_rank: int, state: EngineState | None, num_live: int) -> dict[str, i
     }
 
 
-async def metrics(context: ServerContext) -> Response:
+async def metrics(context: ServerContext, _: Request) -> Response:
     """Return the metrics as Prometheus text.
 
     The scheduler's part is its last known state when it does not answer within a second.
@@ -215,17 +220,18 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
     }
 
 
-async def list_models(context: ServerContext) -> Response:
+async def list_models(context: ServerContext, _: Request) -> Response:
     """Return the list of models, which has one entry."""
     return json_response({"object": "list", "data": [_model_card(context)]})
 
 
-async def get_model(context: ServerContext, name: str) -> Response:
+async def get_model(context: ServerContext, request: Request) -> Response:
     """Return the model card.
 
     Raises:
-        RequestError: 404 when `name` is not the served model.
+        RequestError: 404 when the path names another model than the served one.
     """
+    name = request.path_params["name"]
     if not context.is_model(name):
         raise context.no_such_model(name)
     return json_response(_model_card(context))

@@ -21,7 +21,7 @@ from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
-from pdserve.server.generation import Generation, GenerationUpdate
+from pdserve.server.generation import Generation, GenerationUpdate, StreamStates
 from pdserve.server.http.json_http import (
     collect,
     convert,
@@ -42,10 +42,10 @@ from pdserve.server.request.intake import (
     check_top_logprobs,
     prompt_field,
     prompt_request,
+    resume_stream,
 )
 from pdserve.server.request.sampling_fields import NativeNames, RequestLimits, check_listed, count_n, native_sampling
 from pdserve.server.request.schemas import UNSUPPORTED_NATIVE, UNSUPPORTED_NATIVE_SAMPLING, GenerateBody, NativeSampling
-from pdserve.server.request.stream_states import StreamStates, resume_stream
 
 MAX_TOKEN_IDS = 1024
 """Maximum number of ids in `token_ids_logprob` of a prompt."""

@@ -16,10 +16,10 @@ from fastapi.responses import Response
 from pdserve.errors import RequestError
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
-from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, plan_tools
+from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, join_deltas, plan_tools
 from pdserve.server.request.schemas import ChatBody, FunctionCallBody, ReasoningBody
 from pdserve.server.text.chat_formats import HARMONY, REASONING_NAMES, TOOL_FORMATS, TOOL_NAMES
-from pdserve.server.text.parsers.feed import Content, Delta, Reasoning, join_deltas
+from pdserve.server.text.parsers.feed import Content, Delta, Reasoning
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat
 

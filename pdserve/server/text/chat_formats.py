@@ -9,10 +9,9 @@ import dataclasses
 import logging
 
 from pdserve.config.groups import ServingConfig
-from pdserve.server.text.parsers.harmony import Harmony
 from pdserve.server.text.parsers.json_formats import DeepSeek, Hermes, KimiK2, Llama3, Mistral
 from pdserve.server.text.parsers.pythonic import Pythonic
-from pdserve.server.text.parsers.tag_formats import Glm45, Qwen3Coder
+from pdserve.server.text.parsers.tag_formats import Glm45, Harmony, Qwen3Coder
 from pdserve.server.text.parsers.thinking import THINKING, ReasoningFormat
 from pdserve.server.text.parsers.tool_format import ToolFormat
 from pdserve.server.text.tokenizer import Tokenizer

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pdserve.base.stream_state import RESUME_FIELD
 from pdserve.errors import RequestError
@@ -22,6 +23,9 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, RegexMatcher
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as RustTokenizer
 
 REPLAYED_AT_ONCE = 256
 """Tokens of a resumed stream that are detokenized before the event loop serves other tasks: a few milliseconds."""
@@ -39,6 +43,68 @@ class BytesOfToken(Protocol):
     """Returns the raw bytes of a token; empty for skipped special tokens and for ids without a token."""
 
     def __call__(self, token_id: int, *, skip_special: bool) -> bytes: ...
+
+
+def _decoder_kinds(spec: Any) -> list[str]:
+    """Return the names of the decoding steps in a tokenizer.json, in order."""
+    if not isinstance(spec, dict):
+        return []
+    if spec.get("type") == "Sequence":
+        return [kind for step in spec["decoders"] for kind in _decoder_kinds(step)]
+    return [str(spec.get("type"))]
+
+
+class TokenBytes:
+    """Maps token ids to raw bytes. `exact`: every token of the vocabulary is a fixed byte string.
+
+    Two kinds of vocabulary are exact: byte-level BPE (GPT-2's alphabet), and SentencePiece with byte fallback (`▁` and
+    `<0xNN>`).
+    """
+
+    def __init__(self, backend: RustTokenizer) -> None:
+        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
+        self._byte_level = kinds == ["ByteLevel"]
+        self.strips_first_space = kinds == ["Replace", "ByteFallback", "Fuse", "Strip"]
+        self.exact = self._byte_level or kinds[:2] == ["Replace", "ByteFallback"]
+        self._alphabet = byte_alphabet()
+        self._backend = backend
+        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._known: dict[int, bytes] = {}
+
+    def __call__(self, token_id: int, *, skip_special: bool) -> bytes:
+        """See `BytesOfToken`."""
+        if skip_special and token_id in self._special:
+            return b""
+        raw = self._known.get(token_id)
+        if raw is None:
+            raw = self._known[token_id] = self._to_bytes(token_id)
+        return raw
+
+    def _to_bytes(self, token_id: int) -> bytes:
+        piece = self._backend.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if self._byte_level:
+            if all(char in self._alphabet for char in piece):
+                return bytes(self._alphabet[char] for char in piece)
+            return piece.encode()
+        if self.exact:
+            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+                return bytes([int(piece[3:5], 16)])
+            return piece.replace("▁", " ").encode()
+        return self._backend.decode([token_id], skip_special_tokens=False).encode()
+
+
+def byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's byte alphabet, inverted: printable character to byte.
+
+    Printable bytes stand for themselves; the remaining bytes follow from code point 256.
+    """
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in set(printable))
+    alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return alphabet
 
 
 class ByteDecoder:
@@ -150,14 +216,16 @@ class Detokenizer:
         """`compiled`: stop patterns that are compiled already."""
         self._decoder = decoder
         self._stops = StopMatcher(sampling.stop, keep_match=sampling.no_stop_trim)
-        self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim, compiled=compiled)
+        self._patterns: RegexMatcher | None = None
+        if sampling.stop_regex:
+            self._patterns = RegexMatcher(sampling.stop_regex, keep_match=sampling.no_stop_trim, compiled=compiled)
         self._min_tokens = sampling.min_new_tokens
         self._num_tokens = 0
 
     @property
     def stopped(self) -> str | None:
         """The stop string or pattern that ended the text; None so far."""
-        return self._stops.matched or self._patterns.matched
+        return self._stops.matched or (None if self._patterns is None else self._patterns.matched)
 
     def push(self, token_id: int) -> str:
         """Append a token; return the new text that may be sent. Stop strings are ignored in the first `min_new_tokens`
@@ -167,7 +235,10 @@ class Detokenizer:
         piece = self._decoder.push(token_id)
         if self._num_tokens < self._min_tokens:
             return piece
-        text = self._patterns.push(self._stops.push(piece))
+        text = self._stops.push(piece)
+        if self._patterns is None:
+            return text
+        text = self._patterns.push(text)
         return text if self._stops.matched is None else text + self._patterns.flush()
 
     async def replay(self, token_ids: Sequence[int]) -> str:
@@ -190,7 +261,8 @@ class Detokenizer:
 
     def finish(self) -> str:
         """Return the text that was held back as a possible stop string. Bytes of an incomplete character are lost."""
-        return self._patterns.push(self._stops.flush()) + self._patterns.flush()
+        text = self._stops.flush()
+        return text if self._patterns is None else self._patterns.push(text) + self._patterns.flush()
 
 
 def detokenize_output(

@@ -203,6 +203,8 @@ class SlowLooks:
         self._since_turn_s = 0.0
         self.last_s = 0.0
         """Processor seconds that the newest search took."""
+        self.must_yield = False
+        """Whether searches, slow and quick, have taken `TURN_S` of the event loop since its last yield."""
 
     def timeout_s(self) -> float:
         """Return the time limit in seconds of the next search."""
@@ -241,16 +243,12 @@ class SlowLooks:
             slow_s = max(0.0, self.last_s - QUICK_S)
             self._left_s = max(0.0, self._left_s - slow_s)
             self._since_turn_s += self.last_s
+            self.must_yield = self._since_turn_s >= TURN_S
         return found, slow_s
-
-    @property
-    def must_yield(self) -> bool:
-        """Whether searches, slow and quick, have taken `TURN_S` of the event loop since its last yield."""
-        return self._since_turn_s >= TURN_S
 
     async def yield_to_loop(self) -> None:
         """Let other tasks run for `BREATH_S` seconds."""
-        self._since_turn_s = 0.0
+        self._since_turn_s, self.must_yield = 0.0, False
         await asyncio.sleep(BREATH_S)
 
 

@@ -4,24 +4,29 @@ The API process owns it; it wraps the Hugging Face tokenizer of a model director
 render chat templates in threads, so one long prompt does not stall the streams of other requests. The Rust tokenizer
 takes 50 to 160 bytes of memory per byte of text, and some microseconds. A chat template holds the GIL while it runs. So
 long texts run one at a time, and short texts do not wait for them. A text that cannot fit is refused before it is
-tokenized, or after a part of it was counted.
+tokenized, or after a part of it was counted (`text_bound`).
+
+`ChatTemplates` selects the template of a request, detects its features, and renders the prompt. Templates run in
+transformers' immutable sandbox, with JSON values only. Any exception of a template counts as a refusal of the messages:
+templates check roles and their order.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jinja2 import TemplateSyntaxError
+
 from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.base.host_memory import give_back_freed
-from pdserve.errors import RequestError
-from pdserve.server.text.chat_template import ChatTemplates, read_template
-from pdserve.server.text.detokenizer import ByteDecoder, StreamDecoder, TextDecoder
+from pdserve.errors import ConfigError, RequestError
+from pdserve.server.text.detokenizer import ByteDecoder, StreamDecoder, TextDecoder, TokenBytes
+from pdserve.server.text.text_bound import TextBound
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
@@ -31,56 +36,6 @@ CHARS_OF_TOKEN = 4
 """Characters per token in most texts. Decoding a token takes about as long as encoding its characters."""
 MESSAGE_CHARS = 256
 """Cost of a chat message in characters: a template takes as long for it as the tokenizer for that many characters."""
-
-
-def _decoder_kinds(spec: Any) -> list[str]:
-    """Return the names of the decoding steps in a tokenizer.json, in order."""
-    if not isinstance(spec, dict):
-        return []
-    if spec.get("type") == "Sequence":
-        return [kind for step in spec["decoders"] for kind in _decoder_kinds(step)]
-    return [str(spec.get("type"))]
-
-
-class TokenBytes:
-    """Maps token ids to raw bytes. `exact`: every token of the vocabulary is a fixed byte string.
-
-    Two kinds of vocabulary are exact: byte-level BPE (GPT-2's alphabet), and SentencePiece with byte fallback (`▁` and
-    `<0xNN>`).
-    """
-
-    def __init__(self, backend: RustTokenizer) -> None:
-        kinds = _decoder_kinds(json.loads(backend.to_str())["decoder"])
-        self._byte_level = kinds == ["ByteLevel"]
-        self.strips_first_space = kinds == ["Replace", "ByteFallback", "Fuse", "Strip"]
-        self.exact = self._byte_level or kinds[:2] == ["Replace", "ByteFallback"]
-        self._alphabet = byte_alphabet()
-        self._backend = backend
-        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
-        self._known: dict[int, bytes] = {}
-
-    def __call__(self, token_id: int, *, skip_special: bool) -> bytes:
-        """See `BytesOfToken`."""
-        if skip_special and token_id in self._special:
-            return b""
-        raw = self._known.get(token_id)
-        if raw is None:
-            raw = self._known[token_id] = self._to_bytes(token_id)
-        return raw
-
-    def _to_bytes(self, token_id: int) -> bytes:
-        piece = self._backend.id_to_token(token_id)
-        if piece is None:
-            return b""
-        if self._byte_level:
-            if all(char in self._alphabet for char in piece):
-                return bytes(self._alphabet[char] for char in piece)
-            return piece.encode()
-        if self.exact:
-            if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-                return bytes([int(piece[3:5], 16)])
-            return piece.replace("▁", " ").encode()
-        return self._backend.decode([token_id], skip_special_tokens=False).encode()
 
 
 class Tokenizer:
@@ -148,7 +103,7 @@ class Tokenizer:
 
     def _encode(self, text: str, field: str, add_special_tokens: bool, most_tokens: int | None = None) -> list[int]:
         try:
-            if most_tokens is not None and self._bound.exceeds(text, most_tokens):
+            if most_tokens is not None and len(text) > SHORT_CHARS and self._bound.exceeds(text, most_tokens):
                 raise _too_long(f"{field} is too long with {len(text)} characters", field, most_tokens)
             encoding = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except UnicodeEncodeError as error:
@@ -239,12 +194,6 @@ SHORT_CHARS = 8192
 """Texts up to this length are processed on the event loop: some milliseconds."""
 LONG_CHARS = 1 << 18
 """Longer texts run one at a time."""
-PIECE_CHARS = 1 << 16
-"""Long texts are counted in pieces of this size, each some 50 ms."""
-LOST_CHARS = 4
-"""At most this many characters become one: NFC composes up to four. A text that mostly consists of characters that its
-tokenizer drops is refused like a text that is too long.
-"""
 MAX_LONG = 32
 """Maximum number of long texts that wait or run. Further long texts get a 503."""
 MAX_MIDDLE_CHARS = 1 << 27
@@ -299,102 +248,126 @@ def _then_trimmed(work: Callable[[], T]) -> T:
         give_back_freed()
 
 
-class TextBound:
-    """Detects texts with too many tokens without tokenizing all of them. `backend`: a tokenizer of `tokenizers`."""
+BUILT_IN = Path(__file__).parent / "chat_templates"
+NUM_REMEMBERED = 64
+_PROBE = "pdserve-probe"
 
-    def __init__(self, backend: RustTokenizer) -> None:
-        self._backend = backend
 
-    @cached_property
-    def longest_token(self) -> int:
-        """Length in characters of the longest token of the vocabulary."""
-        return max(map(len, self._backend.get_vocab()), default=1)
+@dataclasses.dataclass(frozen=True)
+class TemplateFacts:
+    """Features of a template, detected by rendering test conversations.
 
-    @cached_property
-    def chars_per_token(self) -> int:
-        """Upper bound of the characters of a text per token, on average."""
-        spec = json.loads(self._backend.to_str())
-        return self.longest_token * (LOST_CHARS if _loses_characters(spec) else 1)
+    `parts`: message content must be a list of parts, not a string. `text_arguments`: the arguments of a past tool call
+    must be JSON text, not an object. `developer`: the template handles the role `developer`.
+    """
 
-    def exceeds(self, text: str, most_tokens: int) -> bool:
-        """Return True only for texts of more than `most_tokens` tokens; False does not mean that the text fits.
+    parts: bool = False
+    text_arguments: bool = False
+    developer: bool = False
 
-        Takes time in proportion to `most_tokens`, not to the text.
+
+def built_in_names() -> list[str]:
+    """Return the built-in template names that `--chat-template` accepts beside files."""
+    return sorted(path.stem for path in BUILT_IN.glob("*.jinja"))
+
+
+def read_template(name: str) -> str:
+    """Read a built-in template or a template file.
+
+    Raises:
+        ConfigError: neither exists, or the file is not UTF-8 text.
+    """
+    known = BUILT_IN / f"{name}.jinja"
+    path = known if name in built_in_names() else Path(name)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = ", ".join(built_in_names())
+        raise ConfigError(
+            f"cannot read the chat template {name}: {error}; built-in templates: {names}", field="chat_template"
+        ) from error
+
+
+class ChatTemplates:
+    """The templates of one model. Thread-safe."""
+
+    def __init__(self, hf_tokenizer: Any, override: str | None) -> None:
+        """`hf_tokenizer`: a tokenizer of transformers with its template or templates. `override`: a template that
+        replaces them.
+
+        Raises:
+            ConfigError: `override` is not valid Jinja.
         """
-        if len(text) <= 2 * max(most_tokens, PIECE_CHARS):
-            return False
-        return len(text) > most_tokens * self.chars_per_token or self._counts_more(text, most_tokens)
+        self._hf = hf_tokenizer
+        self._override = override
+        self._facts: dict[str, TemplateFacts] = {}
+        if override is not None:
+            self._check_syntax(override)
 
-    def _counts_more(self, text: str, most_tokens: int) -> bool:
-        """Count tokens piece by piece. A cut adds at most `longest_token` tokens."""
-        counted = 0
-        for first in range(0, len(text), PIECE_CHARS):
-            piece = text[first : first + PIECE_CHARS]
-            counted += len(self._backend.encode_batch_fast([piece], add_special_tokens=False)[0])
-            counted -= self.longest_token
-            if counted > most_tokens:
-                return True
-        return False
+    def text(self, *, tools: bool = False) -> str | None:
+        """Return the template for a request with or without tools; None if the model has none."""
+        own = self._hf.chat_template if self._override is None else self._override
+        if not isinstance(own, dict):
+            return None if own is None else str(own)
+        names = ("tool_use", "default") if tools else ("default",)
+        found = next((own[name] for name in names if name in own), None)
+        return None if found is None else str(found)
 
+    def facts(self, template: str) -> TemplateFacts:
+        """Return the features of `template`; detected once and cached."""
+        facts = self._facts.get(template)
+        if facts is None:
+            if len(self._facts) >= NUM_REMEMBERED:
+                self._facts.clear()
+            facts = self._facts[template] = self._try_out(template)
+        return facts
 
-_STEADY = {
-    "ByteLevel",
-    "Digits",
-    "Lowercase",
-    "Metaspace",
-    "NFD",
-    "NFKD",
-    "Prepend",
-    "Punctuation",
-    "Split",
-    "UnicodeScripts",
-}
-"""Normalizers and pre-tokenizers whose output has at least as many characters as their input."""
+    def render(self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """Render a conversation to a prompt. `options`: tools, documents, and variables for the template.
 
+        Raises:
+            RequestError: 400 naming `messages`, when the template refuses them.
+        """
+        try:
+            return self._render(template, messages, options)
+        except Exception as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", field="messages") from error
 
-def _loses_characters(spec: dict[str, Any]) -> bool:
-    """Whether normalization or pre-tokenization can shorten a text before the vocabulary lookup.
+    def _render(self, template: str, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        return str(self._hf.apply_chat_template(list(messages), chat_template=template, tokenize=False, **options))
 
-    `spec` is a tokenizer.json. Added tokens may absorb the blanks around them. Normalizers may compose or replace
-    characters. A model whose vocabulary lacks a byte drops that byte.
-    """
-    if any(token.get("lstrip") or token.get("rstrip") for token in spec.get("added_tokens") or []):
-        return True
-    steps = [*_steps(spec.get("pre_tokenizer"), "pretokenizers"), *_steps(spec.get("normalizer"), "normalizers")]
-    return not _has_all_bytes(spec["model"]) or not all(map(_is_steady, steps))
+    def _check_syntax(self, template: str) -> None:
+        try:
+            self._render(template, [{"role": "user", "content": _PROBE}], {})
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template is not valid Jinja: {error}", field="chat_template") from error
+        except Exception:
+            return  # the template may refuse this conversation and accept real ones
 
+    def _try_out(self, template: str) -> TemplateFacts:
+        text = self._attempt(template, [{"role": "user", "content": _PROBE}])
+        parts = _PROBE not in text and _PROBE in self._attempt(
+            template, [{"role": "user", "content": [{"type": "text", "text": _PROBE}]}]
+        )
+        as_text, as_object = '{"a": "' + _PROBE + '"}', {"a": _PROBE}
+        wants_text = f'"{_PROBE}"' not in self._with_call(template, as_object, parts=parts)
+        text_works = f'"{_PROBE}"' in self._with_call(template, as_text, parts=parts)
+        developer = "'developer'" in template or '"developer"' in template
+        return TemplateFacts(parts, wants_text and text_works, developer)
 
-def _steps(spec: Any, parts: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer in order."""
-    if not spec:
-        return []
-    if spec["type"] == "Sequence":
-        return [step for part in spec[parts] for step in _steps(part, parts)]
-    return [spec]
+    def _with_call(self, template: str, arguments: Any, *, parts: bool) -> str:
+        """Render a conversation with a past tool call."""
+        user: Any = [{"type": "text", "text": "u"}] if parts else "u"
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": user},
+            {"role": "assistant", "content": [] if parts else "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "abcdefghi", "name": "f", "content": user},
+        ]
+        return self._attempt(template, messages)
 
-
-def _is_steady(step: dict[str, Any]) -> bool:
-    if step["type"] == "Replace":
-        return step.get("pattern") == {"String": " "} and bool(step.get("content"))
-    return step["type"] in _STEADY and step.get("behavior") != "Removed"
-
-
-def _has_all_bytes(model: dict[str, Any]) -> bool:
-    """Whether every byte has a token: by byte fallback, or as a byte-level vocabulary with all 256 bytes."""
-    vocabulary = model.get("vocab") or {}
-    if model.get("byte_fallback"):
-        words = vocabulary if isinstance(vocabulary, dict) else {word for word, _ in vocabulary}
-        return all(f"<0x{byte:02X}>" in words for byte in range(256))
-    return model.get("type") == "BPE" and all(char in vocabulary for char in byte_alphabet())
-
-
-def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's byte alphabet, inverted: printable character to byte.
-
-    Printable bytes stand for themselves; the remaining bytes follow from code point 256.
-    """
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    alphabet = {chr(byte): byte for byte in printable}
-    others = (byte for byte in range(256) if byte not in set(printable))
-    alphabet.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return alphabet
+    def _attempt(self, template: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return self._render(template, messages, {"add_generation_prompt": True})
+        except Exception:
+            return ""

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
+from pdserve.transfer.transports.link import RegionSet
 from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 
 DRAIN_TIMEOUT_S = 30.0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
+from pdserve.transfer.transports.link import RegionSet
 
 
 class FakeTransport:

@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from pdserve.errors import TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
+from pdserve.transfer.transports.link import RegionSet
 
 
 class MemoryHub:

@@ -44,9 +44,9 @@ from pdserve.base.hosts import LOOPBACK
 from pdserve.base.listeners import attach_filter, close_pending, tcp_sockets
 from pdserve.config.transfer_engines import MOONCAKE_HELP
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts, TransportOptions
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts, TransportOptions
 from pdserve.transfer.transports.host_info import choose_protocol, warn_unused_traffic_class
-from pdserve.transfer.transports.link import Link, LinkedPeers
+from pdserve.transfer.transports.link import Link, LinkedPeers, RegionSet
 from pdserve.transfer.transports.receiving import UNREACHABLE_HINT, EnginePorts, Listeners, ReceivingEngines
 
 MAX_OUTSTANDING = 1024

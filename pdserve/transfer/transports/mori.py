@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import ConfigError, TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
 from pdserve.transfer.transports.host_info import (
     choose_protocol,
     decode_card,
@@ -28,6 +28,7 @@ from pdserve.transfer.transports.host_info import (
     place_of,
     wanted_nics,
 )
+from pdserve.transfer.transports.link import RegionSet
 from pdserve.transfer.transports.receiving import EnginePorts, ReceivingEngines
 
 DRAIN_TIMEOUT_S = 30.0

@@ -38,7 +38,7 @@ import numpy as np
 
 from pdserve.base.hosts import LOOPBACK, MAX_HOST_ADDRESSES, outward_addresses, peer_addresses
 from pdserve.errors import TransferError
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts, TransportOptions
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts, TransportOptions
 from pdserve.transfer.transports.host_info import (
     choose_protocol,
     decode_card,
@@ -47,7 +47,7 @@ from pdserve.transfer.transports.host_info import (
     wanted_nics,
     warn_unused_traffic_class,
 )
-from pdserve.transfer.transports.link import Link, LinkedPeers
+from pdserve.transfer.transports.link import Link, LinkedPeers, RegionSet
 from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 from pdserve.transfer.transports.nixl_blocks import Ranges, SpansByKind, split_by_kind
 from pdserve.transfer.transports.nixl_engine import (

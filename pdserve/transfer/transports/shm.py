@@ -21,7 +21,8 @@ import numpy as np
 from pdserve.base.native import Unavailable, library
 from pdserve.errors import TransferError
 from pdserve.memory import shared
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, TransportFacts
+from pdserve.transfer.transports.link import RegionSet
 from pdserve.transfer.transports.local_peers import LocalPeers, call, host_identity, is_open
 
 Move = tuple[int, int, int]

@@ -10,7 +10,7 @@ import pytest
 from pdserve.base.log import current_request_id
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import ObserveConfig
-from pdserve.http.access_log import log_access
+from pdserve.observe.http_calls import log_access
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench, tiny_tokenizer
 

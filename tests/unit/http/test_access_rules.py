@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.errors import EngineDeadError, PdserveError, RequestError
-from pdserve.http.access import AccessRules, Cors, Keys, framing_refusal, has_dots, parse_networks
+from pdserve.http.access import AccessRules, Cors, framing_refusal, has_dots, parse_networks
+from pdserve.http.credentials import Keys
 from pdserve.http.errors import HttpRefusal
 from pdserve.http.openapi import openapi_document, openapi_operation
 

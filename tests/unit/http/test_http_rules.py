@@ -6,9 +6,8 @@ import pytest
 from multidict import CIMultiDict
 
 from pdserve.errors import RequestError
-from pdserve.http import bodies
-from pdserve.http.access import page_refusal
-from pdserve.http.bodies import BodyBudget, has_too_many_values
+from pdserve.http import access as http_access
+from pdserve.http.access import BodyBudget, has_too_many_values, page_refusal
 
 BODY = {"Content-Length": "5", "Host": "here"}
 
@@ -55,11 +54,11 @@ def test_reading_is_open_to_pages_but_for_commands() -> None:
 
 
 def test_values_are_counted_outside_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "MAX_VALUES", 10)
-    monkeypatch.setattr(bodies, "MAX_CONTAINERS", 5)
+    monkeypatch.setattr(http_access, "MAX_VALUES", 10)
+    monkeypatch.setattr(http_access, "MAX_CONTAINERS", 5)
     assert not has_too_many_values(b'{"prompt": "[[[[[[", "n": [1, 2, 3]}')
     assert has_too_many_values(b'{"prompt": [[], [], {}, {}]}')
-    monkeypatch.setattr(bodies, "MAX_CONTAINERS", 10)
+    monkeypatch.setattr(http_access, "MAX_CONTAINERS", 10)
     assert not has_too_many_values(b'{"prompt": "' + b'a, [b], {c}, \\" ,' * 20 + b'"}')
     assert has_too_many_values(b'{"prompt": ["a,", "b,"' + b', "c"' * 20 + b"]}")
     assert has_too_many_values(b"[" * 20)
@@ -67,7 +66,7 @@ def test_values_are_counted_outside_of_text(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_large_bodies_share_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "LARGE_BODY_BYTES", 100)
+    monkeypatch.setattr(http_access, "LARGE_BODY_BYTES", 100)
     budget = BodyBudget(1000)
     small = [budget.open() for _ in range(1000)]
     for hold in small:

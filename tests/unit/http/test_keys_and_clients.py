@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.base.hosts import reachable, url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.errors import ConfigError, RequestError
-from pdserve.http.access import ClientLimit, Keys, check_keys, client_address, parse_networks
+from pdserve.http.access import ClientLimit, client_address, parse_networks
+from pdserve.http.credentials import Keys, check_keys
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,18 @@ from pdserve.errors import RequestError, TransferError
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason
 from pdserve.protocol.sampling import BODY_DEFAULTS, BODY_FIELDS, CoreSamplingParams, validate_sampling
+from pdserve.server.request.sampling_fields import declared_sampling
 from pdserve.server.request.schemas import ChatBody, CompletionBody, NativeSampling
 
 
 @pytest.mark.parametrize("body", [NativeSampling, CompletionBody, ChatBody])
 def test_bodies_have_all_declared_sampling_fields_and_null_is_the_default(body: type[Any]) -> None:
     assert BODY_FIELDS.keys() == BODY_DEFAULTS.keys() >= {"temperature", "top_k", "ignore_eos"}
-    assert msgspec.convert(dict.fromkeys(BODY_FIELDS), body).declared() == BODY_DEFAULTS
-    made = CoreSamplingParams(**body().declared())
+    assert declared_sampling(msgspec.convert(dict.fromkeys(BODY_FIELDS), body)) == BODY_DEFAULTS
+    made = CoreSamplingParams(**declared_sampling(body()))
     assert made == CoreSamplingParams()
     for name, kind in BODY_FIELDS.items():
-        assert msgspec.convert({name: kind(1)}, body).declared()[name] == 1
+        assert declared_sampling(msgspec.convert({name: kind(1)}, body))[name] == 1
         with pytest.raises(msgspec.ValidationError, match=name):
             msgspec.convert({name: "one"}, body)
 

@@ -10,7 +10,7 @@ import pytest
 from multidict import CIMultiDict
 
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.router.request_fields import OPENING_CHARS, OPENING_TOKENS, ConversationKey, conversation_key
+from pdserve.router.policies.routing_keys import OPENING_CHARS, OPENING_TOKENS, ConversationKey, conversation_key
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 

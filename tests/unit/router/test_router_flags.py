@@ -16,7 +16,7 @@ from pdserve.router.config.config import (
     parse_worker_url,
     prefill_spec,
 )
-from pdserve.router.config.sglang_flags import UNSUPPORTED
+from pdserve.router.config.flags import UNSUPPORTED
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from pdserve.http.bodies import LARGE_BODY_BYTES, BodyBudget
-from pdserve.router.app import ROUTER, parse_object
+from pdserve.http.access import LARGE_BODY_BYTES, BodyBudget
+from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.proxy.generate import parse_object
 from pdserve.router.workers.admission import Admission
 from tests.unit.router.answers import begin_stream, ok, silent
 from tests.waiting import settle, until

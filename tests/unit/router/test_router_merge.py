@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.router.proxy.attempts import wants_prompt_logprobs
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
-from pdserve.router.request_fields import wants_prompt_logprobs
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 GENERATE = "/generate"

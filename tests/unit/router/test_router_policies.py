@@ -16,7 +16,7 @@ from pdserve.router.config.config import PolicyConfig, PrefillPolicyName, Worker
 from pdserve.router.policies import Candidate, Policy, RoutedRequest, make_policy
 from pdserve.router.policies.basic import boundaries
 from pdserve.router.policies.prefix_tree import CacheAware
-from pdserve.router.request_fields import ConversationKey
+from pdserve.router.policies.routing_keys import ConversationKey
 
 NAMES = get_args(PrefillPolicyName)
 KEYS = [ConversationKey(f"conversation {i}".encode(), named=True) for i in range(1000)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.protocol.messages import MAX_ROOM
-from pdserve.router.request_fields import batch_size, mint, num_sequences, with_rooms
+from pdserve.router.proxy.attempts import batch_size, mint, num_sequences, with_rooms
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 

@@ -13,7 +13,8 @@ from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, openai_constraint, reasoning_grammar
-from pdserve.server.request.schemas import ChatBody
+from pdserve.server.request.sampling_fields import is_constrained
+from pdserve.server.request.schemas import CONSTRAINTS, ChatBody, CompletionBody
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import EOS, VOCAB, token_ids
@@ -39,6 +40,19 @@ def constraint_of(**fields: Any) -> Constraint:
     constraint = plan_tools(body, None).constraint or openai_constraint(body)
     assert constraint is not None
     return constraint
+
+
+def test_each_field_that_can_constrain_is_seen() -> None:
+    values: dict[str, Any] = {
+        "response_format": {"type": "json_object"},
+        "structured_outputs": {"regex": "a"},
+        "guided_choice": ["a"],
+    }
+    assert {"regex", "guided_grammar", *values} < set(CONSTRAINTS)
+    assert not is_constrained(CompletionBody(prompt="a", stop="b", stop_regex="c", seed=5, n=2, logit_bias={"1": 1.0}))
+    for name in CONSTRAINTS:
+        body = CompletionBody(**{name: values.get(name, "{}")})
+        assert is_constrained(body) and openai_constraint(body) is not None, name
 
 
 def allows(tokenizer: Tokenizer, vocabulary: Vocabulary, constraint: Constraint, text: str) -> bool:

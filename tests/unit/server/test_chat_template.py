@@ -11,7 +11,7 @@ import pytest
 from pdserve.errors import ConfigError, RequestError
 from pdserve.server.openai.chat import template_messages
 from pdserve.server.request.schemas import ChatMessage, FunctionCall, ToolCall
-from pdserve.server.text.chat_template import ChatTemplates, TemplateFacts, built_in_names, read_template
+from pdserve.server.text.tokenizer import ChatTemplates, TemplateFacts, built_in_names, read_template
 from tests.unit.server.server_kit import tiny_hf_tokenizer
 
 MESSAGES = [

@@ -11,10 +11,9 @@ import pytest
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.openai.chat import delta_fields
 from pdserve.server.openai.chat_tools import ChatReader, ReadPlan, ReasoningCounter
-from pdserve.server.text.chat_template import read_template
 from pdserve.server.text.parsers.json_formats import Hermes
 from pdserve.server.text.parsers.thinking import THINKING
-from pdserve.server.text.tokenizer import Tokenizer
+from pdserve.server.text.tokenizer import Tokenizer, read_template
 from tests.unit.server.chat_kit import ASK, HERMES, NOW, WEATHER, long_context, openai_bench
 from tests.unit.server.server_kit import tiny_tokenizer, token_ids
 

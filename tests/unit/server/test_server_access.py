@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.errors import ConfigError
-from pdserve.http import bodies
+from pdserve.http import access as http_access
 from pdserve.http.access import COMMANDS, GENERATING
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.server.app import BODIES
@@ -220,7 +220,7 @@ async def test_wrong_flags_are_refused_by_name(argv: list[str], said: str) -> No
 
 
 async def test_large_bodies_have_a_budget_and_a_deadline(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bodies, "LARGE_BODIES", 1)
+    monkeypatch.setattr(http_access, "LARGE_BODIES", 1)
     async with bench(tokenizer, max_request_bytes=3 << 20) as b:
         b.scheduler.hold = True
         large = {"text": "hi", "ignored": "x" * (2 << 20)}

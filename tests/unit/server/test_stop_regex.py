@@ -220,7 +220,7 @@ async def test_outputs_of_one_step_leave_turns_to_others(tokenizer: Tokenizer, m
     async def turn() -> None:
         turns.append(None)
 
-    monkeypatch.setattr(SlowLooks, "must_yield", True)
+    monkeypatch.setattr(SLOW_LOOKS, "must_yield", True)
     monkeypatch.setattr(SLOW_LOOKS, "yield_to_loop", turn)
     async with bench(tokenizer) as b:
         assert (await b.http.post("/generate", json={"text": ["a", "b"]})).status_code == 200

@@ -13,8 +13,10 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from pdserve.errors import RequestError
+from pdserve.server.text import text_bound
 from pdserve.server.text import tokenizer as tokenizer_module
-from pdserve.server.text.tokenizer import LONG_CHARS, SHORT_CHARS, TextBound, TextWorkers, Tokenizer
+from pdserve.server.text.text_bound import TextBound
+from pdserve.server.text.tokenizer import LONG_CHARS, SHORT_CHARS, TextWorkers, Tokenizer
 from tests.unit.server.server_kit import tiny_hf_tokenizer, token_ids
 from tests.waiting import until
 
@@ -52,7 +54,7 @@ WORDS = [
 
 @pytest.mark.parametrize("kind", ["bytes", "lossy", "composing"])
 def test_no_text_that_fits_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 40)
+    monkeypatch.setattr(text_bound, "PIECE_CHARS", 40)
     normalizer = normalizers.NFC() if kind == "composing" else None
     backend = byte_level(with_all_bytes=kind != "lossy", normalizer=normalizer)
     bound, rng = TextBound(backend), random.Random(5)
@@ -109,7 +111,7 @@ async def test_long_texts_wait_for_each_other_and_short_ones_for_none(monkeypatc
 
 @pytest.mark.asyncio
 async def test_ids_are_those_of_the_whole_text(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokenizer_module, "PIECE_CHARS", 50)
+    monkeypatch.setattr(text_bound, "PIECE_CHARS", 50)
     text = "hello the quick brown " * 1000
     ids = await tokenizer.encode(text, field="prompt", most_tokens=len(text))
     assert ids == token_ids(tokenizer, text)
@@ -142,4 +144,4 @@ async def test_a_text_far_too_long_is_refused_after_a_few_pieces(
         await tokenizer.encode("a b " * 10**6, field="prompt", most_tokens=most_tokens)
     assert refused.value.field == "prompt" and refused.value.code == "context_length_exceeded"
     assert (counting.num_chars > 0) == (most_pieces > 0)
-    assert counting.num_chars <= most_pieces * tokenizer_module.PIECE_CHARS
+    assert counting.num_chars <= most_pieces * text_bound.PIECE_CHARS

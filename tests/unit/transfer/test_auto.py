@@ -11,9 +11,10 @@ import pytest
 
 from pdserve.errors import ConfigError, TransferError
 from pdserve.memory import shared
-from pdserve.transfer.transport import Copy, MemoryRegion, RegionSet, Transport, TransportFacts
+from pdserve.transfer.transport import Copy, MemoryRegion, Transport, TransportFacts
 from pdserve.transfer.transports import shm as shm_share
 from pdserve.transfer.transports.auto import AutoTransport, open_each
+from pdserve.transfer.transports.link import RegionSet
 from pdserve.transfer.transports.memory import MemoryHub, MemoryTransport
 from pdserve.transfer.transports.shm import ShmTransport
 

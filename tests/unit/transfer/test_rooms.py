@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from pdserve.errors import RequestError
-from pdserve.transfer import early_arrivals as unmatched
+from pdserve.transfer import in_flight as unmatched
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import PeerGone
 from pdserve.transfer.manager import FAKE_BOOTSTRAP_HOST

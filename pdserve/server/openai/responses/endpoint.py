@@ -34,6 +34,7 @@ from pdserve.server.openai.responses.output import OutputWriter
 from pdserve.server.openai.responses.schemas import UNSUPPORTED_RESPONSES, ResponsesBody
 from pdserve.server.openai.responses.to_chat import to_chat, with_fields_of
 from pdserve.server.request.intake import num_prompt_tokens
+from pdserve.server.request.sampling_fields import declared_sampling
 
 
 class ResponsesCall:
@@ -150,7 +151,7 @@ def _item_status(status: str) -> str:
 
 def _echo(context: ServerContext, body: ResponsesBody) -> dict[str, Any]:
     """Fields of a response that repeat its request. `store` is always false: responses are never stored."""
-    reasoning, sampling = body.reasoning, body.declared()
+    reasoning, sampling = body.reasoning, declared_sampling(body)
     text_format = body.text.format if body.text is not None else None
     return {
         "id": f"resp_{uuid.uuid4().hex}",

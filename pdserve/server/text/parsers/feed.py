@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from typing import TypeVar
 
 
@@ -49,40 +49,6 @@ class CallArguments:
 
 
 Delta = Content | Reasoning | CallOpened | CallArguments
-
-
-@dataclasses.dataclass
-class ParsedToolCall:
-    """A complete tool call; `arguments` is JSON text as the model wrote it."""
-
-    name: str
-    id: str | None = None
-    arguments: str = ""
-
-
-@dataclasses.dataclass
-class ParsedAnswer:
-    """All deltas of a response joined; None for a kind without deltas."""
-
-    content: str | None = None
-    reasoning: str | None = None
-    calls: list[ParsedToolCall] = dataclasses.field(default_factory=list)
-
-
-def join_deltas(deltas: Sequence[Delta]) -> ParsedAnswer:
-    """Join `deltas`, in order, to a response."""
-    whole = ParsedAnswer()
-    for delta in deltas:
-        match delta:
-            case Content(text):
-                whole.content = (whole.content or "") + text
-            case Reasoning(text):
-                whole.reasoning = (whole.reasoning or "") + text
-            case CallOpened(_, name, call_id):
-                whole.calls.append(ParsedToolCall(name, call_id))
-            case CallArguments(index, text):
-                whole.calls[index].arguments += text
-    return whole
 
 
 T = TypeVar("T")

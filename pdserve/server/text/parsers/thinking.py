@@ -85,4 +85,4 @@ THINKING: dict[str, ReasoningFormat] = {
     "step3": _FROM_START,
     "step3p5": _FROM_START,
 }
-"""Formats by SGLang's names; `harmony.py` parses `gpt-oss`."""
+"""Formats by SGLang's names; `tag_formats.Harmony` parses `gpt-oss`."""

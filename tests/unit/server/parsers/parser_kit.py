@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pdserve.server.openai.chat_tools import ParsedAnswer, join_deltas
 from pdserve.server.text.chat_formats import TOOL_FORMATS
 from pdserve.server.text.parsers.feed import (
     CallArguments,
@@ -13,9 +14,7 @@ from pdserve.server.text.parsers.feed import (
     Delta,
     DeltaReader,
     IncrementalParser,
-    ParsedAnswer,
     Reasoning,
-    join_deltas,
 )
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.server.openai.chat_tools import join_deltas
 from pdserve.server.text.chat_formats import TOOL_FORMATS
-from pdserve.server.text.parsers.feed import join_deltas
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
 from pdserve.server.text.parsers.thinking import THINKING
 from pdserve.server.text.parsers.tool_format import ToolFormat

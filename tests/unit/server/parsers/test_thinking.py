@@ -7,8 +7,8 @@ from typing import get_args
 import pytest
 
 from pdserve.config.groups import ReasoningParser, ToolCallParser
+from pdserve.server.openai.chat_tools import ParsedAnswer
 from pdserve.server.text.chat_formats import REASONING_NAMES, TOOL_NAMES, detect_reasoning, detect_tools
-from pdserve.server.text.parsers.feed import ParsedAnswer
 from pdserve.server.text.parsers.thinking import THINKING
 from tests.unit.server.parsers.parser_kit import thought_reader, tool_reader, whole
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from pdserve.server.openai.chat_tools import ParsedAnswer
 from pdserve.server.text.chat_formats import TOOL_FORMATS
-from pdserve.server.text.parsers.feed import CallArguments, ParsedAnswer
+from pdserve.server.text.parsers.feed import CallArguments
 from pdserve.server.text.parsers.json_formats import JsonArguments, JsonList
 from tests.unit.server.parsers.parser_kit import calls, read, tool_reader, whole
 

@@ -1,4 +1,4 @@
-"""Bootstrap rooms, prompts and conversation keys of request bodies. Pure; used by `dispatch`, the keys by policies.
+"""Prompts and conversation keys of request bodies, by which policies choose. Pure; `dispatch` reads them.
 
 Conversation keys, in order of precedence:
 
@@ -15,73 +15,12 @@ one long template should therefore send a name.
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
-from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH
-from pdserve.protocol.messages import MAX_ROOM
-
-MAX_SEQUENCES = 8192
-"""Maximum `n`, and maximum number of prompts, for which rooms are made: workers refuse a larger body anyway."""
-
-
-def batch_size(path: str, body: dict[str, Any]) -> int | None:
-    """Return the number of bootstrap rooms that a batch needs as a list; None for a single room.
-
-    Invalid types count as a single room: the worker refuses them.
-    """
-    if path == RESPONSES_PATH:
-        return None
-    if path == CHAT_PATH:
-        sequences = num_sequences(body)
-        return sequences if sequences > 1 else None
-    if path == COMPLETIONS_PATH:
-        prompts = body.get("prompt")
-    else:
-        prompts = body.get("text") if body.get("input_ids") is None else body["input_ids"]
-    if isinstance(prompts, list) and prompts and isinstance(prompts[0], (str, list)):
-        return len(prompts) if len(prompts) <= MAX_SEQUENCES else None
-    return None
-
-
-def num_sequences(body: dict[str, Any]) -> int:
-    """Return `n` of a request (for `/generate` from `sampling_params`); 1 if absent or invalid."""
-    params = body.get("sampling_params")
-    n = params.get("n", 1) if isinstance(params, dict) else body.get("n", 1)
-    if isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MAX_SEQUENCES:
-        return 1
-    return n
-
-
-def mint(rng: random.Random, sequences: int) -> int:
-    """Return a random bootstrap room such that room + i fits 63 bits for every sequence i."""
-    return rng.randrange(MAX_ROOM - sequences + 2)
-
-
-def with_rooms(
-    path: str, body: dict[str, Any], data: bytes | None, host: str, port: int | None, rng: random.Random
-) -> bytes:
-    """Return the JSON of `body` with new `bootstrap_host`, `bootstrap_port` and `bootstrap_room`.
-
-    The client's fields of these names are replaced. `data`: the JSON of `body`, which is copied, because that takes
-    less time than to serialize `body`; None: `body` is serialized.
-    """
-    size = batch_size(path, body)
-    sequences = num_sequences(body)
-    fields: dict[str, Any]
-    if size is None:
-        fields = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": mint(rng, sequences)}
-    else:
-        rooms = [mint(rng, sequences) for _ in range(size)]
-        fields = {"bootstrap_host": [host] * size, "bootstrap_port": [port] * size, "bootstrap_room": rooms}
-    if data is None or not body or not fields.keys().isdisjoint(body):
-        return orjson.dumps(body | fields)
-    end = data.rindex(b"}")
-    return b"".join((memoryview(data)[:end], b",", memoryview(orjson.dumps(fields))[1:]))
-
+from pdserve.http.access import CHAT_PATH, RESPONSES_PATH
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
@@ -182,14 +121,3 @@ def _prompt_opening(prompt: Any) -> bytes | None:
     if isinstance(prompt, list) and prompt:
         return orjson.dumps(prompt[:OPENING_TOKENS])
     return None
-
-
-def wants_prompt_logprobs(path: str, body: dict[str, Any]) -> bool:
-    """Whether a request needs prompt log probabilities from prefill's answer."""
-    wanted = body.get("return_logprob")
-    start = body.get("logprob_start_len")
-    return (
-        path == GENERATE_PATH
-        and (wanted is True or (isinstance(wanted, list) and any(one is True for one in wanted)))
-        and (isinstance(start, list) or (isinstance(start, int) and start >= 0))
-    )

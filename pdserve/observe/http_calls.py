@@ -1,12 +1,13 @@
-"""Metrics of HTTP calls and routing keys, under SGLang's names.
+"""HTTP calls: their metrics and those of routing keys, under SGLang's names, and the access log of servers and router.
 
 A routing key is the header `X-SMG-Routing-Key`, which routers use to keep the requests of one conversation on one
-server. Owned by the API process; event loop only.
+server. The metrics are owned by the API process. Event loop only.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
@@ -14,6 +15,10 @@ from typing import Protocol
 import prometheus_client as prometheus
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from pdserve.base.log import about, escaped
+
+log = logging.getLogger("pdserve.access")
 
 ROUTING_KEY_HEADER = b"x-smg-routing-key"
 MAX_KEY_BYTES = 256
@@ -118,3 +123,38 @@ class RoutingKeyCollector(Collector):
         for place, bound in enumerate((*map(str, KEY_BOUNDS), "+Inf")):
             family.add_metric([*self._labels.values(), str(lower[place]), bound], filled[place])
         return family
+
+
+POLLED_PATHS = frozenset(
+    {
+        *("/health", "/health_generate", "/health_pair", "/ready", "/readiness", "/liveness"),
+        *("/metrics", "/engine_metrics", "/get_load", "/v1/loads", "/control_challenge", "/observe"),
+    }
+)
+"""Paths that programs poll."""
+CLIENT_GONE = 499
+"""Status of a request whose client disconnected before the answer began."""
+
+
+def log_access(
+    *, client: str, method: str, path: str, status: int, seconds: float, request_id: str, complete: bool = True
+) -> None:
+    """Log one request at its end (`--access-log`): `127.0.0.1 POST /v1/chat/completions 200 812.3 ms`.
+
+    Requests of load balancers, routers and Prometheus that succeed are logged at level debug only, since they come
+    every few seconds. `client` is an address; a key is never logged. `seconds`: until the last byte was sent.
+    `complete` False: the answer was cut off.
+    """
+    level = logging.DEBUG if path in POLLED_PATHS and status < 400 else logging.INFO
+    if not log.isEnabledFor(level):
+        return
+    fields = {
+        "client": client,
+        "method": method,
+        "path": path,
+        "status": status,
+        "duration_ms": round(1000 * seconds, 1),
+        "complete": complete,
+    }
+    text = f"{escaped(client)} {escaped(method)} {escaped(path)} {status} {1000 * seconds:.1f} ms"
+    log.log(level, "%s%s", text, "" if complete else ", cut off", extra=about(request_id, fields=fields))
