@@ -23,7 +23,7 @@ NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=3
 
 def num_accepted(server: ModelPair) -> int:
     """Drafts that the server which generates text has accepted."""
-    return server.answering.state().counters["spec_accepted_tokens"]
+    return int(server.answering.state().counters["spec_accepted_tokens"])
 
 
 @pytest.mark.parametrize(
