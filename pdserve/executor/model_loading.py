@@ -198,9 +198,9 @@ def bind_decoder(
     device: torch.device,
     was_asked_for: bool,
     pools: Sequence[GroupPool],
+    first: int | None = None,
     *,
     max_drafts: int = 0,
-    first: int | None = None,
 ) -> AttentionBackend:
     """Make the backends of a `Decoder` over `pools`.
 

@@ -119,11 +119,11 @@ class NativeDecoder:
         self._sync_points: list[SyncPoint] = []
         self._kv_write_ends: list[int] = []
         """By layer of this rank: number of operations up to the end of its write of KV or state."""
+        self._layer_ends: list[int] = []
+        """By layer of this rank: number of operations up to its end."""
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
-        self._layer_ends: list[int] = []
-        """By layer of this rank: number of operations up to its end."""
         self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
@@ -179,11 +179,11 @@ class NativeDecoder:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
         return PackedLinear(self._packer.linear(linear))
 
-    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0, first: int | None = None) -> None:
+    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0, *, first: int | None = None) -> None:
         """Build the program over this rank's KV pools, one for each group of the layout. Called once.
 
-        `max_drafts`: most draft tokens of a row. Raises ConfigError where layers with a state keep fewer.
-        `first`: the number in the layout of this rank's first layer; None: that of its stage.
+        `max_drafts`: most draft tokens of a row. `first`: the number in the layout of this rank's first layer; None:
+        that of its stage. Raises ConfigError where layers with a state keep fewer drafts.
         """
         states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
         self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
