@@ -6,6 +6,8 @@
 
 namespace pdk {
 
+static_assert(DELTA_PENDING == PDK_PENDING && 2 * DELTA_PENDING <= DELTA_CHUNK, "scratch of chunks holds pending tokens");
+
 int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps) {
     const int64_t kd = padded(key_dim), vd = padded(value_dim), most = std::max(kd, vd), c = DELTA_CHUNK;
     const int64_t floats = (taps + c) * most + c * most + kd * vd + 2 * c * vd + 3 * c * c + 4 * c + std::max(most, c);
@@ -24,9 +26,14 @@ void DeltaNet::prepare_for(Program& p) {
 }
 
 DeltaState DeltaNet::state_of(const Program& p, int64_t row) const {
-    const auto at = [&](void* plane) { return static_cast<char*>(plane) + p.step.slots[row] * states.slot_stride; };
+    const int64_t slot = p.step.slots[row], values = states.value_heads * states.value_dim;
+    const int64_t keys = states.key_heads * states.key_dim, first = slot * states.pending;
+    const auto at = [&](void* plane) { return static_cast<char*>(plane) + slot * states.slot_stride; };
     return {reinterpret_cast<bf16*>(at(states.conv_q)), reinterpret_cast<bf16*>(at(states.conv_k)),
-            reinterpret_cast<bf16*>(at(states.conv_v)), reinterpret_cast<float*>(at(states.state))};
+            reinterpret_cast<bf16*>(at(states.conv_v)), reinterpret_cast<float*>(at(states.state)),
+            static_cast<bf16*>(states.inputs) + first * (2 * keys + values),
+            static_cast<float*>(states.keys) + first * keys, static_cast<float*>(states.deltas) + first * values,
+            static_cast<float*>(states.decays) + first * states.value_heads};
 }
 
 // Memory of a piece's first state.
@@ -50,8 +57,9 @@ void DeltaNet::run(Program& p, int thread) {
     for (int64_t i; turns_.take(thread, pieces, i);) {
         const int64_t row = rows_[i / states.key_heads], start = step.starts[row], tokens = step.ends[row] - start;
         const int64_t prompts = std::clamp<int64_t>(step.prompts[row] - start, 0, tokens);
-        p.kernels.delta(d, state_of(p, row), {i % states.key_heads, step.offsets[row], start, tokens, prompts},
-                        state_read(p, i + p.pool.size()), p.scratch[thread]->as<uint8_t>());
+        const DeltaPiece piece{i % states.key_heads, step.offsets[row], start, tokens, prompts,
+                               step.folded ? step.folded[row] : 0, step.drafts && step.drafts[row] > 0};
+        p.kernels.delta(d, state_of(p, row), piece, state_read(p, i + p.pool.size()), p.scratch[thread]->as<uint8_t>());
     }
 }
 

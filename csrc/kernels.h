@@ -19,6 +19,7 @@ constexpr int64_t MOST_SEGMENTS = 32;  // approximate maximum per query
 constexpr int64_t MOST_TILE_KEYS = 128;  // maximum keys of one product of extend
 constexpr int64_t TILE_ROWS = 16;        // maximum rows of one product of extend
 constexpr int64_t DELTA_CHUNK = 64;      // positions of a prompt that the delta rule takes together
+constexpr int64_t DELTA_PENDING = 32;    // maximum pending tokens of a slot: PDK_PENDING
 
 inline int64_t padded(int64_t n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
 
@@ -134,16 +135,20 @@ struct Delta {
     float* out;  // [tokens][value_heads * value_dim]
 };
 
-// One slot's state of a layer; see pdk_states.
+// One slot's state of a layer, and its pending tokens; see pdk_states.
 struct DeltaState {
     bf16 *conv_q, *conv_k, *conv_v;
     float* state;
+    bf16* inputs;                     // [tokens][columns of q, k and v]
+    float *keys, *deltas, *decays;    // [tokens][heads][dim]; decays [tokens][heads]
 };
 
 // One key head, with its value heads, of a row: `tokens` tokens from flat index `offset` and position `start` on. The
-// first `prompts` of them are computed in chunks.
+// first `prompts` of them are computed in chunks. `folded` pending tokens are added to the state before. `pends`: the
+// row has drafts, so its tokens are left pending.
 struct DeltaPiece {
-    int64_t head, offset, start, tokens, prompts;
+    int64_t head, offset, start, tokens, prompts, folded;
+    bool pends;
 };
 
 struct Kernels {

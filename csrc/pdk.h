@@ -12,14 +12,16 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 12
+#define PDK_VERSION 13
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
 typedef struct pdk_program pdk_program;
 
 /* One step, flattened: `tokens` tokens of `rows` rows. `samples` of the tokens need logits. The first `prompts` tokens
-   of a row are computed as prompt tokens, later ones as decode tokens; the bits differ. */
+   of a row are computed as prompt tokens, later ones as decode tokens; the bits differ. The last `drafts` tokens of a
+   row are drafts: such a row has 1 + drafts decode tokens, which it leaves pending, see pdk_states. The first `folded`
+   of the tokens that are pending in a row's slot are added to its states before the row, the others are dropped. */
 typedef struct {
     int64_t tokens, samples, rows;
     const int64_t *ids, *positions, *write_pages, *write_slots; /* [tokens] */
@@ -30,6 +32,7 @@ typedef struct {
     const int32_t* window_table; /* [rows][window_stride]: the same for heads `of_window`; else NULL */
     int64_t window_stride;
     const int32_t* slots; /* [rows]: state slots; NULL without pdk_op_delta */
+    const int64_t *drafts, *folded; /* [rows], or NULL for zeros */
 } pdk_step;
 
 /* Rows that decode one token each, over shared tables: row i is line `lines[i]` of `tokens` and of `pages`, and
@@ -44,6 +47,7 @@ typedef struct {
     const int32_t* window_pages; /* as `pages`, or NULL: see pdk_step */
     int64_t window_stride;
     const int32_t* slots; /* of each line, or NULL */
+    const int64_t* folded; /* [rows], or NULL: see pdk_step */
 } pdk_decoding;
 
 /* A KV pool, bf16, and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens][dim] at
@@ -58,10 +62,19 @@ typedef struct {
 
 /* Recurrent states of a GatedDeltaNet layer. A slot's are slot * slot_stride bytes after these addresses: the last
    `taps - 1` inputs of the convolution, bf16, conv_q and conv_k [key_heads][key_dim][taps - 1] and conv_v
-   [value_heads][value_dim][taps - 1]; and `state`, float [value_heads][key_dim][value_dim]. */
+   [value_heads][value_dim][taps - 1]; and `state`, float [value_heads][key_dim][value_dim].
+
+   A row with drafts does not write these. It leaves its tokens pending: token t of slot s is number s * pending + t of
+   `inputs`, bf16 [columns of q, k and v], of the convolution; of `keys`, float [key_heads][key_dim], of length 1; of
+   `deltas`, float [value_heads][value_dim], by which a state changes along the key; and of `decays`, float
+   [value_heads]. `pending` is the most tokens of such a row, at most PDK_PENDING; 0: no row has drafts, and the
+   addresses are NULL. */
+#define PDK_PENDING 32
 typedef struct {
     void *conv_q, *conv_k, *conv_v, *state;
     int64_t slot_stride, key_heads, value_heads, key_dim, value_dim, taps;
+    void *inputs, *keys, *deltas, *decays;
+    int64_t pending;
 } pdk_states;
 
 /* A packed linear layer of `blocks` * 32 outputs, in the caller's memory. format 0: bf16 [blocks][k / 2][32][2], where
@@ -162,7 +175,7 @@ PDK_API int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_
    [value_heads][value_dim], b and a [value_heads]. conv [taps][columns of q, k and v]: depthwise convolution, then
    silu. decay, bias [value_heads]: a state decays by exp(decay * softplus(a + bias)). out [value_heads * value_dim] =
    the output, normalised by `norm` [value_dim], times silu(z). Rows that begin at position 0 begin with a state of
-   zero. Key and value dims are multiples of 16. */
+   zero. Key and value dims are multiples of 16. A row without tokens only folds. */
 PDK_API int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv,
                              const float* decay, const float* bias, const float* norm, float eps, int64_t out);
 /* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and `weights` [top_k], their probabilities.

@@ -56,7 +56,7 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
     }
     return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, rows.positions,
             table_.data(), stride, rows.window_pages ? window_.data() : nullptr, stride,
-            rows.slots ? slots_.data() : nullptr};
+            rows.slots ? slots_.data() : nullptr, nullptr, rows.folded};
 }
 
 Plan& HeadGroup::plan_for(int64_t window) {

@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 12
+VERSION = 13
 
 
 class Step(Structure):
@@ -36,7 +36,7 @@ class Step(Structure):
         ("table_stride", c_int64),
         ("window_table", c_void_p),
         ("window_stride", c_int64),
-        ("slots", c_void_p),
+        *((name, c_void_p) for name in ("slots", "drafts", "folded")),
     )
 
 
@@ -51,7 +51,7 @@ class Decoding(Structure):
         ("pages_stride", c_int64),
         ("window_pages", c_void_p),
         ("window_stride", c_int64),
-        ("slots", c_void_p),
+        *((name, c_void_p) for name in ("slots", "folded")),
     )
 
 
@@ -72,6 +72,8 @@ class PdkStates(Structure):
     _fields_ = (
         *((name, c_void_p) for name in ("conv_q", "conv_k", "conv_v", "state")),
         *((name, c_int64) for name in ("slot_stride", "key_heads", "value_heads", "key_dim", "value_dim", "taps")),
+        *((name, c_void_p) for name in ("inputs", "keys", "deltas", "decays")),
+        ("pending", c_int64),
     )
 
 

@@ -172,7 +172,7 @@ def _bind_torch(layer: Decoder, loaded: LoadedModel, own: ModelToLoad, pool: KVP
 
 def _bind_native(layer: NativeDecoder, pool: KVPool) -> AttentionBackend:
     """Bind the layer of a `NativeDecoder` to the DRAFT pool."""
-    layer.bind([pool], pool.group.layers[0])
+    layer.bind([pool], first=pool.group.layers[0])
     return AttentionInProgram()
 
 

@@ -8,9 +8,10 @@ a row and samples the token at `known`, the target's hidden states h of these po
     hidden  kept     h(start)          h(known - 2) h(known - 1) draft model's
             `------- one pass of the draft model ---------'      `- a pass for each further draft -'
 
-The pass over the new slots also drafts the first token, and each further pass drafts one more. The last h is kept by
-table row for the row's next step. Slots from `known` on are computed again by later steps: their content only serves
-this step's drafts. Where they lie behind the row's pages, they are in pages of the drafter's own (scratch pages).
+The pass over the new slots also drafts the first token, and each further pass drafts one more. Without drafts the new
+slots are filled all the same. The last h is kept by table row for the row's next step. Slots from `known` on are
+computed again by later steps: their content only serves this step's drafts. Where they lie behind the row's pages, they
+are in pages of the drafter's own (scratch pages).
 
 A row without a kept hidden state (the first tokens of a prompt, the tokens behind a prefix hit, or a transfer) takes
 zeros at the start of a page. Within a page it leaves the slot as it is: the step that sampled that token has filled it.
@@ -20,7 +21,7 @@ A wrong slot costs acceptance of drafts, and never changes a token.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -122,12 +123,13 @@ class Drafter:
         rows = host.rows
         known = rows.ends if num_accepted is None else _known(rows, num_accepted)
         sampled = np.zeros(len(known), dtype=np.bool_)
-        sampled[host.sampled] = num_drafts > 0
+        sampled[host.sampled] = True
+        drafting = np.flatnonzero(sampled) if num_drafts else np.empty(0, dtype=np.int64)
         kept_for = self._kept_for[host.table_rows]
         skips = (kept_for != rows.starts) & (rows.starts % self._layout.page_tokens > 0)
         if self.taps is None:
             skips[:] = False  # the token is all that its slot depends on
-        spans = _Spans(rows.starts + skips, known + sampled, sampled)
+        spans = _Spans(rows.starts + skips, known + sampled, drafting)
         proposals = None
         present = np.flatnonzero(spans.ends > spans.starts)
         if len(present):
@@ -135,7 +137,6 @@ class Drafter:
             batch = self._batch(host, spans, present, pages, tokens)
             lines = np.where(kept_for == rows.starts, host.table_rows, len(self._kept_for))
             drafted = self._model.forward(batch, self._inputs(host, spans, present, skips, lines, hidden))
-            drafting = np.flatnonzero(sampled)
             if drafted is not None:
                 proposals = self._draft_more(host, drafting, known[drafting], pages, drafted, num_drafts)
         self._keep(host, known, hidden)
@@ -161,7 +162,7 @@ class Drafter:
         pages: Pages,
         tokens: Tensor,
     ) -> ForwardBatch:
-        """Return the batch of the rows `present` over their spans; those that sampled are at `sample_index`."""
+        """Return the batch of the rows `present` over their spans; those that draft are at `sample_index`."""
         starts, ends = spans.starts[present], spans.ends[present]
         lengths = ends - starts
         offsets = lengths.cumsum() - lengths
@@ -169,7 +170,7 @@ class Drafter:
         positions = np.arange(int(lengths.sum())) - (offsets - starts).repeat(lengths)
         index, slots = self._layout.page_and_slot(positions)
         columns = np.stack((host.table_rows[present][line], positions, pages[present][line, index], slots))
-        sampled = np.flatnonzero(spans.sampled[present])
+        sampled = np.flatnonzero(np.isin(present, spans.drafting))
         rows = HostRows(starts, ends, offsets, host.rows.prompts[present], pages[present])
         last = (offsets + lengths - 1)[sampled]
         return build_batch(HostBatch(columns, sampled, last, host.table_rows[present], rows), tokens)
@@ -229,17 +230,32 @@ class Drafter:
 
 @dataclasses.dataclass(frozen=True)
 class _Spans:
-    """By row of the plan: the positions `[starts, ends)` that the draft model computes, and whether it then drafts."""
+    """By row of the plan: the positions `[starts, ends)` that the draft model computes. `drafting`: rows that draft."""
 
     starts: IntArray
     ends: IntArray
-    sampled: npt.NDArray[np.bool_]
+    drafting: IntArray
 
 
 def _known(rows: HostRows, num_accepted: IntArray) -> IntArray:
     """Return the end of each row's known tokens that have KV: without the drafts that were not accepted."""
     assert rows.num_drafts is not None, "rows with drafts tell their number"
     return rows.ends - rows.num_drafts + num_accepted
+
+
+def but_last(on_layer: Callable[[int], None] | None, last: int) -> Callable[[int], None] | None:
+    """Return a function that reports the target's layers to `on_layer`, except layer `last`.
+
+    The caller reports that one once the draft KV, which is sent with it, is written. None stays None.
+    """
+    if on_layer is None:
+        return None
+
+    def report(layer: int) -> None:
+        if layer != last:
+            on_layer(layer)
+
+    return report
 
 
 def num_scratch_pages(layout: KVLayout, num_drafts: int) -> int:

@@ -29,6 +29,7 @@ from pdserve.memory.draft_groups import with_draft
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import GroupKind, KVLayout
+from pdserve.model.attention.interface import StateBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import ModelSpec, resolve_context_length
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
@@ -122,7 +123,7 @@ def build_executor(
     demand = PoolDemand(
         wanted.spec, held, wanted.dtype, device, max_rows, context_length, local.count * config.parallel.dp_size,
         loaded.can_split_prompts, shape.tp_size, shape.pp_size,
-        0 if draft_model is None else config.speculative.max_drafts,
+        config.speculative.max_drafts,
     )  # fmt: skip
     sizes = size_pools(config, demand, agree)
     if parallel.coord.rank == 0:
@@ -161,8 +162,9 @@ def _executor(
     returns_results: bool,
 ) -> LocalExecutor:
     """Make the executor of a loaded model over its pools."""
-    config, kernels = wanted.config, loaded.kernels
-    attention = loaded.bind([pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)])
+    config, kernels, max_drafts = wanted.config, loaded.kernels, wanted.config.speculative.max_drafts
+    targets = [pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)]
+    attention = loaded.bind(targets, max_drafts=max_drafts)
     return LocalExecutor(
         loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
@@ -171,6 +173,7 @@ def _executor(
         decode=None if kernels is None else (kernels.decode, kernels.max_native_rows),
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
         processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
+        fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts,
     )  # fmt: skip
 
 

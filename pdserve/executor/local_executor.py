@@ -23,7 +23,7 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
-from pdserve.executor.drafter import ModelDrafter, Proposals
+from pdserve.executor.drafter import ModelDrafter, Proposals, but_last
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
@@ -50,7 +50,7 @@ from pdserve.executor.prompt_logprobs import (
     pack_scores,
     read_prompt_logprob_params,
 )
-from pdserve.executor.sampler import Found, Sampled, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
+from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.verify import Fold, PendingTokens, StepDrafts, accepted_counts, shorten, take_apart
 from pdserve.executor.warm_up import warm_up
@@ -426,12 +426,9 @@ class LocalExecutor:
             copy_slots(self.pools, step.copies.before)
         if step.stamps is not None and self._stamps is not None:
             self._stamps.write(step.stamps)
-        on_target_layer = on_layer
-        if self._drafter is not None and on_layer is not None:
-            on_target_layer = partial(_report_but_last, on_layer, self._model.num_layers - 1)
-        logits = self._model_runner.logits(
-            step.batches, self._tokens.tensor, on_target_layer, step.prompt_logprob_params
-        )
+        last = self._model.num_layers - 1
+        reported = on_layer if self._drafter is None else but_last(on_layer, last)
+        logits = self._model_runner.logits(step.batches, self._tokens.tensor, reported, step.prompt_logprob_params)
         if step.copies is not None:
             copy_slots(self.pools, step.copies.after)
         chosen = None
@@ -451,25 +448,19 @@ class LocalExecutor:
                 masks.sampled(chosen.token_ids)
         proposals: Proposals | None = None
         if self._drafter is not None:
-            proposals = self._drafter.propose(
-                step.batches[0], self._num_accepted(step, chosen), self._tokens.tensor, step.plan.num_proposals
-            )
+            accepted = None
+            if step.drafts is not None and chosen is not None:
+                accepted = accepted_counts(step.plan, chosen.token_ids.tolist())
+            proposals = self._drafter.propose(step.batches[0], accepted, self._tokens.tensor, step.plan.num_proposals)
             if on_layer is not None:
-                on_layer(self._model.num_layers - 1)
+                on_layer(last)
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
             fetched = d2h_copy(None, None, self.device)
         elif is_late:
             fetched = d2h_copy_after(chosen, scores, arrival, self._copy_stream)
         else:
             fetched = d2h_copy(chosen, scores, self.device)
-
         return partial(self._collect, step, fetched, proposals)
-
-    def _num_accepted(self, step: _Step, chosen: Sampled | None) -> IntArray | None:
-        """Return how many drafts of each plan row are accepted, int64 `[R]`; None: the step has no drafts."""
-        if step.drafts is None or chosen is None:
-            return None
-        return accepted_counts(step.plan, chosen.token_ids.tolist())
 
     def _collect(self, step: _Step, fetched: Callable[[], Found], proposals: Proposals | None) -> StepResult:
         """Wait for the results of a step. Scheduler thread."""
@@ -492,12 +483,6 @@ class LocalExecutor:
         indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
         forced = self._grammars.forced(list(indices), self._max_forced)
         return {indices[row]: tokens for row, tokens in forced.items()}
-
-
-def _report_but_last(on_layer: OnLayer, last: int, layer: int) -> None:
-    """Report a layer of the target. The last one is reported once the drafter has written its KV, sent with it."""
-    if layer != last:
-        on_layer(layer)
 
 
 def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:

@@ -30,7 +30,7 @@ from pdserve.executor.backend_choice import (
     make_kernels,
     make_native,
 )
-from pdserve.memory.layout import KVLayout
+from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.layer_backends import make_backends
 from pdserve.model.attention.page_gather import GroupPool, KVPool
@@ -49,6 +49,7 @@ from pdserve.model.placement import ExpertMap, first_placement
 
 if TYPE_CHECKING:
     from pdserve.model.hf.config import TransformersSource
+    from pdserve.model.hf.model import TransformersModel
 
 _LOG = logging.getLogger(__name__)
 TORCH = "torch"
@@ -70,6 +71,18 @@ class ModelToLoad:
     startup: StartupTimes
 
 
+class Bind(Protocol):
+    """Binds a model to the pools of its rank; see `LoadedModel`."""
+
+    def __call__(self, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:
+        """Return the backend of the model's layers. `max_drafts`: most draft tokens of a row.
+
+        Raises:
+            ConfigError: the model cannot compute rows with so many drafts; names the flag.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
     """A rank's model with its weights. `layout` is the whole model's, with a STAMP group where it has states.
@@ -82,7 +95,7 @@ class LoadedModel:
 
     model: Model
     layout: KVLayout
-    bind: Callable[[Sequence[GroupPool]], AttentionBackend]
+    bind: Bind
     arithmetic: str = TORCH
     can_split_prompts: bool = True
     kernels: NativeDecoder | None = None
@@ -166,7 +179,9 @@ def _load_transformers(wanted: ModelToLoad, level: str) -> LoadedModel:
     plan = plan_transformers(wanted.source, wanted.config, wanted.dtype)
     with wanted.startup.part(WEIGHTS):
         model = plan.load(wanted.config, wanted.dtype, wanted.device, wanted.parallel)
-    return LoadedModel(model, plan.layout, partial(_bind_program, model), can_split_prompts=model.can_split_prompts)
+    return LoadedModel(
+        model, plan.layout, partial(_bind_transformers, model), can_split_prompts=model.can_split_prompts
+    )
 
 
 LOADERS: Mapping[Way, Callable[[ModelToLoad, str], LoadedModel]] = {
@@ -184,6 +199,8 @@ def bind_decoder(
     was_asked_for: bool,
     pools: Sequence[GroupPool],
     first: int | None = None,
+    *,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     """Make the backends of a `Decoder` over `pools`.
 
@@ -199,19 +216,25 @@ def bind_decoder(
     attended = [
         next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec)), None) for i in mine
     ]
-    return make_backends(attended, mine.start if first is None else first, pools, make, device)
+    return make_backends(attended, mine.start if first is None else first, pools, make, device, max_drafts)
 
 
-class _Bindable(Model, Protocol):
-    """A model that attends on its own."""
-
-    def bind(self, pools: Sequence[GroupPool]) -> None:
-        """Keep what the layers cache in `pools`."""
-        ...
+def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:
+    """Bind a model whose program attends."""
+    model.bind(pools, max_drafts)
+    return AttentionInProgram(model.fold)
 
 
-def _bind_program(model: _Bindable, pools: Sequence[GroupPool]) -> AttentionBackend:
-    """Bind a model that attends on its own."""
+def _bind_transformers(
+    model: TransformersModel, pools: Sequence[GroupPool], *, max_drafts: int = 0
+) -> AttentionBackend:
+    """Bind a model that attends by transformers' code."""
+    if max_drafts and any(pool.group.kind is GroupKind.STATE for pool in pools):
+        raise ConfigError(
+            f"{model.spec.architectures[0]} runs through transformers and has recurrent layers, whose states cannot be "
+            "taken back behind rejected drafts; leave --speculative-algorithm out",
+            field="speculative_algorithm",
+        )
     model.bind(pools)
     return AttentionInProgram()
 

@@ -23,6 +23,7 @@ from pdserve.memory.draft_groups import draft_groups
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
 from pdserve.model.attention.page_gather import GroupPool, KVPool
+from pdserve.model.attention.state_slots import pending_bytes
 from pdserve.model.config import ModelSpec
 from pdserve.model.params import torch_dtype
 
@@ -57,7 +58,7 @@ class PoolDemand:
     """What the pools are for. `held`: this rank's part of the layout. `num_sharing`: ranks that share this host's RAM.
 
     `can_split_prompts`: False where a prompt must be one chunk. `tp_size` and `pp_size` are the replica's.
-    `num_drafts`: most tokens that a model with a DRAFT group drafts for a row.
+    `num_drafts`: most draft tokens of a row.
     """
 
     spec: ModelSpec
@@ -106,11 +107,13 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
         fitting = agree(min(wanted, most))
         groups = sizes_of_many(one, min(max_rows, fitting), config.memory.max_mamba_cache_size or fitting)
     num_scratch_pages = max_rows * held.pages_for(demand.num_drafts)
-    scratch_bytes = num_scratch_pages * sum(group.page_bytes for group in draft_groups(held))
+    draft_bytes = num_scratch_pages * sum(group.page_bytes for group in draft_groups(held)) + groups.num_slots * sum(
+        pending_bytes(group, demand.num_drafts) for group in held.groups if group.kind is GroupKind.STATE
+    )
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=demand.context_length, max_rows=max_rows,
         num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes,
-        group_bytes=group_bytes(held, groups) + scratch_bytes,
+        group_bytes=group_bytes(held, groups) + draft_bytes,
     )  # fmt: skip
     most_pages = held.whole_pages(num_tokens)
     num_pages = agree(most_pages)

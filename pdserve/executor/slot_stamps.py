@@ -31,6 +31,7 @@ class SlotCopies:
         """Return the copies of the plan; None when it has none."""
         before = [(row.state_from, table.slots[row.row]) for row in plan.rows if row.state_from >= 0]
         after = [(table.slots[row.row], row.state_to) for row in plan.rows if row.state_to >= 0]
+        assert not any(row.drafts for row in plan.rows if row.state_to >= 0), "no state is kept behind drafts"
         if not before and not after:
             return None
         return cls(*(np.array(pairs, dtype=np.int64).reshape(-1, 2).T for pairs in (before, after)))
@@ -59,6 +60,9 @@ class StampWrites:
 class SlotStamps:
     """Stamps of the rows of `table` in `pool`. Only rows that compute known tokens are stamped, not decoding ones.
 
+    So a slot with pending tokens (`HostRows.num_folded`) keeps the stamp of its last known token, as the slot of any
+    request does that decodes. A transfer sends slots of prefilled prompts only, which have none pending.
+
     `open`, `plan_writes` and `has` are called on the scheduler thread, `write` in the order of the steps.
     """
 
@@ -74,7 +78,7 @@ class SlotStamps:
 
     def plan_writes(self, plan: BatchPlan) -> StampWrites | None:
         """Return the stamps that the plan writes; None when it computes no known tokens."""
-        rows = [row for row in plan.rows if row.end <= self._open[row.row][1]]
+        rows = [row for row in plan.rows if row.end <= self._open[row.row][1] and not row.drafts]
         if not rows or not self._num_layers:
             return None
         words = [SlotStamp(self._open[row.row][0].request, row.end).words * self._num_layers for row in rows]

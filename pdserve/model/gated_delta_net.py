@@ -16,7 +16,15 @@ from pdserve.base.parallel import RankCoord, kv_heads_of, part_of
 from pdserve.model.attention.interface import LayerStates
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
 from pdserve.model.layers.dense import Outputs, column_linear, row_linear
-from pdserve.model.layers.gated_delta import DeltaRows, causal_conv, gated_delta_rule, gated_norm, log_decay_of
+from pdserve.model.layers.gated_delta import (
+    CONV_PLANES,
+    DeltaRows,
+    causal_conv,
+    gated_delta_rule,
+    gated_norm,
+    in_whole_vectors,
+    log_decay_of,
+)
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamPiece, ParamSlots
@@ -64,14 +72,15 @@ class TorchDelta:
         """See `DeltaKernels.mix`."""
         planes = states.planes
         rows = states.rows.once("delta", lambda: DeltaRows(states.rows.slots, states.rows.starts, states.rows.host))
-        convs = [planes[name] for name in ("conv_q", "conv_k", "conv_v")]
-        mixed = causal_conv(inputs.qkv, inputs.conv_weight, convs, rows)
+        convs, pending = [planes[name] for name in CONV_PLANES], states.pending
+        mixed = causal_conv(inputs.qkv, inputs.conv_weight, convs, rows, pending)
         key_width = inputs.num_key_heads * inputs.key_dim
         q, k, v = torch.split(mixed, [key_width, key_width, mixed.shape[1] - 2 * key_width], -1)
         q, k = (part.view(len(part), inputs.num_key_heads, inputs.key_dim) for part in (q, k))
         v = v.view(len(v), inputs.num_value_heads, inputs.value_dim)
         log_decay = log_decay_of(inputs.a, inputs.a_log, inputs.dt_bias)
-        return gated_delta_rule(q, k, v, log_decay, torch.sigmoid(inputs.b.float()), planes["state"], rows)
+        rate = in_whole_vectors(torch.sigmoid, inputs.b.float())
+        return gated_delta_rule(q, k, v, log_decay, rate, planes["state"], rows, pending)
 
     def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `DeltaKernels.norm`."""

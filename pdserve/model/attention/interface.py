@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows
+from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray
 from pdserve.model.layers.dense import RMSNorm
+from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.layers.kernels import rotate
 
 T = TypeVar("T")
@@ -95,11 +96,13 @@ class LayerStates:
     """What a step offers to one layer with a recurrent state.
 
     `planes`: by name, a view `[num_slots + 1, heads, rows, width]` of the pool, which the layer reads and overwrites in
-    place. The last slot belongs to no request.
+    place. The last slot belongs to no request. `pending`: what rows with drafts leave beside them; None: no row has
+    drafts.
     """
 
     rows: StateRows
     planes: Mapping[str, Tensor]
+    pending: PendingTokens | None = None
 
 
 class StepStates(Protocol):
@@ -133,6 +136,19 @@ class AttentionBackend(Protocol):
 
     def capturing(self) -> CapturableBackend | None:
         """Return the backend itself when a CUDA graph can capture its decode steps, else None."""
+        ...
+
+
+@runtime_checkable
+class StateBackend(AttentionBackend, Protocol):
+    """A backend of a model with recurrent states."""
+
+    def fold(self, slots: IntArray, counts: IntArray) -> None:
+        """Fold the first `counts[i]` pending tokens of slot `slots[i]` into its states, in all layers of this rank.
+
+        Both are int64 `[n]`, and no slot occurs twice. Call it before a slot is read or copied outside of a step whose
+        row it is: at an offload. On CUDA in the current stream. Afterwards the slots have no pending tokens.
+        """
         ...
 
 

@@ -23,7 +23,7 @@ from pdserve.model.attention.interface import (
     StepAttention,
 )
 from pdserve.model.attention.page_gather import GroupPool, KVPool
-from pdserve.model.attention.state_slots import CapturedRows, StateSlots, StepSlots, state_rows
+from pdserve.model.attention.state_slots import CapturedRows, StateSlots, StepSlots, fold_rows, state_rows
 from pdserve.model.forward_batch import NOWHERE, Filling, ForwardBatch, HostRows, IntArray
 from pdserve.model.layer_spec import AttentionSpec
 
@@ -48,12 +48,18 @@ class AttentionGroup:
 
 
 def make_backends(
-    layers: Sequence[AttentionSpec | None], first: int, pools: Sequence[GroupPool], make: Make, device: torch.device
+    layers: Sequence[AttentionSpec | None],
+    first: int,
+    pools: Sequence[GroupPool],
+    make: Make,
+    device: torch.device,
+    max_drafts: int = 0,
 ) -> AttentionBackend:
     """Make the backends of a rank's layers over its pools, one for each group of the layout.
 
     `layers`: the attention of each of this rank's layers; None: the layer has none. `first`: the model's number of the
-    first of them. A rank with one kind of attention over token pages, and no states, gets its backend itself.
+    first of them. `max_drafts`: most draft tokens of a row. A rank with one kind of attention over token pages, and no
+    states, gets its backend itself.
     """
     attended: dict[int, tuple[int, int]] = {}
     stateful: dict[int, tuple[int, int]] = {}
@@ -64,7 +70,7 @@ def make_backends(
         numbers = [number - first for number in pool.group.layers]
         if pool.group.space is PageSpace.SLOTS:
             stateful |= {local: (len(slots), at) for at, local in enumerate(numbers)}
-            slots.append(StateSlots(pool, device))
+            slots.append(StateSlots(pool, device, max_drafts))
             continue
         assert isinstance(pool, KVPool)
         for at, local in enumerate(numbers):
@@ -81,7 +87,7 @@ def make_backends(
 
 
 class LayerBackends:
-    """Implements `CapturableBackend` for the layers of a rank."""
+    """Implements `CapturableBackend` and `StateBackend` for the layers of a rank."""
 
     def __init__(
         self,
@@ -101,6 +107,13 @@ class LayerBackends:
         steps = [group.backend.begin(of_window if group.is_window else batch) for group in self._groups]
         rows = state_rows(batch.host, self._device) if self._slots else None
         return GroupedStep(self._attended, self._stateful, steps, _opened(self._slots, rows))
+
+    @torch.inference_mode()
+    def fold(self, slots: IntArray, counts: IntArray) -> None:
+        """See `StateBackend.fold`."""
+        rows = fold_rows(slots, counts)
+        for group in self._slots:
+            group.fold(rows)
 
     def capturing(self) -> LayerBackends | None:
         """See `AttentionBackend.capturing`."""

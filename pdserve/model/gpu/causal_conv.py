@@ -2,6 +2,7 @@
 
 The inputs of tokens before a row's first new token come from the row's state slot, in planes of q, k and v channels.
 `conv_decode` serves rows with one new token, `conv_chunks` rows with several; both write the new last inputs back.
+`conv_verify` serves rows with drafts: it leaves their inputs pending, and `fold_inputs` writes the accepted ones back.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, power_of_2
-from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, StateChunks, StatePlanes
+from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, FoldRows, StateChunks, StatePlanes, VerifyRows
+from pdserve.model.layers.gated_delta import PendingTokens
 
 _DECODE_CHANNELS = 256
 _CHUNK_CHANNELS = 64
@@ -42,6 +44,30 @@ def conv_chunks(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, row
             x.stride(0), out.stride(0), _slot_stride(planes),
             **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), TOKENS=CHUNK,
             num_warps=4, **chaining(x.device),
+        )  # fmt: skip
+
+
+def conv_verify(
+    x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, pending: PendingTokens, rows: VerifyRows
+) -> None:
+    """Convolve the tokens of rows with drafts; arguments as for `conv_decode`. Leaves their inputs in `pending`."""
+    if len(rows.slots):
+        block = min(_DECODE_CHANNELS, power_of_2(max(_widths(planes))))
+        _conv_verify[(len(rows.slots), _num_blocks(planes, block))](
+            x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v, pending.inputs,
+            rows.slots, rows.tokens, rows.counts, x.stride(0), out.stride(0), _slot_stride(planes), pending.most,
+            **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), num_warps=4,
+        )  # fmt: skip
+
+
+def fold_inputs(planes: StatePlanes, pending: PendingTokens, rows: FoldRows) -> None:
+    """Make the folded pending inputs the last inputs of their slots."""
+    if len(rows.slots):
+        block = min(_DECODE_CHANNELS, power_of_2(max(_widths(planes))))
+        _fold_inputs[(len(rows.slots), _num_blocks(planes, block))](
+            planes.conv_q, planes.conv_k, planes.conv_v, pending.inputs, rows.slots, rows.counts,
+            _slot_stride(planes), pending.most,
+            **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), num_warps=4,
         )  # fmt: skip
 
 
@@ -181,3 +207,57 @@ def _conv_chunks(
         tl.debug_barrier()  # all threads have read the old columns
         ends_with = tl.where((kept >= 0)[None, :], last, before)
         tl.store(of_state[:, None] + columns[None, :], ends_with, mask=cells & (slot >= 0))
+
+
+@triton.jit
+def _conv_verify(
+    x, out, weight, conv_q, conv_k, conv_v, inputs, slots, tokens, counts,
+    x_stride, out_stride, slot_stride, most,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row with drafts, and one block of channels: each token as `_conv_decode` computes it."""
+    row = tl.program_id(0)
+    plane, channel, at, is_channel = _channels(
+        tl.program_id(1), conv_q, conv_k, conv_v, KEY_WIDTH, VALUE_WIDTH, BLOCK
+    )  # fmt: skip
+    slot, first, count = tl.load(slots + row), tl.load(tokens + row), tl.load(counts + row)
+    columns = tl.arange(0, COLUMNS)
+    cells = is_channel[:, None] & (columns < TAPS - 1)[None, :]
+    of_state = (plane + slot * slot_stride + channel * (TAPS - 1))[:, None]
+    of_row, left = x + first * x_stride + at, inputs + slot * most * (2 * KEY_WIDTH + VALUE_WIDTH) + at
+    weights = tl.load(weight + at[:, None] * TAPS + columns[None, :], mask=cells, other=0.0).to(tl.float32)
+    own = tl.load(weight + at * TAPS + TAPS - 1, mask=is_channel, other=0.0).to(tl.float32)
+    for token in range(count):
+        place = (token + columns - (TAPS - 1))[None, :]  # among the row's tokens
+        kept = tl.load(of_state + place + (TAPS - 1), mask=cells & (place < 0), other=0.0)
+        early = tl.load(of_row[:, None] + place * x_stride, mask=cells & (place >= 0), other=0.0)
+        old = tl.where(place < 0, kept, early)
+        new = tl.load(of_row + token * x_stride, mask=is_channel, other=0.0)
+        total = tl.sum(old.to(tl.float32) * weights, 1) + new.to(tl.float32) * own
+        found = (total * tl.sigmoid(total)).to(out.dtype.element_ty)
+        tl.store(out + (first + token) * out_stride + at, found, mask=is_channel)
+        tl.store(left + token * (2 * KEY_WIDTH + VALUE_WIDTH), new, mask=is_channel)
+
+
+@triton.jit
+def _fold_inputs(
+    conv_q, conv_k, conv_v, inputs, slots, counts, slot_stride, most,
+    KEY_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One slot and one block of channels."""
+    row = tl.program_id(0)
+    plane, channel, at, is_channel = _channels(
+        tl.program_id(1), conv_q, conv_k, conv_v, KEY_WIDTH, VALUE_WIDTH, BLOCK
+    )  # fmt: skip
+    slot, count = tl.load(slots + row), tl.load(counts + row)
+    columns = tl.arange(0, COLUMNS)
+    cells = is_channel[:, None] & (columns < TAPS - 1)[None, :]
+    of_state = (plane + slot * slot_stride + channel * (TAPS - 1))[:, None]
+    of_pending = (inputs + slot * most * (2 * KEY_WIDTH + VALUE_WIDTH) + at)[:, None]
+    place = (count + columns - (TAPS - 1))[None, :]  # among the pending tokens
+    kept = tl.load(of_state + place + (TAPS - 1), mask=cells & (place < 0), other=0.0)
+    new = tl.load(of_pending + place * (2 * KEY_WIDTH + VALUE_WIDTH), mask=cells & (place >= 0), other=0.0)
+    tl.debug_barrier()  # all threads have read the old columns
+    tl.store(of_state + columns[None, :], tl.where(place < 0, kept, new), mask=cells)

@@ -3,6 +3,9 @@
 A value head has a state S `[dk, dv]`. With a token's decay `exp(g)`, strength `beta`, key k and value v, the step is
 `S *= exp(g); d = (v - S^T k) * beta; S += k d^T; out = S^T q` (arXiv:2412.06464). `gated_delta_prefill.py` computes
 rows with several new tokens in chunks.
+
+`delta_verify` computes rows with drafts by the same step. It does not write the state, and leaves k, d and `exp(g)` of
+each token pending; `fold_states` repeats the steps of the accepted ones on the state.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
-from pdserve.model.gpu.state_rows import DecodeStateRows, StatePlanes
+from pdserve.model.gpu.state_rows import DecodeStateRows, FoldRows, StatePlanes, VerifyRows
+from pdserve.model.layers.gated_delta import PendingTokens
 
 _BLOCK_V = 32
 _SMALL_BLOCK_V = 16
@@ -46,6 +50,43 @@ def delta_decode(
             mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), dk**-0.5,
             KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
             BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS, **chaining(mixed.device),
+        )  # fmt: skip
+
+
+def delta_verify(
+    mixed: Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_log: Tensor,
+    dt_bias: Tensor,
+    out: Tensor,
+    planes: StatePlanes,
+    pending: PendingTokens,
+    rows: VerifyRows,
+) -> None:
+    """Compute the tokens of rows with drafts, and leave them in `pending`; arguments as for `delta_decode`."""
+    num_rows, num_heads, dk, dv = len(rows.slots), planes.num_value_heads, planes.key_dim, planes.value_dim
+    if num_rows:
+        block = _block_v(num_rows * num_heads, dv, mixed.device)
+        _delta_verify[(num_rows, num_heads, triton.cdiv(dv, block))](
+            mixed, a, b, a_log, dt_bias, out, planes.state, pending.keys, pending.deltas, pending.decays,
+            rows.slots, rows.tokens, rows.counts,
+            mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), pending.most, dk**-0.5,
+            KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
+            BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS,
+        )  # fmt: skip
+
+
+def fold_states(planes: StatePlanes, pending: PendingTokens, rows: FoldRows) -> None:
+    """Fold pending tokens into the states of their slots."""
+    num_rows, num_heads, dk, dv = len(rows.slots), planes.num_value_heads, planes.key_dim, planes.value_dim
+    if num_rows:
+        block = _block_v(num_rows * num_heads, dv, planes.state.device)
+        _fold_states[(num_rows, num_heads, triton.cdiv(dv, block))](
+            planes.state, pending.keys, pending.deltas, pending.decays, rows.slots, rows.counts,
+            planes.state.stride(0), pending.most,
+            KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
+            BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS,
         )  # fmt: skip
 
 
@@ -127,6 +168,72 @@ def _delta_decode(
     values += k[:, None] * delta[None, :]
     found = tl.sum(values * q[:, None], 0)
     tl.store(out + token * out_stride + head * DV + along_v, found.to(out.dtype.element_ty), mask=is_v)
+    tl.store(at, values, mask=cells)
+
+
+@triton.jit
+def _delta_verify(
+    mixed, a, b, a_log, dt_bias, out, state, keys, deltas, decays, slots, tokens, counts,
+    mixed_stride, a_stride, b_stride, out_stride, slot_stride, most, scale,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row with drafts, one value head and one block of the state's columns: `_delta_decode` token by token."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot, first, count = tl.load(slots + row), tl.load(tokens + row), tl.load(counts + row)
+    along_k = tl.arange(0, BLOCK_K)
+    along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_k, is_v = along_k < DK, along_v < DV
+    at = state + slot * slot_stride + head * DK * DV + along_k[:, None] * DV + along_v[None, :]
+    values = tl.load(at, mask=is_k[:, None] & is_v[None, :], other=0.0)
+    log_rate, bias = tl.load(a_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32)
+    is_first = tl.program_id(2) == 0
+    for number in range(count):
+        token, line = first + number, slot * most + number
+        of_q = mixed + token * mixed_stride + (head // GROUP) * DK
+        q = tl.load(of_q + along_k, mask=is_k, other=0.0).to(tl.float32)
+        k = tl.load(of_q + KEY_HEADS * DK + along_k, mask=is_k, other=0.0).to(tl.float32)
+        of_v = mixed + token * mixed_stride + 2 * KEY_HEADS * DK + head * DV
+        v = tl.load(of_v + along_v, mask=is_v, other=0.0).to(tl.float32)
+        g, beta = decay_and_strength(
+            tl.load(a + token * a_stride + head).to(tl.float32), tl.load(b + token * b_stride + head).to(tl.float32),
+            log_rate, bias,
+        )  # fmt: skip
+        q *= unit_scale(tl.sum(q * q, 0)) * scale
+        k *= unit_scale(tl.sum(k * k, 0))
+        decay = tl.exp(g)
+        values *= decay
+        delta = (v - tl.sum(values * k[:, None], 0)) * beta
+        values += k[:, None] * delta[None, :]
+        found = tl.sum(values * q[:, None], 0)
+        tl.store(out + token * out_stride + head * DV + along_v, found.to(out.dtype.element_ty), mask=is_v)
+        tl.store(deltas + (line * KEY_HEADS * GROUP + head) * DV + along_v, delta, mask=is_v)
+        tl.store(decays + line * KEY_HEADS * GROUP + head, decay, mask=is_first)
+        of_key = keys + (line * KEY_HEADS + head // GROUP) * DK
+        tl.store(of_key + along_k, k, mask=is_k & is_first & (head % GROUP == 0))
+
+
+@triton.jit
+def _fold_states(
+    state, keys, deltas, decays, slots, counts, slot_stride, most,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One slot, one value head and one block of the state's columns."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    slot, count = tl.load(slots + row), tl.load(counts + row)
+    along_k = tl.arange(0, BLOCK_K)
+    along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_k, is_v = along_k < DK, along_v < DV
+    cells = is_k[:, None] & is_v[None, :]
+    at = state + slot * slot_stride + head * DK * DV + along_k[:, None] * DV + along_v[None, :]
+    values = tl.load(at, mask=cells, other=0.0)
+    for number in range(count):
+        line = slot * most + number
+        k = tl.load(keys + (line * KEY_HEADS + head // GROUP) * DK + along_k, mask=is_k, other=0.0)
+        delta = tl.load(deltas + (line * KEY_HEADS * GROUP + head) * DV + along_v, mask=is_v, other=0.0)
+        values *= tl.load(decays + line * KEY_HEADS * GROUP + head)
+        values += k[:, None] * delta[None, :]
     tl.store(at, values, mask=cells)
 
 

@@ -64,6 +64,27 @@ class DecodeStateRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class FoldRows:
+    """Rows that fold pending tokens, int64 `[R]` on the device: the first `counts[r]` of those of slot `slots[r]`."""
+
+    slots: Tensor
+    counts: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyRows:
+    """Rows with drafts, int64 `[R]` on the device.
+
+    Row r has the tokens `[tokens[r], tokens[r] + counts[r])` of the flat batch. It goes on from the state in slot
+    `slots[r]`, and leaves its tokens pending there.
+    """
+
+    slots: Tensor
+    tokens: Tensor
+    counts: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
 class StateChunks:
     """Chunks of the rows of a step with several new tokens: all of them, or some that follow each other.
 

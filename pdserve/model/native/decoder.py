@@ -32,12 +32,14 @@ from pdserve.base.parallel import layers_of
 from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
+from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
@@ -119,6 +121,9 @@ class NativeDecoder:
         """By layer of this rank: number of operations up to the end of its write of KV or state."""
         self._layer_ends: list[int] = []
         """By layer of this rank: number of operations up to its end."""
+        self._delta_ops: list[int] = []
+        """The operations `Program.delta`."""
+        self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
         self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
@@ -174,11 +179,14 @@ class NativeDecoder:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
         return PackedLinear(self._packer.linear(linear))
 
-    def bind(self, pools: Sequence[GroupPool], first: int | None = None) -> None:
+    def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0, *, first: int | None = None) -> None:
         """Build the program over this rank's KV pools, one for each group of the layout. Called once.
 
-        `first`: the number in the layout of this rank's first layer; None: that of its stage.
+        `max_drafts`: most draft tokens of a row. `first`: the number in the layout of this rank's first layer; None:
+        that of its stage. Raises ConfigError where layers with a state keep fewer drafts.
         """
+        states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
+        self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
         self._program = program = Program(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
@@ -273,6 +281,7 @@ class NativeDecoder:
         pages: npt.NDArray[np.int32],
         window: npt.NDArray[np.int32] | None = None,
         slots: npt.NDArray[np.int32] | None = None,
+        folded: IntArray | None = None,
     ) -> list[int]:
         """Run a whole greedy decode step in one call.
 
@@ -282,9 +291,16 @@ class NativeDecoder:
             pages: int32 `[table rows, pages of a row]`, the page table.
             window: the page table of WINDOW groups; None without such groups.
             slots: int32 `[table rows]`, the state slots; None for a model without states.
+            folded: int64 `[rows]`: see `HostRows.num_folded`; None: nothing is folded.
         """
         last = self._head_to + 1
-        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots)
+        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots, folded=folded)
+
+    def fold(self, slots: IntArray, counts: IntArray) -> None:
+        """See `StateBackend.fold`."""
+        self._program.begin_fold(fold_rows(slots, counts))
+        for op in self._delta_ops:
+            self._program.run(op, op + 1)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -363,11 +379,13 @@ class NativeDecoder:
         program, op = self._program, weights.op
         pool, index = self._places[local]
         planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
+        conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
         shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
         inputs, mixed = self._buffer("delta", shape.width), self._buffer("mixed", shape.value_width)
         program.linear(self._x, weights.project, inputs, norm=_weight(norm), eps=norm.eps)
+        self._delta_ops.append(program.num_ops)
         program.delta(
-            inputs, shape, DeltaStates((planes["conv_q"], planes["conv_k"], planes["conv_v"]), planes["state"]),
+            inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], self._pending[pool][index]),
             op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
         )  # fmt: skip
         self._kv_write_ends.append(program.num_ops)

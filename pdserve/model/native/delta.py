@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import PdkStates
+from pdserve.model.layers.gated_delta import MAX_PENDING, PendingTokens
 
 DELTA_UNIT = 16
 """Key and value dims are multiples of this."""
@@ -47,11 +48,17 @@ class DeltaStates:
     """Planes of one layer in a pool of slots, `[slots, head, row, width]` each; see `memory.layout`.
 
     `conv` are bfloat16 planes of Q, K and V, `[slots, heads, head_dim, taps - 1]`. `state` is float32
-    `[slots, num_value_heads, key_dim, value_dim]`.
+    `[slots, num_value_heads, key_dim, value_dim]`. `pending`: of the same slots; None: no row has drafts.
     """
 
     conv: tuple[Tensor, Tensor, Tensor]
     state: Tensor
+    pending: PendingTokens | None = None
+
+    @property
+    def max_pending(self) -> int:
+        """Most tokens of a row with drafts; 0: no row has drafts."""
+        return 0 if self.pending is None else self.pending.most
 
     def pointers(self, shape: DeltaShape) -> PdkStates:
         """Return the planes for the C interface, valid as long as the pool lives."""
@@ -67,5 +74,19 @@ class DeltaStates:
         (stride,) = {plane.stride(0) * plane.element_size() for plane in planes}
         return PdkStates(
             *(plane.data_ptr() for plane in planes), stride, shape.num_key_heads, shape.num_value_heads,
-            shape.key_dim, shape.value_dim, shape.taps,
+            shape.key_dim, shape.value_dim, shape.taps, *self._pending_pointers(shape), self.max_pending,
         )  # fmt: skip
+
+    def _pending_pointers(self, shape: DeltaShape) -> tuple[int | None, ...]:
+        """Return the addresses of inputs, keys, deltas and decays of the pending tokens."""
+        if self.pending is None:
+            return None, None, None, None
+        pending, first = self.pending, (len(self.state), self.pending.most)
+        of_inputs, of_keys = (shape.conv_width,), (shape.num_key_heads, shape.key_dim)
+        of_deltas, of_decays = (shape.num_value_heads, shape.value_dim), (shape.num_value_heads,)
+        tensors = (pending.inputs, pending.keys, pending.deltas, pending.decays)
+        for tensor, expected in zip(tensors, (of_inputs, of_keys, of_deltas, of_decays), strict=True):
+            assert tensor.shape == first + expected and tensor.is_contiguous(), (tensor.shape, first, expected)
+        assert pending.inputs.dtype == torch.bfloat16 and pending.most <= MAX_PENDING
+        assert all(tensor.dtype == torch.float32 for tensor in tensors[1:])
+        return tuple(tensor.data_ptr() for tensor in tensors)

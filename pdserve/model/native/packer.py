@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
-from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
@@ -212,7 +212,13 @@ def _gates_last(op: Attention) -> Tensor:
 
 
 class AttentionInProgram:
-    """Implements `AttentionBackend` and `StepAttention` for `NativeDecoder`, whose program computes attention."""
+    """Implements `StateBackend` and `StepAttention` for `NativeDecoder`, whose program computes attention.
+
+    `fold`: that of `NativeDecoder`; None for a model that keeps no pending tokens.
+    """
+
+    def __init__(self, fold: Callable[[IntArray, IntArray], None] | None = None) -> None:
+        self._fold = fold
 
     def begin(self, batch: ForwardBatch) -> AttentionInProgram:
         """See `AttentionBackend.begin`. Does nothing: the program reads the pages in place."""
@@ -220,6 +226,11 @@ class AttentionInProgram:
 
     def capturing(self) -> None:
         """See `AttentionBackend.capturing`. Returns None."""
+
+    def fold(self, slots: IntArray, counts: IntArray) -> None:
+        """See `StateBackend.fold`."""
+        assert self._fold is not None, "the model keeps no pending tokens"
+        self._fold(slots, counts)
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Must not be called."""

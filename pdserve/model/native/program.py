@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import Decoding, PdkHeads, Step, library
-from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.weights import Packed
 
@@ -94,7 +94,8 @@ class Program:
         if self._handle is None:
             raise RuntimeError(f"cannot open a program of level {level}")
         self._heads: list[HeadShape] = []
-        self._has_states = False
+        self._max_pending: int | None = None
+        """Most pending tokens of a slot; None: the program has no states."""
         if heads is not None and kv is not None:
             self.add_heads(heads, kv)
         self.num_ops = 0
@@ -270,13 +271,14 @@ class Program:
 
         `source` has Q, K, V, z, b and a. `conv` is `[conv_width, taps]`, `decay` and `bias` `[num_value_heads]`, `norm`
         `[value_dim]`. A state decays by `exp(decay * softplus(a + bias))`. Rows that begin at position 0 ignore what
-        their slots hold.
+        their slots hold. All layers have states with equally many pending tokens.
         """
         assert source.width == shape.width and out.width == shape.value_width
         assert conv.shape == (shape.conv_width, shape.taps) and norm.shape == (shape.value_dim,)
         assert decay.shape == bias.shape == (shape.num_value_heads,)
         self._kept.append(states)
-        self._has_states = True
+        assert self._max_pending in (None, states.max_pending), "layers keep equally many pending tokens"
+        self._max_pending = states.max_pending
         vectors = (self._keep(x.float().contiguous()) for x in (conv.t(), decay, bias, norm))
         self._op(
             self._library.pdk_op_delta(
@@ -357,15 +359,20 @@ class Program:
         window = None if host.window is None else np.ascontiguousarray(host.window, dtype=np.int32)
         slots = None if host.slots is None else np.ascontiguousarray(host.slots, dtype=np.int32)
         assert window is not None or not self._has_window, "a step of a model with a window has window pages"
-        assert slots is not None or not self._has_states, "a step of a model with states has slots"
+        assert slots is not None or self._max_pending is None, "a step of a model with states has slots"
+        drafts, folded = self._counts(host.num_drafts, 1), self._counts(host.num_folded, 0)
         step = Step(
             num_tokens, num_samples, len(table), first, first + 8 * num_tokens, first + 16 * num_tokens,
             first + 24 * num_tokens, samples.data_ptr(), *map(_address, rows), _address(table), table.shape[1],
             None if window is None else _address(window), 0 if window is None else window.shape[1],
-            None if slots is None else _address(slots),
+            *(None if array is None else _address(array) for array in (slots, drafts, folded)),
         )  # fmt: skip
-        self._step_kept = [columns, samples, rows, table, window, slots]
+        self._step_kept = [columns, samples, rows, table, window, slots, drafts, folded]
         self._number(self._library.pdk_begin(self._handle, ctypes.byref(step)))
+
+    def begin_fold(self, rows: HostRows) -> None:
+        """Begin a step of rows without tokens, which only fold; see `fold_rows`. Run the operations `delta` alone."""
+        self.begin(ForwardBatch(torch.empty(4, 0, dtype=torch.int64), torch.empty(0, dtype=torch.int64), rows))
 
     def begin_samples(self, num_samples: int) -> None:
         """Begin a step without tokens, for operations over samples alone."""
@@ -387,6 +394,7 @@ class Program:
         *,
         window: npt.NDArray[np.int32] | None = None,
         slots: npt.NDArray[np.int32] | None = None,
+        folded: IntArray | None = None,
     ) -> list[int]:
         """Run a step of decode rows up to operation `last`, and return its tokens from `chosen`.
 
@@ -396,9 +404,11 @@ class Program:
             pages: int32 `[lines, ...]`, the page table.
             window: the page table of WINDOW groups, of the same shape; None without such groups.
             slots: int32 `[lines]`, the state slots; None without states.
+            folded: int64 `[rows]`: see `HostRows.num_folded`; None: nothing is folded.
         """
         assert window is not None or not self._has_window, "a model with a window has window pages"
-        assert slots is not None or not self._has_states, "a model with states has slots"
+        assert slots is not None or self._max_pending is None, "a model with states has slots"
+        folded = self._counts(folded, 0)
         num_rows = facts.shape[1]
         if num_rows > len(self._decoded):
             self._decoded = np.empty(num_rows, dtype=np.int64)
@@ -406,7 +416,7 @@ class Program:
         rows = Decoding(
             num_rows, first, first + 8 * num_rows, _address(tokens), tokens.shape[1], _address(pages), pages.shape[1],
             None if window is None else _address(window), 0 if window is None else window.shape[1],
-            None if slots is None else _address(slots),
+            *(None if array is None else _address(array) for array in (slots, folded)),
         )  # fmt: skip
         number = self._library.pdk_decode(self._handle, ctypes.byref(rows), last, chosen.number, _address(out))
         self._number(number)
@@ -416,6 +426,16 @@ class Program:
     @property
     def _has_window(self) -> bool:
         return any(heads.of_window for heads in self._heads)
+
+    def _counts(self, counts: IntArray | None, extra: int) -> IntArray | None:
+        """Return counts of pending tokens by row; None where all are 0, or the program has no states.
+
+        With `extra` 1 they are drafts, which pend behind one more token.
+        """
+        if counts is None or self._max_pending is None or not counts.any():
+            return None
+        assert counts.min() >= 0 and counts.max() + extra <= self._max_pending, (counts, self._max_pending)
+        return np.ascontiguousarray(counts, dtype=np.int64)
 
     def _op(self, number: int) -> None:
         assert self._number(number) == self.num_ops, "operations are numbered in order"

@@ -18,10 +18,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from pdserve.model.attention.state_slots import fold_rows
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.program import Buffer, Program, Threads
-from tests.unit.model.native_kit import batch_of, needs_kernels
+from tests.unit.model.draft_kit import (
+    LONGEST,
+    MAX_DRAFTS,
+    NUM_SLOTS,
+    PROMPTS,
+    Row,
+    check_drafts,
+    host_rows,
+    one_by_one,
+    outputs,
+    prompts,
+)
+from tests.unit.model.native_kit import LEVELS_HERE, batch_of, needs_kernels
 from tests.unit.model.native_programs import FEW, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
@@ -211,3 +225,76 @@ def test_strong_decay_and_large_inputs_stay_finite(level: str) -> None:
     wanted, _, state = recurrence(layer, x, torch.zeros(layer.shape.conv_width, 2), torch.zeros(4, 32, 48))
     assert bool(got.isfinite().all()) and relative(got, wanted) < IN_CHUNKS
     assert relative(states.state[0], state.float()) < IN_CHUNKS
+
+
+class NativeEngine:
+    """Implements `draft_kit.Engine` by `Program.delta`; memory that was not written is NaN."""
+
+    def __init__(self, layer: Layer, level: str, threads: int) -> None:
+        shape, most = layer.shape, MAX_DRAFTS + 1
+        pending = PendingTokens(
+            torch.full((NUM_SLOTS, most, shape.conv_width), torch.nan, dtype=torch.bfloat16),
+            torch.full((NUM_SLOTS, most, shape.num_key_heads, shape.key_dim), torch.nan),
+            torch.full((NUM_SLOTS, most, shape.num_value_heads, shape.value_dim), torch.nan),
+            torch.full((NUM_SLOTS, most, shape.num_value_heads), torch.nan),
+        )
+        self._width, self._states = shape.width, dataclasses.replace(layer.states(NUM_SLOTS), pending=pending)
+        self.program = layer.program(level, threads, self._states)
+
+    def inputs(self, num_tokens: int) -> Tensor:
+        return torch.randn(num_tokens, self._width)
+
+    def step(self, rows: Sequence[Row], x: Tensor) -> Tensor:
+        host = host_rows(rows)
+        spans = list(zip(host.starts.tolist(), host.ends.tolist(), strict=True))
+        return run(*self.program, dataclasses.replace(stated(spans, []), host=host), x)
+
+    def fold(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        program = self.program[0]
+        program.begin_fold(fold_rows(np.array(slots), np.array(counts)))
+        program.run(0, 1)
+
+    def slot(self, slot: int) -> list[Tensor]:
+        return [part.clone() for part in in_slot(self._states, slot)]
+
+
+@levels
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_with_drafts_leave_the_bits_of_single_steps(level: str, seed: int) -> None:
+    """See `draft_kit`; on one thread, and on several."""
+    shapes = [
+        DeltaShape(2, 4, 32, 48, 4), DeltaShape(1, 3, 80, 112, 2), DeltaShape(2, 2, 128, 128, 4),
+        DeltaShape(1, 2, 16, 16, 1),
+    ]  # fmt: skip
+    torch.manual_seed(seed)
+    layer = Layer.of(shapes[seed])
+    check_drafts(NativeEngine(layer, level, 1), NativeEngine(layer, level, 1 + seed % 3), seed, folds=seed % 2 == 0)
+
+
+@levels
+def test_a_row_of_several_known_tokens_folds_first(level: str) -> None:
+    """No plan has such a row behind a row with drafts; the operation takes it."""
+    torch.manual_seed(1)
+    layer = Layer.of(DeltaShape(2, 4, 32, 48, 4))
+    single, drafted = NativeEngine(layer, level, 1), NativeEngine(layer, level, 2)
+    x = [single.inputs(LONGEST) for _ in PROMPTS]
+    expected = outputs(single, one_by_one([76, 1, 3]), x)
+    found = outputs(drafted, iter([prompts(), [Row(0, 70, 3, 2)]]), x)
+    host = dataclasses.replace(host_rows([Row(0, 73, num_folded=3)]), ends=np.array([76]))
+    got = run(*drafted.program, dataclasses.replace(stated([(73, 76)], []), host=host), x[0][73:76])
+    assert torch.equal(found[0][72], expected[0][72])
+    assert all(torch.equal(got[i], expected[0][73 + i]) for i in range(3))
+
+
+def test_a_program_without_pending_tokens_takes_no_drafts() -> None:
+    layer = Layer.of(SHAPES[0])
+    program, source, out = layer.program(LEVELS_HERE[0], 1, layer.states(4))
+    host = host_rows([Row(1, 1, 1)])
+    with pytest.raises(AssertionError):
+        run(
+            program,
+            source,
+            out,
+            dataclasses.replace(stated([(1, 3)], []), host=host),
+            torch.randn(2, layer.shape.width),
+        )
