@@ -53,11 +53,12 @@ class MTPInput:
         """Allocate the weights in `params`; every tensor rank has all of them. `embedding` is the target's."""
         names, size = target.names.mtp, target.hidden_size
         assert names is not None, "the family has no MTP module"
-        norms = (
+        embedding_norm, hidden_norm = (
             RMSNorm(params.new(f"{name}.weight", size), target.rms_norm_eps, kernels, target.norm_offset)
             for name in (names.embedding_norm, names.hidden_norm)
         )
-        return cls(embedding, *norms, Linear(kernels, params.new(f"{names.project}.weight", size, 2 * size)))
+        project = Linear(kernels, params.new(f"{names.project}.weight", size, 2 * size))
+        return cls(embedding, embedding_norm, hidden_norm, project)
 
 
 class MTPModule:
