@@ -25,8 +25,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.decoder import Decoder
-from pdserve.model.drafting.interface import Drafted, draft_group
-from pdserve.model.drafting.mtp import Bind, likeliest
+from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.drafting.spec import EMBEDDING, Eagle3Spec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import LayerTaps, Model

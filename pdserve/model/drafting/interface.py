@@ -8,14 +8,21 @@ alone, as the target's pages do, and the prefix cache and transfers treat both a
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from pdserve.memory.layout import GroupKind, KVGroup, attention_group
+from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.parallel import Parallel
+
+Bind = Callable[[KVPool], AttentionBackend]
+"""Binds a draft model's layers to their pool, and returns their attention."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,3 +86,18 @@ def draft_group(
         kind=GroupKind.DRAFT, page_tokens=page_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
         num_layers=target.num_layers, layers=range(target.num_layers - num_layers, target.num_layers),
     )  # fmt: skip
+
+
+def likeliest(part: Tensor, argmax: Tensor | None, vocab_size: int, parallel: Parallel) -> Tensor:
+    """Return the argmax of logits, int64 `[S]`, on all tensor ranks. `part` `[S, share]` is this rank's.
+
+    `argmax`: see `Model.argmax`.
+    """
+    if argmax is not None:
+        return argmax
+    logits = parallel.gather_logits(part.float(), vocab_size)
+    blank = torch.zeros(len(part), dtype=torch.int64, device=part.device)
+    token_ids = blank if logits is None else logits.argmax(-1)
+    if parallel.coord.shape.tp_size > 1:
+        parallel.share_tokens([token_ids]).wait()
+    return token_ids

@@ -20,7 +20,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
-from pdserve.model.drafting.interface import Drafted, draft_group
+from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec, WeightNames
@@ -28,9 +28,6 @@ from pdserve.model.layers.dense import Linear, RMSNorm, VocabEmbedding
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
-
-Bind = Callable[[KVPool], AttentionBackend]
-"""Binds the layer to its pool, and returns its attention."""
 
 
 def mtp_spec(target: ModelSpec) -> ModelSpec:
@@ -56,12 +53,12 @@ class MTPInput:
         """Allocate the weights in `params`; every tensor rank has all of them. `embedding` is the target's."""
         names, size = target.names.mtp, target.hidden_size
         assert names is not None, "the family has no MTP module"
-        of_embedding, of_hidden = (
+        embedding_norm, hidden_norm = (
             RMSNorm(params.new(f"{name}.weight", size), target.rms_norm_eps, kernels, target.norm_offset)
             for name in (names.embedding_norm, names.hidden_norm)
         )
         project = Linear(kernels, params.new(f"{names.project}.weight", size, 2 * size))
-        return cls(embedding, of_embedding, of_hidden, project)
+        return cls(embedding, embedding_norm, hidden_norm, project)
 
 
 class MTPModule:
@@ -134,18 +131,3 @@ class MTPModule:
         inputs = self._inputs
         embedded = inputs.embedding(input_ids).to(hidden.dtype)
         return self._project(torch.cat((inputs.embedding_norm(embedded), inputs.hidden_norm(hidden)), -1))
-
-
-def likeliest(part: Tensor, argmax: Tensor | None, vocab_size: int, parallel: Parallel) -> Tensor:
-    """Return the argmax of logits, int64 `[S]`, on all tensor ranks. `part` `[S, share]` is this rank's.
-
-    `argmax`: see `Model.argmax`.
-    """
-    if argmax is not None:
-        return argmax
-    logits = parallel.gather_logits(part.float(), vocab_size)
-    blank = torch.zeros(len(part), dtype=torch.int64, device=part.device)
-    token_ids = blank if logits is None else logits.argmax(-1)
-    if parallel.coord.shape.tp_size > 1:
-        parallel.share_tokens([token_ids]).wait()
-    return token_ids

@@ -126,7 +126,8 @@ class ReferenceHead:
     """A head's arithmetic in float32, without a cache. `embedding` `[vocab, hidden]` is the target's."""
 
     def __init__(self, directory: Path, embedding: Tensor) -> None:
-        self._weights = load_file(directory / "model.safetensors")
+        tensors = load_file(directory / "model.safetensors")
+        self._weights = {name: t.float() if t.is_floating_point() else t for name, t in tensors.items()}
         self._config = json.loads((directory / "config.json").read_text())
         self._embedding = self._weights.get("embed_tokens.weight", embedding.float())
         self._tokens = self._weights["d2t"] + torch.arange(len(self._weights["d2t"]))
