@@ -59,12 +59,15 @@ def counts_of(*nodes: SimNode) -> Counter[str]:
     return found
 
 
-def check(seed: int, halves: Sequence[RequestHalf | None], expected: Sequence[RequestHalf]) -> int:
+def check(seed: int, shape: Shape, prompts: Sequence[Prompt], halves: Sequence[RequestHalf | None]) -> int:
     """Hold what clients got against the monolith; returns how many requests finished."""
     num_finished = 0
-    for index, (half, whole) in enumerate(zip(halves, expected, strict=True)):
+    for index, (prompt, half, whole) in enumerate(zip(prompts, halves, monolith_halves(shape, prompts), strict=True)):
         if half is None or half.finish is None:
             continue
+        if half.speculation is not None:
+            assert prompt.sampling.speculative, f"seed {seed}, request {index}: it has drafts"
+            assert half.speculation.num_accepted < len(half.tokens), f"seed {seed}, request {index}"
         if half.finish.type == "abort":
             assert half.tokens == whole.tokens[: len(half.tokens)], f"seed {seed}, request {index}: wrong tokens"
             continue
@@ -78,9 +81,8 @@ def check(seed: int, halves: Sequence[RequestHalf | None], expected: Sequence[Re
 def play_pair(seed: int, faults: Faults = pressure.FAULTS) -> Counter[str]:
     """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
     shape, prompts = setting(seed)
-    expected = monolith_halves(shape, prompts)
     world = World(seed, shape, faults)
-    num_finished = check(seed, world.run(prompts, num_rooms=8), expected)
+    num_finished = check(seed, shape, prompts, world.run(prompts, num_rooms=8))
     for node in (world.prefill, world.decode):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     found = counts_of(world.prefill, world.decode, *world.dead)
@@ -94,7 +96,6 @@ def play_monolith(seed: int) -> Counter[str]:
     rng = random.Random(f"mono {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, prefix_cache=rng.random() < 0.8)
-    expected = monolith_halves(shape, prompts)
     net = SimNet(seed, ManualClock(), Faults())
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
@@ -108,7 +109,7 @@ def play_monolith(seed: int) -> Counter[str]:
         if not node.scheduler.step() and not todo and node.idle:
             break
     assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
-    num_finished = check(seed, [node.halves[f"r{index}"] for index in range(len(prompts))], expected)
+    num_finished = check(seed, shape, prompts, [node.halves[f"r{index}"] for index in range(len(prompts))])
     assert not node.leaks(), f"seed {seed}: {node.leaks()}"
     return counts_of(node) + Counter(finished=num_finished)
 

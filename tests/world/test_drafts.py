@@ -24,6 +24,8 @@ from pdserve.sim.hash_sampling import HashSampler
 from pdserve.sim.network import Faults
 from tests.share import rest_slow
 from tests.world import campaign, drafting, pressure
+from tests.world.shadow import ShadowWorld
+from tests.world.test_pause import PausingWorld
 
 Patch = pytest.MonkeyPatch
 SEEDS_PER_CASE = 24
@@ -71,6 +73,31 @@ def test_without_faults_every_request_ends_like_the_monolith() -> None:
     for seed in range(6):
         counts = drafting.play_pair(seed, Faults())
         assert counts["finished"] == len(drafting.setting(seed)[1]), seed
+
+
+def test_the_other_rank_plans_the_same_drafts() -> None:
+    """It finds n-grams in its own requests, and gets the executor's drafts and the accepted tokens through the log."""
+    counts = Counter[str]()
+    for seed in range(6):
+        shape, prompts = drafting.setting(seed)
+        world = ShadowWorld(seed, shape, Faults(lost=0.1, abort=0.01))
+        drafting.check(seed, shape, prompts, world.run(prompts, num_rooms=8))
+        world.assert_alike()
+        counts += drafting.counts_of(world.decode)
+    assert counts["spec_accepted_tokens"]
+
+
+@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 40), marks=pytest.mark.slow)], ids=len)
+def test_servers_with_drafts_pause_and_go_on(seeds: range) -> None:
+    num_pauses, counts = 0, Counter[str]()
+    for seed in seeds:
+        shape, prompts = drafting.setting(seed)
+        world = PausingWorld(seed, shape, Faults(lost=0.05))
+        finished = drafting.check(seed, shape, prompts, world.run(prompts, num_rooms=8))
+        assert finished == len(prompts) and not world.decode.leaks(), seed
+        num_pauses += world.num_pauses
+        counts += drafting.counts_of(world.decode)
+    assert num_pauses > 3 * len(seeds) and counts["requests_retracted"] and counts["spec_accepted_tokens"]
 
 
 # ---------------------------------------------------------------------- planted bugs of the scheduler
