@@ -36,13 +36,14 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
         shape = with_groups(shape, rng, MAX_PROMPT + MAX_NEW)
     elif seed % 3 == 2:
         shape = with_states(shape, rng)
-    firsts = prompts[:NUM_SECOND_TURNS]
+    firsts = sorted(prompts, key=lambda prompt: len(prompt.tokens) + prompt.max_new_tokens)[:NUM_SECOND_TURNS]
+    turns: list[Prompt] = []
     for first, answer in zip(firsts, monolith_tokens(shape, firsts), strict=True):
         tokens = (*first.tokens, *answer)[: MAX_PROMPT - 1]
-        prompts.append(Prompt((*tokens, rng.randint(0, 999)), rng.randint(4, MAX_NEW), sampling=first.sampling))
+        turns.append(Prompt((*tokens, rng.randint(0, 999)), rng.randint(4, MAX_NEW), sampling=first.sampling))
     return shape, [
         dataclasses.replace(prompt, logprobs=Logprobs(token_ids=(3, 5))) if rng.random() < 0.3 else prompt
-        for prompt in prompts
+        for prompt in (*turns, *prompts)  # the last ones are sent first
     ]
 
 

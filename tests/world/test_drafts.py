@@ -6,8 +6,10 @@ beyond the accepted prefix is poison, and states have pending tokens, so each us
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,7 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.request import Req
+from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.speculation import Speculation
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_sampling import HashSampler
@@ -132,22 +135,20 @@ def all_drafts_count_as_computed(patch: Patch) -> None:
 
 
 def prefill_sends_a_draft_as_the_first_token(patch: Patch) -> None:
-    commit, init = BatchPlanner.commit, BatchPlanner.__init__
+    """Prefill asks the executor's drafter, and sends its first draft."""
+    init, commit = BatchPlanner.__init__, PrefillRole.commit
 
-    def drafting_too(self: BatchPlanner, *args: object, **kwargs: object) -> None:
-        init(self, *args, **kwargs)  # type: ignore[arg-type]
+    def drafting_too(self: BatchPlanner, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         self._num_proposals = None
 
-    def first_drafts(
-        self: BatchPlanner, live: dict[str, Req], plan: BatchPlan, result: StepResult
-    ) -> Iterator[tuple[Req, tuple[SampledToken, ...], FinishReason | None]]:
-        drafts = {plan.rows[index].rid: each for index, each in result.drafts.items()}
-        for req, tokens, finish in commit(self, live, plan, result):
-            is_draft = self._prefill_only and req.rid in drafts
-            yield req, (SampledToken(drafts[req.rid][0]),) if is_draft else tokens, finish
+    def first_drafts(self: PrefillRole, plan: BatchPlan, result: StepResult) -> None:
+        first = {index: SampledToken(drafts[0]) for index, drafts in result.drafts.items()}
+        tokens = tuple(first.get(index, token) for index, token in enumerate(result.tokens))
+        commit(self, plan, dataclasses.replace(result, tokens=tokens))
 
     patch.setattr(BatchPlanner, "__init__", drafting_too)
-    patch.setattr(BatchPlanner, "commit", first_drafts)
+    patch.setattr(PrefillRole, "commit", first_drafts)
 
 
 def a_stop_inside_an_accepted_run_is_ignored(patch: Patch) -> None:
