@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdserve.base.clock import ManualClock
+from pdserve.memory.layout import pages_for
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.network import Faults, SimNet
@@ -32,6 +33,11 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     shape, prompts = pressured(seed)
     rng = random.Random(f"drafts {seed}")
     shape, prompts = with_drafts(shape, prompts, rng)
+    shape = dataclasses.replace(
+        shape,
+        num_pages=pages_for(MAX_PROMPT + MAX_NEW, shape.page_tokens) + rng.choice((0, 0, 1)),
+        offload_pages=rng.choice((0, 100, 100)),
+    )
     if seed % 3 == 1:
         shape = with_groups(shape, rng, MAX_PROMPT + MAX_NEW)
     elif seed % 3 == 2:
