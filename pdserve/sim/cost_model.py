@@ -32,7 +32,7 @@ class CostModel:
 
     step_s: per step, such as reading the weights.
     prefill_token_s: per token of a row with more than one token.
-    decode_row_s: per row with one token.
+    decode_row_s: per row with one token, and per draft.
     kv_token_s: per token of KV that a row's attention reads.
     copy_byte_s: per byte copied between pool and host memory.
     """
@@ -46,7 +46,8 @@ class CostModel:
     def row_s(self, row: BatchRow) -> float:
         """Return the seconds that `row` adds to its step."""
         num_tokens = row.end - row.start
-        own = self.decode_row_s if num_tokens == 1 else self.prefill_token_s * num_tokens
+        decodes = num_tokens == 1 or row.drafts
+        own = (self.decode_row_s if decodes else self.prefill_token_s) * num_tokens
         return own + self.kv_token_s * row.end
 
     def plan_s(self, plan: BatchPlan) -> float:
@@ -160,12 +161,20 @@ class _Step:
         """Advance the clock to the step's end, and make up tokens."""
         _wait_until(self._clock, self._ends_at)
         self.layer_events.on_layer(0)
-        return StepResult(self._plan.step, tuple(map(self._token, self._plan.rows)))
+        rows = self._plan.rows
+        found = [self._sampled(row) for row in rows]
+        more = {index: found[index][1:] for index, row in enumerate(rows) if row.drafts}
+        return StepResult(self._plan.step, tuple(each[0] if each else None for each in found), more=more)
 
-    def _token(self, row: BatchRow) -> SampledToken | None:
-        if not row.sample:
-            return None
-        return SampledToken(FIRST_TOKEN + (row.row * 7919 + row.end * 104_729) % self._num_tokens)
+    def _sampled(self, row: BatchRow) -> tuple[SampledToken, ...]:
+        """Return the tokens that `row` samples: with drafts, up to the first one that differs from its draft."""
+        found: list[SampledToken] = []
+        for position in range(row.end - len(row.drafts), row.end + 1) if row.sample else ():
+            token_id = FIRST_TOKEN + (row.row * 7919 + position * 104_729) % self._num_tokens
+            found.append(SampledToken(token_id))
+            if position < row.end and row.drafts[len(found) - 1] != token_id:
+                break
+        return tuple(found)
 
 
 def _wait_until(clock: ManualClock, at: float) -> None:

@@ -28,6 +28,7 @@ from pdserve.protocol.messages import (
     GenerateRequest,
     OutputBatch,
     RoomAddress,
+    SpeculationStats,
     StateReply,
     ToApi,
 )
@@ -58,6 +59,7 @@ class RequestHalf:
     finish: FinishReason | None = None
     picked: list[list[float]] = dataclasses.field(default_factory=list)
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    speculation: SpeculationStats | None = None
 
 
 class MachineClock:
@@ -341,7 +343,7 @@ class SimNode:
                     if output.prompt_logprobs is not None:
                         assert not half.tokens, f"{output.rid}: of the prompt after its first token"
                         half.prompt_parts.append(output.prompt_logprobs)
-                    half.finish = output.finish
+                    half.finish, half.speculation = output.finish, output.speculation
             case StateReply() | CommandReply() | EngineReady():
                 pass
 

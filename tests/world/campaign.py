@@ -208,8 +208,8 @@ def _events(cluster: Cluster) -> Counter[str]:
         counts["cached states evicted"] += 0 if states is None else states.num_evicted
         counts["cached pages evicted"] += node.memory.pages.num_evicted
         speculation = node.scheduler.context.speculation
-        for name, words in DRAFT_EVENTS.items() if speculation is not None else ():
-            counts[words] += speculation.counters[name]
+        if speculation is not None:
+            counts += Counter({words: speculation.counters[name] for name, words in DRAFT_EVENTS.items()})
     return counts
 
 

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from pdserve.base.clock import ManualClock
+from pdserve.memory.layout import pages_for
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.network import Faults, SimNet
@@ -32,17 +33,23 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     shape, prompts = pressured(seed)
     rng = random.Random(f"drafts {seed}")
     shape, prompts = with_drafts(shape, prompts, rng)
+    shape = dataclasses.replace(
+        shape,
+        num_pages=pages_for(MAX_PROMPT + MAX_NEW, shape.page_tokens) + rng.choice((0, 0, 1)),
+        offload_pages=rng.choice((0, 100, 100)),
+    )
     if seed % 3 == 1:
         shape = with_groups(shape, rng, MAX_PROMPT + MAX_NEW)
     elif seed % 3 == 2:
         shape = with_states(shape, rng)
-    firsts = prompts[:NUM_SECOND_TURNS]
+    firsts = sorted(prompts, key=lambda prompt: len(prompt.tokens) + prompt.max_new_tokens)[:NUM_SECOND_TURNS]
+    turns: list[Prompt] = []
     for first, answer in zip(firsts, monolith_tokens(shape, firsts), strict=True):
         tokens = (*first.tokens, *answer)[: MAX_PROMPT - 1]
-        prompts.append(Prompt((*tokens, rng.randint(0, 999)), rng.randint(4, MAX_NEW), sampling=first.sampling))
+        turns.append(Prompt((*tokens, rng.randint(0, 999)), rng.randint(4, MAX_NEW), sampling=first.sampling))
     return shape, [
         dataclasses.replace(prompt, logprobs=Logprobs(token_ids=(3, 5))) if rng.random() < 0.3 else prompt
-        for prompt in prompts
+        for prompt in (*turns, *prompts)  # the last ones are sent first
     ]
 
 
@@ -59,12 +66,15 @@ def counts_of(*nodes: SimNode) -> Counter[str]:
     return found
 
 
-def check(seed: int, halves: Sequence[RequestHalf | None], expected: Sequence[RequestHalf]) -> int:
+def check(seed: int, shape: Shape, prompts: Sequence[Prompt], halves: Sequence[RequestHalf | None]) -> int:
     """Hold what clients got against the monolith; returns how many requests finished."""
     num_finished = 0
-    for index, (half, whole) in enumerate(zip(halves, expected, strict=True)):
+    for index, (prompt, half, whole) in enumerate(zip(prompts, halves, monolith_halves(shape, prompts), strict=True)):
         if half is None or half.finish is None:
             continue
+        if half.speculation is not None:
+            assert prompt.sampling.speculative, f"seed {seed}, request {index}: it has drafts"
+            assert half.speculation.num_accepted < len(half.tokens), f"seed {seed}, request {index}"
         if half.finish.type == "abort":
             assert half.tokens == whole.tokens[: len(half.tokens)], f"seed {seed}, request {index}: wrong tokens"
             continue
@@ -78,9 +88,8 @@ def check(seed: int, halves: Sequence[RequestHalf | None], expected: Sequence[Re
 def play_pair(seed: int, faults: Faults = pressure.FAULTS) -> Counter[str]:
     """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
     shape, prompts = setting(seed)
-    expected = monolith_halves(shape, prompts)
     world = World(seed, shape, faults)
-    num_finished = check(seed, world.run(prompts, num_rooms=8), expected)
+    num_finished = check(seed, shape, prompts, world.run(prompts, num_rooms=8))
     for node in (world.prefill, world.decode):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     found = counts_of(world.prefill, world.decode, *world.dead)
@@ -94,7 +103,6 @@ def play_monolith(seed: int) -> Counter[str]:
     rng = random.Random(f"mono {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, prefix_cache=rng.random() < 0.8)
-    expected = monolith_halves(shape, prompts)
     net = SimNet(seed, ManualClock(), Faults())
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
@@ -108,7 +116,7 @@ def play_monolith(seed: int) -> Counter[str]:
         if not node.scheduler.step() and not todo and node.idle:
             break
     assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
-    num_finished = check(seed, [node.halves[f"r{index}"] for index in range(len(prompts))], expected)
+    num_finished = check(seed, shape, prompts, [node.halves[f"r{index}"] for index in range(len(prompts))])
     assert not node.leaks(), f"seed {seed}: {node.leaks()}"
     return counts_of(node) + Counter(finished=num_finished)
 

@@ -31,6 +31,18 @@ def test_a_step_costs_the_sum_of_its_parts(rows: tuple[BatchRow, ...], seconds: 
     assert executor.busy_s == pytest.approx(seconds)
 
 
+def test_a_row_with_drafts_samples_the_tokens_of_single_steps_and_costs_a_row_for_each() -> None:
+    clock = ManualClock()
+    executor = make(clock)
+    plain = [run(executor, BatchPlan(i, (BatchRow("b", 1, 19 + i, 20 + i, sample=True),))) for i in (1, 2, 3)]
+    tokens = [result.sampled(0)[0] for result in plain]
+    before = clock.now()
+    drafts = (tokens[0].token_id, tokens[1].token_id, 0)
+    result = run(executor, BatchPlan(4, (BatchRow("b", 1, 20, 24, sample=True, drafts=drafts), DECODE)))
+    assert result.sampled(0) == tuple(tokens) and result.sampled(1) == (tokens[0],)
+    assert clock.now() - before == pytest.approx(1.0 + 4 * 0.01 + 0.024 + 0.01 + 0.021)
+
+
 def test_a_step_launched_ahead_begins_when_the_device_is_free() -> None:
     clock = ManualClock()
     executor = make(clock)
