@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
-from pdserve.config import ServerConfig, SpeculativeConfig
+from pdserve.config import ServerConfig
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
@@ -21,7 +21,7 @@ from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
 from pdserve.protocol.messages import ToApi
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
-from pdserve.scheduler.draft_length import CPU_COST, CUDA_COST
+from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -109,7 +109,7 @@ def make_scheduler(
 
     `step_log` None: decode steps are not logged.
     """
-    limits, speculation = _limits(config, built), make_speculation(config.speculative, built.device.type)
+    limits, speculation = _limits(config, built), make_speculation(config, built)
     context = SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation)
     rules = PriorityRules.of(config.schedule)
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory, rules)
@@ -138,19 +138,19 @@ def make_scheduler(
     )
 
 
-def make_speculation(config: SpeculativeConfig, device: str) -> Speculation | None:
-    """Make the part of the scheduler that chooses drafts for steps on `device`; None without speculative decoding."""
-    if not config.is_on:
+def make_speculation(config: ServerConfig, built: LoadedEngine) -> Speculation | None:
+    """Make the part of the scheduler that chooses drafts; None without speculative decoding."""
+    speculative, drafter = config.speculative, None
+    if not speculative.is_on:
         return None
-    drafter = None
-    if not config.uses_draft_model:
+    if not speculative.uses_draft_model:
         drafter = NgramDrafter(
-            config.speculative_ngram_min_match_window_size,
-            config.speculative_ngram_max_match_window_size,
-            config.speculative_ngram_capacity,
+            speculative.speculative_ngram_min_match_window_size,
+            speculative.speculative_ngram_max_match_window_size,
+            speculative.speculative_ngram_capacity,
         )
-    cost = CUDA_COST if device == "cuda" else CPU_COST
-    return Speculation(config.max_drafts, drafter, cost, adaptive=config.speculative_adaptive)
+    cost = CUDA_COST if built.device.type == "cuda" else AMX_COST if built.arithmetic == TILED else CPU_COST
+    return Speculation(speculative.max_drafts, drafter, cost, adaptive=speculative.speculative_adaptive)
 
 
 def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:

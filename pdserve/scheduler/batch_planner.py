@@ -385,14 +385,15 @@ class BatchPlanner:
         batch.
         """
         running, prompts, num_decoded = self.running.reqs, result.prompts, 0
-        speculation = self._speculation if result.drafts else None
+        speculation = self._speculation
+        has_drafts = speculation is not None and any(row.drafts for row in plan.rows)
         for index, (row, token) in enumerate(zip(plan.rows, result.tokens, strict=True)):
             req = live.get(row.rid)
             if req is None or req.row != row.row:
                 continue
             if prompts and index in prompts:
                 self._context.outbox.emit_prompt(req, prompts[index])
-            if row.drafts and row.rid in running:
+            if has_drafts and row.drafts and row.rid in running:
                 tokens, finish = self.running.commit_drafts(req, row, result.sampled(index))
                 num_decoded += 0 if req.spec.probe else len(tokens)
                 yield req, tokens, finish
@@ -408,7 +409,7 @@ class BatchPlanner:
                     if len(req.output_ids) > 1:
                         self._prefill_budget.end()
                 yield req, (token,), finish
-            if speculation is not None and index in result.drafts:
+            if speculation is not None and index in result.drafts and req.rid in running:
                 speculation.proposed(req, result.drafts[index])
         self._context.counters[DECODE_TOKENS] += num_decoded
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from pdserve.scheduler.draft_length import (
-    CPU_COST,
+    AMX_COST,
     AcceptanceModel,
     DraftSource,
     DraftSwitch,
@@ -95,7 +95,7 @@ class Speculation:
         self,
         max_drafts: int,
         drafter: NgramDrafter | None = None,
-        cost: StepCost = CPU_COST,
+        cost: StepCost = AMX_COST,
         *,
         adaptive: bool = True,
     ) -> None:

@@ -155,8 +155,8 @@ class Drafting(Mono):
         drafter = NgramDrafter(min_match, 8, capacity) if ngram else None
         self.speculation = Speculation(max_drafts, drafter, cost, adaptive=adaptive)
         super().__init__(
-            num_pages=num_pages, num_rows=num_rows, overlap=overlap, chunk=chunk, width=64, num_stages=num_stages,
-            offload_bytes=offload_bytes, prefix_cache=prefix_cache, saturation=saturation,
+            num_pages=num_pages, num_rows=num_rows, overlap=overlap, chunk=chunk, width=num_pages,
+            num_stages=num_stages, offload_bytes=offload_bytes, prefix_cache=prefix_cache, saturation=saturation,
             conservativeness=conservativeness, write_line=write_line,
             speculation=self.speculation, executor=TextExecutor,
         )  # fmt: skip
