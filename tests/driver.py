@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -128,10 +128,13 @@ class Driver:
 
     def result(self, *rows: tuple[int, int, int, bool]) -> StepResult:
         """The same, and all that it gives."""
-        entries = tuple(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
-        plan = BatchPlan(next(self._steps), entries)
+        return self.run(BatchRow(str(row), row, start, end, take) for row, start, end, take in rows)
+
+    def run(self, rows: Iterable[BatchRow]) -> StepResult:
+        """Run one plan of `rows`."""
+        plan = BatchPlan(next(self._steps), tuple(rows))
         windowed = self._leases if self.built.layout.window else {}
-        released = {row: self._cover(row, start, end) for row, start, end, _ in rows if row in windowed}
+        released = {row.row: self._cover(row.row, row.start, row.end) for row in plan.rows if row.row in windowed}
         result = run(self.built.executor, plan)
         assert result.step == plan.step
         for row, pages in released.items():

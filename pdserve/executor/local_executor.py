@@ -149,7 +149,8 @@ class LocalExecutor:
             )
         self._pending = PendingTokens(table) if layout.has_state else None
         self._fold = fold
-        self._max_forced = max_forced
+        self.max_forced = max_forced
+        """Most tokens forced by its grammar that are offered as drafts of a row; 0: none are."""
         self._stamps: SlotStamps | None = None
         if layout.stamp_group is not None:
             self._stamps = SlotStamps(pools[layout.stamp_group], table)
@@ -303,7 +304,7 @@ class LocalExecutor:
 
         They are drafts that the grammar never cuts. Every step of the row is resolved.
         """
-        return self._grammars.forced([row], self._max_forced).get(row, ())
+        return self._grammars.forced([row], self.max_forced).get(row, ())
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`. A rank of its own computes no draft behind one that the row's grammar forbids."""
@@ -455,13 +456,13 @@ class LocalExecutor:
         found = take_apart(plan, to_host(sampled, step.params), failed, has_drafts=step.drafts is not None)
         if self._pending is not None:
             self._pending.resolved(plan, found.more)
-        drafts = {} if failed is None or not self._max_forced else self._forced_drafts(plan, found.failed)
+        drafts = {} if failed is None or not self.max_forced else self._forced_drafts(plan, found.failed)
         return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
 
     def _forced_drafts(self, plan: BatchPlan, failed: Sequence[int]) -> dict[int, tuple[int, ...]]:
         """Return what grammars force behind the tokens just sampled, by plan row."""
         indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
-        forced = self._grammars.forced(list(indices), self._max_forced)
+        forced = self._grammars.forced(list(indices), self.max_forced)
         return {indices[row]: tokens for row, tokens in forced.items()}
 
 

@@ -155,7 +155,7 @@ class RankExecutor:
         """
         seen: list[int] = [plan.step]
         for row in plan.rows:
-            seen += (row.row, row.start, row.end, row.sample, row.state_from, row.state_to)
+            seen += (row.row, row.start, row.end, row.sample, row.state_from, row.state_to, *row.drafts)
             before, count = self._num_seen[row.row], self._layout.pages_for(row.end)
             if count > before:
                 seen += self._table.pages[row.row, before:count].tolist()

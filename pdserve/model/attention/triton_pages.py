@@ -1,6 +1,9 @@
 """Attention by Triton kernels, which read pages in place without a gather. For CUDA; made by `backend_choice`.
 
 A step's rows are ordered decode first, then extend. All kernel inputs travel to the device in one copy.
+
+A row with drafts counts as a decode row for each of its tokens, so that its bits are those of decode steps. As each
+token sees the KV of those before it, a kernel of its own then writes the KV first.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class PagedRows:
     """Rows on the device, int32. The first `num_decode` rows have one new token each; `tiles` cover the other rows.
 
     `table` `[R, P]`; `starts`, `ends`, `offsets` `[R]`; `tiles` `[T, 2]`. `parts` is the number of programs that share
-    a decode row. `through` counts the programs that have finished.
+    a decode row. `through` counts the programs that have finished. `has_drafts`: decode rows read each other's KV.
     """
 
     table: Tensor
@@ -44,6 +47,7 @@ class PagedRows:
     num_decode: int
     parts: int
     through: Tensor
+    has_drafts: bool = False
 
 
 class TritonAttention:
@@ -86,6 +90,8 @@ class TritonAttention:
 
     def _rows(self, host: HostRows) -> PagedRows:
         """Send a step's rows to the device in one copy."""
+        has_drafts = host.num_drafts is not None
+        host = host.apart()
         is_decode = (host.ends - host.starts) == 1
         order = np.argsort(~is_decode, kind="stable")
         num_rows, num_decode = len(order), int(is_decode.sum())
@@ -103,6 +109,7 @@ class TritonAttention:
             num_decode=num_decode,
             parts=self._parts(num_decode, longest),
             through=self._counters(num_decode),
+            has_drafts=has_drafts,
         )
 
     def _tiles(self, starts: IntArray, ends: IntArray, first: int) -> IntArray:
@@ -145,7 +152,7 @@ class TritonStep:
         num_tokens, _, dim = heads.qkv.shape
         out, scale = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), dim**-0.5
         q: Tensor | FreshKV
-        if len(rows.tiles):
+        if len(rows.tiles) or rows.has_drafts:
             q = placed(heads, kv, self._write_pages, self._write_slots)
         else:
             q = fresh(heads, self._write_pages, self._write_slots)
@@ -154,7 +161,7 @@ class TritonStep:
             attend_decode(
                 q, out, kv, rows.table, ends, tokens, rows.through, scale=scale, parts=rows.parts, mask=self._mask
             )  # fmt: skip
-        if isinstance(q, Tensor):
+        if isinstance(q, Tensor) and len(rows.tiles):
             attend_extend(
                 q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale, mask=self._mask
             )  # fmt: skip

@@ -14,12 +14,15 @@ from pdserve.errors import ConfigError
 from pdserve.executor import backend_choice
 from pdserve.executor.backend_choice import choose_attention, make_attention
 from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.interface import BatchRow
 from pdserve.memory.layout import attention_group
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.loader import read_spec
+from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, random_prompt
 from tests.tiny import VOCAB_SIZE, Family
+from tests.unit.executor.drafting import Request, by_single_steps
 from tests.unit.model.triton_kit import DEVICE
 
 TORCH = KernelConfig(device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="torch", cpu_threads=1)
@@ -40,6 +43,21 @@ def test_tokens_are_torch_s(tiny_checkpoint: Callable[[Family], Path], family: F
     expected = Driver(built(checkpoint, TORCH, 16)).generate(PROMPTS, 2)
     driver = Driver(built(checkpoint, TRITON, page_size))
     assert driver.generate(PROMPTS, 2, chunk=8) == expected
+
+
+def test_rows_with_drafts_attend_as_decode_steps_do(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """Alone, and beside a prompt; the tile kernel, which adds in another order, computes prompts only."""
+    driver = Driver(built(tiny_checkpoint("llama"), TRITON, 4))
+    (one,) = requests = [Request(tuple(PROMPTS[1]), logprobs=Logprobs(top=2), num_new=5)]
+    (wanted,) = by_single_steps(driver, requests).tokens
+    truth = [token.token_id for token in wanted]
+    row, other = (driver.open(one.prompt, 24, logprobs=one.logprobs) for _ in range(2))
+    found = [*driver.result((row, 0, 13, True)).sampled(0)]
+    for start, drafts, beside in ((13, (truth[1], 9), []), (15, (truth[3],), [BatchRow("o", other, 0, 13, True)])):
+        end = start + 1 + len(drafts)
+        found += driver.run([*beside, BatchRow("r", row, start, end, True, drafts=drafts)]).sampled(len(beside))
+    assert [token.token_id for token in found] == truth
+    assert [token.logprob for token in found] == pytest.approx([token.logprob for token in wanted], abs=1e-5)
 
 
 def test_what_cannot_be_had_is_refused_by_the_flag_s_name(tiny_checkpoint: Callable[[Family], Path]) -> None:

@@ -222,3 +222,20 @@ def test_a_rank_that_plans_something_else_ends_the_replica(what: str) -> None:
     assert isinstance(thread.error, RankError)
     assert isinstance(thread.own, HashExecutor)
     np.testing.assert_array_equal(thread.own.pools[0][0], make_rank()[0].pools[0][0], "something was computed")
+
+
+def test_other_drafts_are_another_plan() -> None:
+    """Also where they are equally many."""
+    seen = []
+    for drafts in ((7,), (8,), (7,)):
+        own, table = make_rank()
+        entries: list[Entry] = []
+        executor = RankExecutor(own, table, own.layout, ParallelShape(tp_size=2).coord(0), Unaided(),
+                                LeaderLog(ManualClock(), entries.append))  # fmt: skip
+        row = table.open([1, 2])
+        assert row is not None
+        executor.open_row(row, [1, 2, 3, 4, 5], 3, CoreSamplingParams(), None)
+        executor.resolve(executor.launch(BatchPlan(1, (BatchRow("r", row, 0, 3, False),))))
+        executor.resolve(executor.launch(BatchPlan(2, (BatchRow("r", row, 3, 5, True, drafts=drafts),))))
+        seen.append([entry.seen for entry in entries if isinstance(entry, Launched)])
+    assert seen[0] == seen[2] and seen[0][1] != seen[1][1]
