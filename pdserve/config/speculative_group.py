@@ -64,7 +64,7 @@ class SpeculativeConfig:
     )
     speculative_ngram_capacity: int = flag(
         1 << 20,
-        help="with NGRAM: tokens of past outputs of this server that are kept for drafts, 16 bytes each; 0: none",
+        help="with NGRAM: tokens of past outputs of this server that are kept for drafts, up to 24 bytes each; 0: none",
     )
 
     @property

@@ -205,35 +205,45 @@ def choose_lengths(chances: Sequence[Sequence[float]], num_rows: int, num_others
 
 FIRST_WAIT, MAX_WAIT = 8, 64
 """Plain steps after drafting was given up, at first and at most: the wait doubles with each attempt in vain."""
-PATIENCE = 8
-"""Steps in a row without drafts after which drafting is given up."""
-STEPS_AFTER_ATTEMPT = 2
-"""Further steps after an attempt that had drafts, in which drafting may prove to pay."""
+FIRST_STEPS, MAX_STEPS, ATTEMPT_STEPS = 8, 32, 2
+"""Steps without a gain after which drafting is given up: at first, after long success, and in an attempt to resume."""
+MIN_PRICE = 0.01
 
 
 class DraftSwitch:
-    """Switches drafting off while it does not pay, so that steps overlap again, with rare attempts to resume."""
+    """Switches drafting off while it does not pay, so that steps overlap again, with rare attempts to resume.
 
-    def __init__(self) -> None:
+    Its credit is in tokens per row: a step that may have drafts costs the gain of overlap, and earns the drafts that
+    became accepted in it, divided by the rows of the step. Drafting is given up when the credit is used up.
+    """
+
+    def __init__(self, overlap_gain: float) -> None:
+        """`overlap_gain`: see `StepCost`."""
+        self._price = max(MIN_PRICE, overlap_gain)
+        self._credit = FIRST_STEPS * self._price
+        self._wait = FIRST_WAIT
+        self._num_accepted, self._num_rows = 0, 1
         self.num_waiting = 0
         """Plain steps before the next attempt; 0: the next step may have drafts."""
-        self._wait = FIRST_WAIT
-        self._num_without = 0
-
-    @property
-    def is_attempt(self) -> bool:
+        self.is_attempt = False
         """True when the next step is the first one after a wait."""
-        return self.num_waiting == 0 and self._num_without >= PATIENCE
 
-    def planned(self, has_drafts: bool) -> None:
-        """Record that a step was planned."""
+    def planned(self, num_rows: int) -> None:
+        """Record that a step of `num_rows` decode rows was planned. All results of steps with drafts are known."""
+        has_gained = self._num_accepted > 0
+        self._credit = min(MAX_STEPS * self._price, self._credit + self._num_accepted / self._num_rows)
+        self._num_accepted, self._num_rows, self.is_attempt = 0, num_rows, False
         if self.num_waiting:
-            self.num_waiting -= 1
-        elif has_drafts and self.is_attempt:
-            self._num_without = PATIENCE - STEPS_AFTER_ATTEMPT
-        elif has_drafts:
-            self._num_without, self._wait = 0, FIRST_WAIT
-        else:
-            self._num_without = min(self._num_without + 1, PATIENCE)
-            if self._num_without == PATIENCE:
-                self.num_waiting, self._wait = self._wait, min(2 * self._wait, MAX_WAIT)
+            self.num_waiting = 0 if has_gained else self.num_waiting - 1
+            if not self.num_waiting and not has_gained:
+                self._credit, self.is_attempt = ATTEMPT_STEPS * self._price, True
+            return
+        self._credit -= self._price
+        if self._credit >= FIRST_STEPS * self._price:
+            self._wait = FIRST_WAIT
+        if self._credit < self._price / 2:
+            self.num_waiting, self._wait = self._wait, min(2 * self._wait, MAX_WAIT)
+
+    def accepted(self, num_drafts: int) -> None:
+        """Record the accepted drafts of a row of the last planned step."""
+        self._num_accepted += num_drafts

@@ -30,7 +30,7 @@ I32 = npt.NDArray[np.int32]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Match:
+class NgramMatch:
     """The last `length` tokens of a request occur in `index` up to position `end`, exclusive.
 
     `length` is at most the largest match window; the real match may be longer.
@@ -88,7 +88,7 @@ class NgramIndex:
             for token_id in token_ids:
                 self._add(token_id)
 
-    def find(self) -> Match | None:
+    def find(self) -> NgramMatch | None:
         """Return the longest earlier occurrence of the last tokens, of equal ones the most recent; None: there is none.
 
         A chain longer than `MAX_CANDIDATES` is followed so far. The match of the last call is compared as well, moved
@@ -107,17 +107,17 @@ class NgramIndex:
             self._last = None
             return None
         self._last = end, num_tokens
-        return Match(self, end, length)
+        return NgramMatch(self, end, length)
 
-    def find_tail_of(self, other: NgramIndex) -> Match | None:
+    def find_tail_of(self, other: NgramIndex) -> NgramMatch | None:
         """Return the longest occurrence of the last tokens of `other`, which has the same match windows."""
         if len(other) < self._min or not self._tokens:
             return None
         end, length = self._longest(other._tokens, self._heads[self._slot(other._hash)])
-        return None if length < self._min else Match(self, end, length)
+        return None if length < self._min else NgramMatch(self, end, length)
 
     def following(self, position: int, num_tokens: int) -> tuple[int, ...]:
-        """Return at most `num_tokens` tokens from `position` on, up to a separator; see `Match.drafts`."""
+        """Return at most `num_tokens` tokens from `position` on, up to a separator; see `NgramMatch.drafts`."""
         found = self._tokens[position : position + num_tokens].tolist()
         if SEPARATOR in found:
             return tuple(found[: found.index(SEPARATOR)])
@@ -229,7 +229,7 @@ class PastOutputs:
             self._newer, self._older = NgramIndex(*self._windows), self._newer
         self._newer.extend([*kept, SEPARATOR])
 
-    def find(self, request: NgramIndex) -> Match | None:
+    def find(self, request: NgramIndex) -> NgramMatch | None:
         """Return the longest match of the last tokens of a request; of equal ones the most recent."""
         newer, older = self._newer.find_tail_of(request), self._older.find_tail_of(request)
         if newer is None or older is None:

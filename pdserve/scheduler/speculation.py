@@ -33,7 +33,9 @@ ACCEPTED_AT = "spec_accepted_at."
 output.
 """
 ATTEMPT_DRAFTS, ATTEMPT_SHARE = 3, 16
-"""An attempt after plain steps verifies so many drafts in one of so many rows, although they may not pay."""
+"""An attempt to resume drafting verifies at most `ATTEMPT_DRAFTS` drafts in one of `ATTEMPT_SHARE` rows, even where
+they are not expected to pay.
+"""
 
 
 class NgramDrafter:
@@ -107,7 +109,7 @@ class Speculation:
         self._max_drafts = max_drafts
         self._drafter = drafter
         self._cost = cost
-        self._switch = DraftSwitch() if adaptive else None
+        self._switch = DraftSwitch(cost.overlap_gain) if adaptive else None
         self._acceptance = AcceptanceModel()
         self._num_asked = 0
         self._num_verifying = 0
@@ -159,7 +161,7 @@ class Speculation:
         self._num_verifying = num_drafts
         self.mean_drafts = num_drafts / num_rows
         if self._switch is not None:
-            self._switch.planned(num_drafts > 0)
+            self._switch.planned(num_rows)
 
     def num_proposals(self, num_rows: int) -> int:
         """Return how many drafts of each row the executor shall propose in the step that is planned now."""
@@ -181,6 +183,8 @@ class Speculation:
         state, counters = _state(req), self.counters
         self._num_verifying = 0
         self._acceptance.add(state, num_drafts, num_accepted)
+        if self._switch is not None:
+            self._switch.accepted(num_accepted)
         used = min(num_accepted, num_emitted)
         state.count(num_drafts, used)
         if req.spec.probe:

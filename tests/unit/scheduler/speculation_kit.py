@@ -12,6 +12,7 @@ from pdserve.protocol.messages import SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import StepCost
 from pdserve.scheduler.kv_checksum import WriteLine
+from pdserve.scheduler.request import PriorityRules
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from tests.unit.scheduler.kit import CountingExecutor, Mono
 
@@ -151,13 +152,14 @@ class Drafting(Mono):
         saturation: int | None = None,
         conservativeness: float = 1.0,
         write_line: WriteLine | None = None,
+        rules: PriorityRules | None = None,
     ) -> None:
         drafter = NgramDrafter(min_match, 8, capacity) if ngram else None
         self.speculation = Speculation(max_drafts, drafter, cost, adaptive=adaptive)
         super().__init__(
             num_pages=num_pages, num_rows=num_rows, overlap=overlap, chunk=chunk, width=num_pages,
             num_stages=num_stages, offload_bytes=offload_bytes, prefix_cache=prefix_cache, saturation=saturation,
-            conservativeness=conservativeness, write_line=write_line,
+            conservativeness=conservativeness, write_line=write_line, rules=rules,
             speculation=self.speculation, executor=TextExecutor,
         )  # fmt: skip
 

@@ -10,10 +10,10 @@ from pdserve.scheduler.draft_length import (
     AMX_COST,
     CPU_COST,
     CUDA_COST,
+    FIRST_STEPS,
     FIRST_WAIT,
     MAX_WAIT,
     MIN_CHANCE,
-    PATIENCE,
     AcceptanceModel,
     DraftSwitch,
     RequestSpeculation,
@@ -99,51 +99,57 @@ def test_a_request_forgets_what_was_long_ago() -> None:
     assert model.chances(state, "executor", 0, 1)[0] > 0.6
 
 
-def test_drafting_is_given_up_and_tried_again_ever_more_rarely() -> None:
-    switch, waits = DraftSwitch(), list[int]()
-    for _ in range(PATIENCE):
-        assert switch.num_waiting == 0 and not switch.is_attempt
-        switch.planned(False)
-    for _ in range(6):
-        waits.append(switch.num_waiting)
-        for _ in range(switch.num_waiting):
-            assert not switch.is_attempt
-            switch.planned(False)
-        assert switch.is_attempt and switch.num_waiting == 0
-        switch.planned(False)
-    assert waits == [FIRST_WAIT, 16, 32, MAX_WAIT, MAX_WAIT, MAX_WAIT]
-
-
-def test_drafting_resumes_if_drafts_follow_an_attempt() -> None:
-    switch = DraftSwitch()
-
-    def give_up() -> int:
-        """Steps until drafting is off; returns the wait."""
-        while not switch.num_waiting:
-            switch.planned(False)
-        return switch.num_waiting
-
-    assert [give_up(), *_waited(switch, 1)] == [FIRST_WAIT, 2 * FIRST_WAIT]
-    _waited(switch, 0)
-    switch.planned(True)
-    assert not switch.is_attempt, "the attempt had drafts"
-    for _ in range(50):
-        switch.planned(True)
-        assert switch.num_waiting == 0
-    assert give_up() == FIRST_WAIT
-
-
-def _waited(switch: DraftSwitch, num_attempts: int) -> list[int]:
-    """Wait until the next attempt, after some in vain; returns the waits that followed those."""
+def waits_of(switch: DraftSwitch, num_waits: int) -> list[int]:
+    """The next waits of a switch whose drafts are never accepted."""
     waits = []
-    for _ in range(num_attempts):
-        while switch.num_waiting:
-            switch.planned(False)
-        switch.planned(False)
+    for _ in range(num_waits):
+        while switch.num_waiting == 0:
+            switch.planned(1)
         waits.append(switch.num_waiting)
-    while switch.num_waiting:
-        switch.planned(False)
+        while switch.num_waiting:
+            assert not switch.is_attempt
+            switch.planned(1)
+        assert switch.is_attempt
     return waits
+
+
+def test_drafting_is_given_up_and_tried_again_ever_more_rarely() -> None:
+    switch = DraftSwitch(0.05)
+    for _ in range(FIRST_STEPS - 1):
+        switch.planned(1)
+        assert switch.num_waiting == 0 and not switch.is_attempt
+    assert waits_of(switch, 6) == [FIRST_WAIT, 16, 32, MAX_WAIT, MAX_WAIT, MAX_WAIT]
+
+
+def test_drafting_goes_on_while_it_gains_more_than_overlap() -> None:
+    """A draft is accepted in every tenth step."""
+    for num_rows, goes_on in ((1, True), (4, False)):
+        switch = DraftSwitch(0.05)
+        for step in range(200):
+            switch.planned(num_rows)
+            if switch.num_waiting:
+                break
+            switch.accepted(int(step % 10 == 0))
+        assert (switch.num_waiting == 0) is goes_on
+
+
+def test_drafting_resumes_when_the_drafts_of_an_attempt_are_accepted() -> None:
+    switch = DraftSwitch(0.05)
+    waits_of(switch, 3)
+    for _ in range(50):
+        switch.planned(1)
+        switch.accepted(3)
+        assert switch.num_waiting == 0 and not switch.is_attempt
+    assert waits_of(switch, 1) == [FIRST_WAIT]
+
+
+def test_drafts_that_were_under_way_when_drafting_was_given_up_can_resume_it() -> None:
+    switch = DraftSwitch(0.05)
+    while not switch.num_waiting:
+        switch.planned(1)
+    switch.accepted(1)
+    switch.planned(1)
+    assert switch.num_waiting == 0 and not switch.is_attempt
 
 
 def test_a_server_stops_drafting_what_never_comes_and_resumes_when_it_does() -> None:
@@ -174,7 +180,7 @@ def test_a_server_with_a_drafter_in_the_executor_asks_only_for_drafts_that_pay()
     assert mono.tokens("a") == text
     asked = mono.executor.num_proposed
     assert None not in asked and sum(number != 0 for number in asked) < len(asked) / 5
-    assert any(asked[PATIENCE + 2 :]), "attempts go on"
+    assert any(asked[FIRST_STEPS + 2 :]), "attempts go on"
     useful = Drafting(cost=AMX_COST, ngram=False, num_rows=1, num_pages=100)
     useful.executor.proposals = {"a": 4}
     useful.ask("a", [1, 2, 3], text)

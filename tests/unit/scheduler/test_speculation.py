@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from pdserve.protocol.messages import AbortRequest, ContinueGeneration, FlushCache, PauseGeneration, SpeculationStats
+from pdserve.protocol.messages import (
+    AbortRequest,
+    ContinueGeneration,
+    FlushCache,
+    OutputBatch,
+    PauseGeneration,
+    SpeculationStats,
+)
+from pdserve.scheduler.request import PriorityRules
 from tests.unit.scheduler.kit import EOS
 from tests.unit.scheduler.speculation_kit import LINEAR, Drafting
 
@@ -170,6 +178,21 @@ def test_a_pause_retracts_and_continues_a_request_with_drafts(offload_bytes: int
     mono.mailbox.post(ContinueGeneration(query_id="c"))
     mono.run()
     assert mono.tokens("a") == COPY and mono.all_free()
+
+
+@pytest.mark.parametrize("offload_bytes", [0, 1 << 20])
+def test_a_request_with_drafts_is_preempted_and_goes_on(offload_bytes: int) -> None:
+    rules = PriorityRules(enabled=True, threshold=1)
+    mono = Drafting(adaptive=False, num_rows=1, rules=rules, offload_bytes=offload_bytes)
+    mono.ask("low", PROMPT, COPY, priority=0)
+    while not mono.drafted("low"):
+        mono.step()
+    mono.ask("high", PROMPT, COPY, priority=9)
+    mono.run()
+    assert mono.tokens("low") == mono.tokens("high") == COPY and mono.all_free()
+    batches = [message for message in mono.sent if isinstance(message, OutputBatch)]
+    ends = [output.rid for batch in batches for output in batch.outputs if output.finish is not None]
+    assert ends == ["high", "low"] and mono.context.counters["requests_preempted"] == 1
 
 
 def test_an_abort_while_drafts_are_verified_frees_all() -> None:
