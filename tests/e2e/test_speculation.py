@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -306,7 +307,10 @@ def test_a_real_model(smollm2_directory: Path) -> None:
     ]
 
     def ask(url: str) -> list[dict[str, Any]]:
-        answers = [requests.post(f"{url}/v1/chat/completions", json=body, timeout=240) for body in bodies]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(
+                pool.map(lambda one: requests.post(f"{url}/v1/chat/completions", json=one, timeout=240), bodies)
+            )
         assert [answer.status_code for answer in answers] == [200] * len(bodies)
         return [answer.json() for answer in answers]
 
