@@ -52,7 +52,7 @@ class Stream:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """One batch of requests on one server.
+    """The requests of a cell in one round on one server.
 
     `tok_s`: all output tokens by the seconds from the first request to the last token. `decode_tok_s`: without the time
     until every stream has its first token, and the tokens before that. `counters`: those of the scheduler, by how much
@@ -112,37 +112,42 @@ async def counters_of(session: aiohttp.ClientSession, url: str) -> dict[str, flo
     return {name: counters.get(name, 0.0) for name in COUNTERS}
 
 
-async def run_batch(url: str, batch: Sequence[Task], output_len: int) -> Measured:
-    """Run all tasks at once.
+async def run_groups(url: str, groups: Sequence[Sequence[Task]], output_len: int) -> Measured:
+    """Run the groups one after the other, the tasks of each at once.
 
     Raises:
         RuntimeError: a request failed.
     """
     connector, timeout = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S)
     headers = {"Content-Type": "application/json"}
+    times = []
     async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers) as session:
         before = await counters_of(session, url)
-        began_s = time.perf_counter()
-        reads = (read(session, url, task, seed, output_len) for seed, task in enumerate(batch))
-        streams = await asyncio.gather(*reads)
+        for group in groups:
+            began_s = time.perf_counter()
+            reads = (read(session, url, task, seed, output_len) for seed, task in enumerate(group))
+            times.append((began_s, await asyncio.gather(*reads)))
         after = await counters_of(session, url)
-    grown = {name: after[name] - before[name] for name in COUNTERS}
-    return measured(streams, began_s, grown)
+    return measured(times, {name: after[name] - before[name] for name in COUNTERS})
 
 
-def measured(streams: Sequence[Stream], began_s: float, counters: dict[str, float]) -> Measured:
-    """Sum up a batch. Times are those of one clock.
+def measured(groups: Sequence[tuple[float, Sequence[Stream]]], counters: dict[str, float]) -> Measured:
+    """Sum up groups, each with the time of its start. Times are those of one clock.
 
-    Raises:
-        RuntimeError: an answer has a single event, so decoding has no time.
+    Where all tokens of a group came at once, its whole time counts as decoding.
     """
-    num_tokens = sum(len(stream.token_ids) for stream in streams)
-    first_s, last_s = min(stream.first_s for stream in streams), max(stream.last_s for stream in streams)
-    if last_s <= first_s:
-        raise RuntimeError("all tokens came at once")
-    later = num_tokens - sum(stream.num_first for stream in streams)
-    token_ids = [stream.token_ids for stream in streams]
-    return Measured(num_tokens / (last_s - began_s), later / (last_s - first_s), num_tokens, counters, token_ids)
+    num_tokens = num_later = 0
+    whole_s = decode_s = 0.0
+    for began_s, streams in groups:
+        first_s, last_s = min(stream.first_s for stream in streams), max(stream.last_s for stream in streams)
+        at_once = last_s <= first_s
+        count = sum(len(stream.token_ids) for stream in streams)
+        num_tokens += count
+        num_later += count - (0 if at_once else sum(stream.num_first for stream in streams))
+        whole_s += last_s - began_s
+        decode_s += last_s - (began_s if at_once else first_s)
+    token_ids = [stream.token_ids for _, streams in groups for stream in streams]
+    return Measured(num_tokens / whole_s, num_later / decode_s, num_tokens, counters, token_ids)
 
 
 def cells(args: argparse.Namespace) -> list[Cell]:
@@ -160,7 +165,7 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str], began_s: float) -
     found: Rounds = {cell: {side: [] for side in urls} for cell in cells(args)}
     for url in urls.values():
         for cell in found:
-            asyncio.run(run_batch(url, tasks(cell.kind, cell.streams, "warm up"), 8))
+            asyncio.run(run_groups(url, [tasks(cell.kind, cell.streams, "warm up")], 8))
     longest_s = 0.0
     for index in range(args.rounds):
         round_s = time.perf_counter()
@@ -171,11 +176,18 @@ def run_rounds(args: argparse.Namespace, urls: dict[str, str], began_s: float) -
             order = list(urls)
             turn = (index + number) % len(order)
             for side in order[turn:] + order[:turn]:
-                batch = tasks(cell.kind, cell.streams, f"{args.seed} {index} {cell.streams}")
-                sides[side].append(asyncio.run(run_batch(urls[side], batch, output_len(args, cell))))
+                groups = groups_of(cell, f"{args.seed} {index}", args.alone)
+                sides[side].append(asyncio.run(run_groups(urls[side], groups, output_len(args, cell))))
         longest_s = max(longest_s, time.perf_counter() - round_s)
         print(f"round {index}: {time.perf_counter() - round_s:.0f} s", flush=True)
     return found
+
+
+def groups_of(cell: Cell, seed: str, num_alone: int) -> list[list[Task]]:
+    """The requests of a cell in one round: all streams at once, or with one stream `num_alone` requests in turn."""
+    num_groups = num_alone if cell.streams == 1 else 1
+    made = tasks(cell.kind, num_groups * cell.streams, f"{seed} {cell.streams}")
+    return [made[first : first + cell.streams] for first in range(0, len(made), cell.streams)]
 
 
 def output_len(args: argparse.Namespace, cell: Cell) -> int:
@@ -286,6 +298,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--kinds-of-many", nargs="+", default=["editing", "chat"], choices=list(KINDS),
         help=f"of these, the kinds at {MANY} streams and more")  # fmt: skip
     add("--streams", nargs="+", type=int, default=[1, 4, 64])
+    add("--alone", type=int, default=2, help="requests of a round at one stream, one after the other")
     add("--output-len", type=int, default=128)
     add("--output-len-of-many", type=int, default=48)
     add("--threads", type=int, default=2, help="CPU threads of each server")
@@ -294,8 +307,11 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0)
     report.add_write_flags(parser, "speculation")
     args = parser.parse_args(argv)
-    if min(*args.streams, args.rounds, args.threads) < 1 or min(args.output_len, args.output_len_of_many) < 2:
-        parser.error("--streams, --rounds and --threads must be at least 1, --output-len and -of-many 2")
+    if (
+        min(*args.streams, args.rounds, args.threads, args.alone) < 1
+        or min(args.output_len, args.output_len_of_many) < 2
+    ):
+        parser.error("--streams, --rounds, --threads and --alone must be at least 1, --output-len and -of-many 2")
     if args.draft_model is None and any(side in NEEDS_DRAFT_MODEL for side in args.algorithms):
         parser.error("EAGLE3 and STANDALONE need --draft-model")
     return args

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.e2e.harness import (
     Server,
     assert_idle,
     generate_all,
+    generate_batch,
     generate_while_some_leave,
     running_monolith,
     running_pair,
@@ -35,7 +37,7 @@ COMMON = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--chunked-prefi
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "6")
 ALWAYS = (*NGRAM, "--no-speculative-adaptive", "--speculative-ngram-min-match-window-size", "1")
 """Drafts behind every token that has occurred before, most of them wrong."""
-LITTLE = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
+LITTLE = ("--max-total-tokens", "768", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
 NEW_TOKENS = 56
 FEW = {"70": 14.0, "71": 14.0, "72": 14.0}
@@ -124,7 +126,7 @@ def compare(answers: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]
 def check(served: Served, expected: Sequence[dict[str, Any]], *, retracts: bool = False) -> None:
     """All at once from an empty cache; then from cached prompts one by one, and while other clients leave."""
     decode = served.workers[-1]
-    compare(generate_all(served.url, bodies()), expected, "all at once")
+    compare(generate_batch(served.url, bodies()), expected, "all at once")
     assert (decode.counter("requests_retracted") > 0) == retracts
     alone = [generate_all(served.url, [body])[0] for body in bodies()]
     compare(alone, expected, "alone")
@@ -305,7 +307,10 @@ def test_a_real_model(smollm2_directory: Path) -> None:
     ]
 
     def ask(url: str) -> list[dict[str, Any]]:
-        answers = [requests.post(f"{url}/v1/chat/completions", json=body, timeout=240) for body in bodies]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = list(
+                pool.map(lambda one: requests.post(f"{url}/v1/chat/completions", json=one, timeout=240), bodies)
+            )
         assert [answer.status_code for answer in answers] == [200] * len(bodies)
         return [answer.json() for answer in answers]
 

@@ -33,10 +33,13 @@ def test_no_two_prompts_are_equal_and_equal_seeds_give_equal_prompts(kind: str) 
 
 def test_decoding_is_measured_from_the_first_token_on() -> None:
     streams = [Stream(2.0, 6.0, 1, [5] * 11), Stream(3.0, 7.0, 3, [6] * 13)]
-    found = bench.measured(streams, 1.0, COUNTS)
+    found = bench.measured([(1.0, streams)], COUNTS)
     assert (found.num_tokens, found.tok_s, found.decode_tok_s) == (24, 24 / 6, 20 / 5)
-    with pytest.raises(RuntimeError, match="at once"):
-        bench.measured([Stream(2.0, 2.0, 4, [5] * 4)], 1.0, COUNTS)
+    at_once = (1.0, [Stream(2.0, 2.0, 4, [5] * 4)])
+    assert bench.measured([at_once], COUNTS).decode_tok_s == 4.0
+    both = bench.measured([(1.0, streams), at_once], COUNTS)
+    assert (both.tok_s, both.decode_tok_s) == (28 / 7, (20 + 4) / (5 + 1))
+    assert len(both.token_ids) == 3
 
 
 def test_ratios_are_taken_within_rounds_and_other_answers_are_counted() -> None:
@@ -54,6 +57,8 @@ def test_ratios_are_taken_within_rounds_and_other_answers_are_counted() -> None:
 def test_few_kinds_are_measured_at_many_streams() -> None:
     args = bench.parse_flags(["--streams", "1", "64", "--kinds", "code", "chat", "--kinds-of-many", "chat"])
     assert bench.cells(args) == [Cell("code", 1), Cell("chat", 1), Cell("chat", 64)]
+    alone, many = (bench.groups_of(cell, "0 0", 2) for cell in (Cell("chat", 1), Cell("chat", 64)))
+    assert [len(group) for group in alone] == [1, 1] and [len(group) for group in many] == [64]
     assert [bench.output_len(args, cell) for cell in bench.cells(args)] == [128, 128, 48]
 
 

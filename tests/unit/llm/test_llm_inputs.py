@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 
 from pdserve.llm.api import one_each
-from pdserve.llm.outputs import InvalidRequestError
+from pdserve.llm.outputs import InvalidRequestError, OutputMaker
 from pdserve.llm.prepare import GivenPrompt, as_conversations, as_prompts
 from pdserve.llm.sampling import SamplingParams
+from pdserve.protocol.messages import GenerateRequest, SpeculationStats
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.server.generation import GenerationUpdate
 from pdserve.server.request.sampling_fields import RequestLimits
 
 LIMITS = RequestLimits("null", vocab_size=100, context_length=64, max_total_tokens=1000)
@@ -106,6 +108,15 @@ def test_conversations_one_or_many() -> None:
         with pytest.raises(InvalidRequestError) as caught:
             as_conversations(wrong)  # type: ignore[arg-type]
         assert caught.value.field == "messages"
+
+
+def test_an_output_has_what_was_drafted_and_accepted() -> None:
+    stats = SpeculationStats(num_verify_steps=2, num_draft_tokens=6, accepted_by_position=(2, 1))
+    request = GenerateRequest(rid="r", input_ids=[5, 6], sampling=CoreSamplingParams())
+    updates = [GenerationUpdate(0, text="ab", token_ids=[7, 8, 9, 10, 11], speculation=stats), GenerationUpdate(1)]
+    output = OutputMaker(None, frozenset()).make("0", None, [request, request], updates, None, None)
+    assert [answer.speculation for answer in output.outputs] == [stats, None]
+    assert output.outputs[0].token_ids == [7, 8, 9, 10, 11]
 
 
 def test_as_many_parameters_as_prompts() -> None:

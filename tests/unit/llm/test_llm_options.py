@@ -16,7 +16,7 @@ MODEL = {"model": "somewhere"}
 
 
 def test_names_of_vllm_and_sglang_mean_our_flags() -> None:
-    given = {
+    given: dict[str, Any] = {
         "tensor_parallel_size": 2, "max_model_len": 100, "gpu_memory_utilization": 0.5, "max_num_seqs": 7, "seed": 3,
         "block_size": 32, "enable_prefix_caching": False, "tokenizer": "elsewhere", "disable_overlap_schedule": True,
         "chunked_prefill_size": -1,
@@ -65,7 +65,9 @@ def test_no_server_is_given_more_than_it_lets_wait() -> None:
 
 
 def test_pairs_share_the_cores_and_get_the_flags_of_their_side_only() -> None:
-    given = {**MODEL, "device": "cpu", "disaggregation_layerwise_transfer": True, "num_reserved_decode_tokens": 9}
+    given: dict[str, Any] = {
+        **MODEL, "device": "cpu", "disaggregation_layerwise_transfer": True, "num_reserved_decode_tokens": 9,
+    }  # fmt: skip
     deployment = plan(given, (2, 1), {"page_size": 32}, {"page_size": 32, "max_running_requests": 5})
     assert [server.name for server in deployment.servers] == ["prefill-0", "prefill-1", "decode-0"]
     prefill, _, decode = (server.config for server in deployment.servers)

@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError
 from pdserve.observe import json_lines
 from pdserve.observe.compare_kv import main
 from pdserve.observe.json_lines import JsonLines
-from pdserve.protocol.messages import FinishReason
+from pdserve.protocol.messages import FinishReason, SpeculationStats
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until
@@ -38,6 +38,7 @@ async def logged(b: Bench, path: Path, count: int) -> list[dict[str, Any]]:
 async def test_each_level_says_more(tokenizer: Tokenizer, tmp_path: Path, level: int) -> None:
     observe = {"log_requests": True, "log_requests_level": level, "log_requests_target": str(tmp_path)}
     async with bench(tokenizer, observe=observe) as b:
+        b.scheduler.speculation = SpeculationStats(num_verify_steps=1, num_draft_tokens=2, accepted_by_position=(1,))
         body = {"text": "hello " * 15, "rid": "mine"}
         answer = await b.http.post("/generate", json=body, headers={"X-Request-Id": "req-7"})
         assert answer.status_code == 200
@@ -46,6 +47,7 @@ async def test_each_level_says_more(tokenizer: Tokenizer, tmp_path: Path, level:
     assert received["rid"] == finished["rid"] == "mine" and received["key"] == finished["key"]
     assert received["request_id"] == finished["request_id"] == "req-7"
     assert finished["outcome"] == "stop" and finished["completion_tokens"] == 3
+    assert finished["speculation"] == {"num_verify_steps": 1, "num_draft_tokens": 2, "accepted_by_position": [1]}
     assert sum(finished["ttft_parts"].values()) == pytest.approx(finished["ttft_s"])
     assert ("sampling_params" in received) == (level >= 1)
     assert ("input_ids" in received) == ("output_ids" in finished) == (level >= 2)

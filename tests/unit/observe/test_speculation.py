@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -126,12 +127,15 @@ async def test_each_line_has_the_acceptance_since_the_last(
     def fields() -> list[dict[str, Any]]:
         return [vars(one)["fields"] for one in caplog.records if one.name == "pdserve.server.stats_log"]
 
+    def has_more_than(count: int) -> bool:
+        return len(fields()) > count
+
     async with bench(tokenizer, observe={"log_stats_interval": 0.02}) as b:
         b.scheduler.facts = {"spec_is_drafting": 1.0}
         b.scheduler.counters = {"spec_verify_steps": 4.0, "spec_draft_tokens": 8.0, "spec_accepted_tokens": 6.0}
         for _ in range(2):
             num_lines = len(fields())
             assert (await b.http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})).status_code == 200
-            await until(lambda known=num_lines: len(fields()) > known)
+            await until(functools.partial(has_more_than, num_lines))
     assert (fields()[0]["accept_length"], fields()[0]["accept_rate"]) == (2.5, 0.75)
     assert fields()[-1]["accept_length"] is None

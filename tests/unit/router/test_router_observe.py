@@ -50,6 +50,7 @@ def test_workers_edges_and_requests_are_put_together(run_world: RunWorld) -> Non
         half = {"room": "5", "arrived_at": 3.0, "ttft_s": 0.5}
         prefill.observed = told("p:1", edges=[one], requests=[half | {"id": "a"}])
         decode.observed = told("d:1", edges=[one | {"bytes": 9, "in_flight": 0}], requests=[half | {"id": "b"}])
+        decode.observed["rates"] = {"spec_accept_length": 2.5, "spec_accept_rate": 0.5}
         async with world.router([prefill], [decode]) as url:
             picture = await get(world, url)
         router, workers = picture["router"], by_url(picture)
@@ -63,6 +64,8 @@ def test_workers_edges_and_requests_are_put_together(run_world: RunWorld) -> Non
         )
         assert seen["observed"]["error"] is None and seen["observed"]["server"]["model"] == "m"
         assert seen["observed"]["replicas"][0]["state"]["pages"] == prefill.observed["replicas"][0]["state"]["pages"]
+        rates = [workers[one.url]["observed"]["rates"]["spec_accept_length"] for one in (prefill, decode)]
+        assert rates == [None, 2.5], "a server without a drafter has none"
         (joined,) = picture["edges"]
         assert (joined["from_url"], joined["to_url"]) == (prefill.url, decode.url)
         assert (joined["bytes"], joined["in_flight"], joined["reports"]) == (9, 1, 2)
