@@ -1,4 +1,4 @@
-// The GatedDeltaNet operation of a program. Made by api.cpp; delta_rule.h has the kernel.
+// The GatedDeltaNet operation of a program. Made by api.cpp; delta_rule.h and delta_pending.h have the kernel.
 #pragma once
 #include "ops.h"
 

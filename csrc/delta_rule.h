@@ -10,10 +10,6 @@
 // by forward substitution in float32. The output is e^(G_i) q_i S + sum over j <= i of e^(G_i - G_j) (q_i k_j) d_j, and
 // the new state e^(G_n) S + sum of e^(G_n - G_j) k_j (x) d_j. Inputs of these products are rounded to bf16; states and
 // sums are float32. The bits of a token depend on the position of its chunk's begin only.
-//
-// A row with drafts is computed token by token on copies of blocks of columns, which stay in the cache. It leaves k, d,
-// e^g and the inputs of its tokens. The next pass over the state first folds the accepted ones into it, by the same
-// operations as a decoded token, so to the same bits.
 #pragma once
 
 constexpr int64_t CHUNK = DELTA_CHUNK;
@@ -71,6 +67,12 @@ INLINE void retain(const float* past, int64_t dim, int64_t before, bf16* kept) {
     for (int64_t c = 0; c < dim; c++)
         for (int64_t j = 0; j < n; j++) kept[c * n + j] = (bf16)(from[j * dim + c] >> 16);
 }
+INLINE void recall(const bf16* kept, int64_t dim, int64_t before, float* past) {
+    before == 3 ? recall<3>(kept, dim, before, past) : recall<0>(kept, dim, before, past);
+}
+INLINE void retain(const float* past, int64_t dim, int64_t before, bf16* kept) {
+    before == 3 ? retain<3>(past, dim, before, kept) : retain<0>(past, dim, before, kept);
+}
 
 // The columns of q, k and v.
 INLINE int64_t channels_of(const Delta& d) { return 2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim; }
@@ -102,31 +104,10 @@ static void convolve(const Delta& d, const Channels& of, int64_t first, int64_t 
                      int64_t stride) {
     const int64_t dim = of.dim, before = d.taps - 1;
     if (fresh) memset(past, 0, sizeof(float) * before * dim);
-    else if (before == 3) recall<3>(of.kept, dim, before, past);
-    else recall<0>(of.kept, dim, before, past);
+    else recall(of.kept, dim, before, past);
     round_inputs(d, of, first, count, past + before * dim);
     filter(d, of, count, past, out, stride);
-    if (before == 3) retain<3>(past + count * dim, dim, before, of.kept);
-    else retain<0>(past + count * dim, dim, before, of.kept);
-}
-
-// As `convolve`, for the tokens of a piece behind the pending tokens of `inputs` that are folded. Leaves the new inputs
-// there if they pend.
-static void convolve_pending(const Delta& d, const Channels& of, const DeltaPiece& p, bf16* inputs, float* past,
-                             float* out) {
-    const int64_t dim = of.dim, before = d.taps - 1, channels = channels_of(d);
-    recall<0>(of.kept, dim, before, past);
-    for (int64_t t = 0; t < p.folded; t++)
-        for (int64_t c = 0; c < dim; c += 16)
-            store(past + (before + t) * dim + c, load_half(inputs + t * channels + of.column + c));
-    past += p.folded * dim;
-    round_inputs(d, of, p.offset, p.tokens, past + before * dim);
-    filter(d, of, p.tokens, past, out, dim);
-    const int64_t kept = p.pends ? 0 : p.tokens;
-    if (p.folded + kept) retain<0>(past + kept * dim, dim, before, of.kept);
-    for (int64_t t = 0; p.pends && t < p.tokens; t++)
-        for (int64_t c = 0; c < dim; c += 16)
-            store_half(inputs + t * channels + of.column + c, load(past + (before + t) * dim + c));
+    retain(past + count * dim, dim, before, of.kept);
 }
 
 INLINE Channels queries_of(const Delta& d, const DeltaState& s, int64_t head) {
@@ -224,111 +205,6 @@ static void decode_delta(const Delta& d, const DeltaState& state, int64_t head, 
             decode_columns<1>(s + c, wide, dim, q, k, grown, gates.beta, c + 16 < wide ? s + c + 16 : next, v + c);
         gate_output(d, token, h, v);
     }
-}
-
-// Tokens that change a state: k and d of token t are `key_stride` and `delta_stride` after those of the one before.
-struct Changes {
-    int64_t count, key_stride, delta_stride;
-    const float* keys;
-    float* deltas;
-    float grown[DELTA_PENDING];  // e^g
-};
-
-// Passes over 16 * N columns of a state: folds `past` into it, and applies the tokens `now` in place, or with `copy` to
-// a copy there. `q` and the keys of `now` are rows of `rows` floats. v, rows of `stride` floats, become the outputs.
-// The deltas of `now` are stored, if not null.
-template <int N>
-INLINE void pending_columns(float* state, int64_t stride, int64_t rows, const Changes& past, const Changes& now,
-                            const float* q, const float* betas, float* copy, const float* next, float* v) {
-    F s[N], o[N], x[N], change[N];
-    float* to = copy ? copy : state;
-    const int64_t wide = copy ? 16 * N : stride;
-    for (int n = 0; n < N; n++) s[n] = zero();
-    for (int64_t i = 0; i < rows; i++) {
-        float* at = state + i * stride;
-        for (int n = 0; n < N; n++) {
-            asm volatile("" ::: "memory");
-            __builtin_prefetch(next + i * stride + 16 * n, 1, NEAREST);
-            x[n] = load(at + 16 * n);
-        }
-        for (int64_t t = 0; t < past.count; t++) {
-            const F key = set1(past.keys[t * past.key_stride + i]), keep = set1(past.grown[t]);
-            for (int n = 0; n < N; n++) x[n] = fma(key, load(past.deltas + t * past.delta_stride + 16 * n), x[n] * keep);
-        }
-        if (past.count)
-            for (int n = 0; n < N; n++) store(at + 16 * n, x[n]);
-        if (!now.count) continue;
-        const F key = set1(now.keys[i]);
-        for (int n = 0; n < N; n++) {
-            if (copy) store(to + i * wide + 16 * n, x[n]);
-            s[n] = fma(key, x[n], s[n]);
-        }
-    }
-    for (int64_t t = 0; t < now.count; t++) {
-        const F keep = set1(now.grown[t]), weight = set1(betas[t]);
-        const float *k = now.keys + t * rows, *query = q + t * rows, *then = t + 1 < now.count ? k + rows : k;
-        for (int n = 0; n < N; n++) {
-            change[n] = (load(v + t * stride + 16 * n) - s[n] * keep) * weight;
-            if (now.deltas) store(now.deltas + t * now.delta_stride + 16 * n, change[n]);
-            s[n] = o[n] = zero();
-        }
-        for (int64_t i = 0; i < rows; i++) {
-            const F key = set1(k[i]), of_q = set1(query[i]), of_next = set1(then[i]);
-            float* at = to + i * wide;
-#pragma GCC unroll 4
-            for (int n = 0; n < N; n++) {
-                const F after = fma(key, change[n], load(at + 16 * n) * keep);
-                store(at + 16 * n, after);
-                o[n] = fma(of_q, after, o[n]);
-                s[n] = fma(of_next, after, s[n]);
-            }
-        }
-        for (int n = 0; n < N; n++) store(v + t * stride + 16 * n, o[n]);
-    }
-}
-
-// A piece without prompt tokens that folds pending tokens, or leaves its own pending. It has at most DELTA_PENDING.
-static void pending_delta(const Delta& d, const DeltaState& state, const DeltaPiece& p, const float* then,
-                          const DeltaRoom& r) {
-    constexpr int N = MAX_ROWS > 2 ? 4 : 2;  // as in decode_delta
-    const int64_t dim = d.key_dim, wide = d.value_dim, share = d.value_heads / d.key_heads, head = p.head;
-    const int64_t keys = d.key_heads * dim, values = d.value_heads * wide;
-    float *q = r.x, *k = r.x + p.tokens * dim, *v = r.out, *copy = p.pends ? r.state : nullptr;
-    float betas[DELTA_PENDING];
-    convolve_pending(d, queries_of(d, state, head), p, state.inputs, r.past, q);
-    convolve_pending(d, keys_of(d, state, head), p, state.inputs, r.past, k);
-    for (int64_t t = 0; t < p.tokens; t++) {
-        const F of_q = set1(unit_scale(q + t * dim, dim) / sqrtf((float)dim)), of_k = set1(unit_scale(k + t * dim, dim));
-        for (int64_t c = t * dim; c < (t + 1) * dim; c += 16) {
-            store(q + c, load(q + c) * of_q);
-            store(k + c, load(k + c) * of_k);
-        }
-    }
-    for (int64_t h = head * share; h < (head + 1) * share; h++) {
-        float* s = state.state + h * dim * wide;
-        const float* next = h + 1 < (head + 1) * share ? s + dim * wide : then ? then : s;
-        Changes past{p.folded, keys, values, state.keys + head * dim, nullptr, {}};
-        Changes now{p.tokens, dim, values, k, nullptr, {}};
-        for (int64_t t = 0; t < p.folded; t++) past.grown[t] = state.decays[t * d.value_heads + h];
-        for (int64_t t = 0; t < p.tokens; t++) {
-            const Gates gates = gates_of(d, p.offset + t, h);
-            now.grown[t] = expf(gates.g), betas[t] = gates.beta;
-            if (p.pends) state.decays[t * d.value_heads + h] = now.grown[t];
-        }
-        convolve_pending(d, values_of(d, state, h), p, state.inputs, r.past, v);
-        for (int64_t c = 0; c < wide;) {
-            const int64_t count = c + 16 * N <= wide ? 16 * N : 16;
-            const float* after = c + count < wide ? s + c + count : next;
-            past.deltas = state.deltas + h * wide + c;
-            now.deltas = p.pends ? past.deltas : nullptr;
-            if (count > 16) pending_columns<N>(s + c, wide, dim, past, now, q, betas, copy, after, v + c);
-            else pending_columns<1>(s + c, wide, dim, past, now, q, betas, copy, after, v + c);
-            c += count;
-        }
-        for (int64_t t = 0; t < p.tokens; t++) gate_output(d, p.offset + t, h, v + t * wide);
-    }
-    for (int64_t t = 0; p.pends && t < p.tokens; t++)
-        memcpy(state.keys + t * keys + head * dim, k + t * dim, sizeof(float) * dim);
 }
 
 // Packs rows of an even number as weights of as many inputs: [columns / 32][rows / 2][32][2]; row t is multiplied by
@@ -467,27 +343,4 @@ static void extend_delta(const Delta& d, const DeltaState& state, int64_t head, 
         for (int64_t i = 0; i < dim; i++) memcpy(s + i * wide, r.state + i * vd, sizeof(float) * wide);
         for (int64_t t = 0; t < count; t++) gate_output(d, first + t, h, r.out + t * vd);
     }
-}
-
-static void delta(const Delta& d, const DeltaState& state, const DeltaPiece& p, const Soon& then, uint8_t* scratch) {
-    const DeltaRoom r = carve_delta(scratch, d.key_dim, d.value_dim, d.taps);
-    if (p.pends || (p.folded && p.tokens <= 1 && !p.prompts))
-        return pending_delta(d, state, p, (const float*)then.at, r);
-    if (p.folded) pending_delta(d, state, {p.head, p.offset, p.start, 0, 0, p.folded, false}, nullptr, r);
-    int64_t done = 0;
-    if (p.prompts) {
-        const QueryMultiplier multiplier(MAX_QUERY_ROWS);
-        const int64_t most = padded(d.key_dim > d.value_dim ? d.key_dim : d.value_dim);
-        for (int64_t i = 0; i < most || i < CHUNK; i++) r.ones[i] = 1.0f;
-        memset(r.sums, 0, sizeof(float) * CHUNK);
-        while (done < p.prompts) {
-            const int64_t position = p.start + done, rest = p.prompts - done, left = CHUNK - position % CHUNK;
-            const int64_t count = rest < left ? rest : left;
-            extend_delta(d, state, p.head, p.offset + done, count, position == 0, multiplier, r);
-            done += count;
-        }
-    }
-    for (; done < p.tokens; done++)
-        decode_delta(d, state, p.head, p.offset + done, p.start + done == 0,
-                     done + 1 == p.tokens ? (const float*)then.at : nullptr, r);
 }

@@ -168,6 +168,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
             compiler.case = f"GatedDeltaNet, {delta.name}, {step}"
             yield compiler.case
             _delta(delta, spans)
+        compiler.case = f"GatedDeltaNet, {delta.name}, verify"
+        yield compiler.case
+        _delta(delta, list(delta_checks.VERIFY), drafts=True)
     kernels = make_kernels("triton")
     for rows, hidden, inner in ((1, 1024, 3072), (64, 4096, 12288), (64, 2048, 6144)):
         compiler.case = f"{rows} rows of {hidden}"
@@ -235,9 +238,9 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     attention_of("triton", KVPool(group, 4, cpu), shape, cpu).begin(batch).attend(1, heads)
 
 
-def _delta(shape: DeltaShape, spans: list[tuple[int, int]]) -> None:
+def _delta(shape: DeltaShape, spans: list[tuple[int, int]], *, drafts: bool = False) -> None:
     """One GatedDeltaNet layer."""
-    inputs, states = delta_checks.delta_step(shape, tuple(spans), torch.device("cpu"))
+    inputs, states = delta_checks.delta_step(shape, tuple(spans), torch.device("cpu"), drafts=drafts)
     found = TritonDelta().mix(inputs, states())
     TritonDelta().norm(found, found, found[0, 0], 1e-6)
 

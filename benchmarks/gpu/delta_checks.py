@@ -57,33 +57,38 @@ STEPS: dict[str, tuple[Span, ...]] = {
     "mixed": ((512, 1537), (99, 100), (0, 64), (3000, 3001)),
 }
 TINY_STEPS: dict[str, tuple[Span, ...]] = {"decode": ((0, 1), (9, 10)), "mixed": ((5, 12), (3, 4), (0, 70))}
+VERIFY: tuple[Span, ...] = ((700, 704), (99, 100), (15, 21), (3000, 3002))
+"""Rows whose last tokens, behind the first, are drafts; some fold pending tokens before."""
 
 
 def delta_checks(device: torch.device, *, tiny: bool) -> list[tuple[str, Callable[[], object]]]:
     """All checks, by name."""
 
-    def check(shape: DeltaShape, spans: tuple[Span, ...]) -> Callable[[], object]:
-        return lambda: check_delta(shape, spans, device)
+    def check(shape: DeltaShape, spans: tuple[Span, ...], *, drafts: bool) -> Callable[[], object]:
+        return lambda: check_delta(shape, spans, device, drafts=drafts)
 
     shapes, steps = ((TINY_SHAPE,), TINY_STEPS) if tiny else (SHAPES, STEPS)
     return [
-        (f"GatedDeltaNet, {shape.name}, {step}", check(shape, spans))
+        (f"GatedDeltaNet, {shape.name}, {step}", check(shape, spans, drafts=step == "verify"))
         for shape in shapes
-        for step, spans in steps.items()
+        for step, spans in {**steps, "verify": VERIFY}.items()
     ]
 
 
-def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device) -> None:
-    """Outputs, states, last inputs and the norm of a step are those of torch."""
+def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device, *, drafts: bool = False) -> None:
+    """Outputs, states, last inputs, pending tokens and the norm of a step are those of torch."""
     from pdserve.model.triton_delta import TritonDelta
 
-    inputs, states = delta_step(shape, spans, device)
+    inputs, states = delta_step(shape, spans, device, drafts=drafts)
     mine, theirs = states(), states()
     got, expected = TritonDelta().mix(inputs, mine), TorchDelta().mix(inputs, theirs)
     _close(got, expected, shape.dtype, "outputs")
     for name, plane in mine.planes.items():
         used = mine.rows.slots
         _close(plane[used], theirs.planes[name][used], shape.dtype, name)
+    if mine.pending is not None and theirs.pending is not None:
+        for name, left in vars(mine.pending).items():
+            _close(left, getattr(theirs.pending, name), shape.dtype, name)
     z = torch.randn(expected.shape, generator=torch.Generator(device).manual_seed(7), device=device).to(got.dtype)
     weight = torch.linspace(0.5, 1.5, shape.value_dim, device=device).to(got.dtype)
     normed, other = (kernels.norm(got, z, weight, 1e-6) for kernels in (TritonDelta(), TorchDelta()))
@@ -91,9 +96,12 @@ def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device
 
 
 def delta_step(
-    shape: DeltaShape, spans: tuple[Span, ...], device: torch.device
+    shape: DeltaShape, spans: tuple[Span, ...], device: torch.device, *, drafts: bool = False
 ) -> tuple[DeltaInputs, Callable[[], LayerStates]]:
-    """Projections of these rows, and states before the step, all alike."""
+    """Projections of these rows, and states before the step, all alike.
+
+    With `drafts` all tokens of a row but the first are drafts, and every second row folds two pending tokens.
+    """
     spec, dtype = shape.spec, torch_dtype(shape.dtype)
     group = KVGroup(
         name="state", kind=GroupKind.STATE, layers=(0, 1), num_model_layers=2, page_tokens=0,
@@ -102,9 +110,11 @@ def delta_step(
     starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
     lengths, slots = ends - starts, np.arange(len(spans), 0, -1, dtype=np.int32)
     host = HostRows(
-        starts=starts, ends=ends, offsets=np.cumsum(lengths) - lengths, prompts=ends,
+        starts=starts, ends=ends, offsets=np.cumsum(lengths) - lengths, prompts=starts if drafts else ends,
         pages=np.zeros((len(spans), 1), dtype=np.int32), slots=slots,
+        num_drafts=lengths - 1 if drafts else None, num_folded=np.arange(len(spans)) % 2 * 2 if drafts else None,
     )  # fmt: skip
+    max_drafts = int(lengths.max()) - 1 if drafts else 0
     rows = state_rows(host, device)
     generator = torch.Generator(device).manual_seed(5)
 
@@ -118,7 +128,10 @@ def delta_step(
                 if start > 0:
                     one = torch.randn(of_plane.shape[1:], generator=seeded, device=device)
                     of_plane[slot] = one.to(of_plane.dtype)
-        return StateSlots(pool, device).begin(rows).states(1)
+        found = StateSlots(pool, device, max_drafts).begin(rows).states(1)
+        for tensor in () if found.pending is None else vars(found.pending).values():
+            tensor.copy_(torch.rand(tensor.shape, generator=seeded, device=device) / 2)
+        return found
 
     def normal(*size: int) -> Tensor:
         return torch.randn(*size, generator=generator, device=device)

@@ -41,8 +41,8 @@ class TritonDelta:
             fold(planes, pending, rows.folds)
         if rows.verify is not None:
             assert pending is not None and rows.max_tokens <= pending.most, "more drafts than the layer keeps"
-            conv_verify(x, mixed, inputs.conv_weight, planes, pending, rows.verify)
-            delta_verify(*rule, pending, rows.verify)
+            conv_verify(x, mixed, inputs.conv_weight, planes, pending.inputs, rows.verify)
+            delta_verify(*rule, pending.changes, rows.verify)
         if rows.decode is not None:
             conv_decode(x, mixed, inputs.conv_weight, planes, rows.decode)
             delta_decode(*rule, rows.decode)
@@ -124,8 +124,8 @@ def fold(planes: StatePlanes, pending: PendingTokens | None, rows: FoldRows) -> 
     ended, and the convolution of the step awaits `fold_states`: so they find all that is folded.
     """
     assert pending is not None, "no row has drafts"
-    fold_inputs(planes, pending, rows)
-    fold_states(planes, pending, rows)
+    fold_inputs(planes, pending.inputs, rows)
+    fold_states(planes, pending.changes, rows)
 
 
 def chunks_of(host: HostRows, rows: IntArray) -> IntArray:

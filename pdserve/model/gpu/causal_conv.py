@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, power_of_2
 from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, FoldRows, StateChunks, StatePlanes, VerifyRows
-from pdserve.model.layers.gated_delta import PendingTokens
 
 _DECODE_CHANNELS = 256
 _CHUNK_CHANNELS = 64
@@ -47,26 +46,27 @@ def conv_chunks(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, row
         )  # fmt: skip
 
 
-def conv_verify(
-    x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, pending: PendingTokens, rows: VerifyRows
-) -> None:
-    """Convolve the tokens of rows with drafts; arguments as for `conv_decode`. Leaves their inputs in `pending`."""
+def conv_verify(x: Tensor, out: Tensor, weight: Tensor, planes: StatePlanes, inputs: Tensor, rows: VerifyRows) -> None:
+    """Convolve the tokens of rows with drafts; arguments as for `conv_decode`.
+
+    Leaves their inputs in `inputs` `[S, P, C]`, for at most P tokens of each slot.
+    """
     if len(rows.slots):
         block = min(_DECODE_CHANNELS, power_of_2(max(_widths(planes))))
         _conv_verify[(len(rows.slots), _num_blocks(planes, block))](
-            x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v, pending.inputs,
-            rows.slots, rows.tokens, rows.counts, x.stride(0), out.stride(0), _slot_stride(planes), pending.most,
+            x, out, weight, planes.conv_q, planes.conv_k, planes.conv_v, inputs,
+            rows.slots, rows.tokens, rows.counts, x.stride(0), out.stride(0), _slot_stride(planes), inputs.shape[1],
             **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), num_warps=4,
         )  # fmt: skip
 
 
-def fold_inputs(planes: StatePlanes, pending: PendingTokens, rows: FoldRows) -> None:
-    """Make the folded pending inputs the last inputs of their slots."""
+def fold_inputs(planes: StatePlanes, inputs: Tensor, rows: FoldRows) -> None:
+    """Make the folded ones of the pending `inputs` the last inputs of their slots; see `conv_verify`."""
     if len(rows.slots):
         block = min(_DECODE_CHANNELS, power_of_2(max(_widths(planes))))
         _fold_inputs[(len(rows.slots), _num_blocks(planes, block))](
-            planes.conv_q, planes.conv_k, planes.conv_v, pending.inputs, rows.slots, rows.counts,
-            _slot_stride(planes), pending.most,
+            planes.conv_q, planes.conv_k, planes.conv_v, inputs, rows.slots, rows.counts,
+            _slot_stride(planes), inputs.shape[1],
             **_shape(planes), BLOCK=block, COLUMNS=power_of_2(planes.taps - 1), num_warps=4,
         )  # fmt: skip
 

@@ -17,13 +17,16 @@ from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 from pdserve.model.gpu.state_rows import DecodeStateRows, FoldRows, StatePlanes, VerifyRows
-from pdserve.model.layers.gated_delta import PendingTokens
 
 _BLOCK_V = 32
 _SMALL_BLOCK_V = 16
 """Columns of a state per program. `benchmarks/gpu/tilings.py --hybrid` times alternatives."""
 _WARPS = 4
 _HEADS_PER_NORM = 4
+Changes = tuple[Tensor, Tensor, Tensor]
+"""What pending tokens change, at most P of each slot, in float32: keys `[S, P, Hk, dk]` of length one, deltas
+`[S, P, Hv, dv]`, and decays `exp(g)` `[S, P, Hv]`.
+"""
 
 
 def delta_decode(
@@ -61,30 +64,29 @@ def delta_verify(
     dt_bias: Tensor,
     out: Tensor,
     planes: StatePlanes,
-    pending: PendingTokens,
+    changes: Changes,
     rows: VerifyRows,
 ) -> None:
-    """Compute the tokens of rows with drafts, and leave them in `pending`; arguments as for `delta_decode`."""
+    """Compute the tokens of rows with drafts, and leave what they change; arguments as for `delta_decode`."""
     num_rows, num_heads, dk, dv = len(rows.slots), planes.num_value_heads, planes.key_dim, planes.value_dim
     if num_rows:
         block = _block_v(num_rows * num_heads, dv, mixed.device)
         _delta_verify[(num_rows, num_heads, triton.cdiv(dv, block))](
-            mixed, a, b, a_log, dt_bias, out, planes.state, pending.keys, pending.deltas, pending.decays,
-            rows.slots, rows.tokens, rows.counts,
-            mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), pending.most, dk**-0.5,
+            mixed, a, b, a_log, dt_bias, out, planes.state, *changes, rows.slots, rows.tokens, rows.counts,
+            mixed.stride(0), a.stride(0), b.stride(0), out.stride(0), planes.state.stride(0), changes[0].shape[1],
+            dk**-0.5,
             KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
             BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS,
         )  # fmt: skip
 
 
-def fold_states(planes: StatePlanes, pending: PendingTokens, rows: FoldRows) -> None:
+def fold_states(planes: StatePlanes, changes: Changes, rows: FoldRows) -> None:
     """Fold pending tokens into the states of their slots."""
     num_rows, num_heads, dk, dv = len(rows.slots), planes.num_value_heads, planes.key_dim, planes.value_dim
     if num_rows:
         block = _block_v(num_rows * num_heads, dv, planes.state.device)
         _fold_states[(num_rows, num_heads, triton.cdiv(dv, block))](
-            planes.state, pending.keys, pending.deltas, pending.decays, rows.slots, rows.counts,
-            planes.state.stride(0), pending.most,
+            planes.state, *changes, rows.slots, rows.counts, planes.state.stride(0), changes[0].shape[1],
             KEY_HEADS=planes.num_key_heads, GROUP=num_heads // planes.num_key_heads, DK=dk, DV=dv,
             BLOCK_K=power_of_2(dk), BLOCK_V=block, num_warps=_WARPS,
         )  # fmt: skip

@@ -62,6 +62,11 @@ class PendingTokens:
         """P, the most tokens of a row with drafts."""
         return self.inputs.shape[1]
 
+    @property
+    def changes(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, deltas and decays: what the tokens change in a state."""
+        return self.keys, self.deltas, self.decays
+
 
 @dataclasses.dataclass(frozen=True)
 class Fold:
@@ -270,7 +275,7 @@ def _folded(states: Tensor, rows: DeltaRows, pending: PendingTokens | None) -> T
     """Fold pending tokens into the states of the rows, `[R, value_heads, key_dim, value_dim]`. Overwrites `states`."""
     if pending is not None:
         for i, fold in enumerate(rows.folds):
-            decays, keys, deltas = (x[fold.slots, i] for x in (pending.decays, pending.keys, pending.deltas))
+            keys, deltas, decays = (x[fold.slots, i] for x in pending.changes)
             keys = keys.repeat_interleave(deltas.shape[1] // keys.shape[1], 1)
             states[fold.rows] = _changed(states[fold.rows].mul_(decays[..., None, None]), keys, deltas)
     return states
@@ -324,7 +329,7 @@ def gated_delta_rule(
             changes[0][turn.tokens], changes[1][turn.tokens] = step.delta, step.decay
     if pending is not None and drafted is not None and settled is not None and changes is not None:
         states[drafted.rows] = settled
-        for kept, values in ((pending.keys, keys), (pending.deltas, changes[0]), (pending.decays, changes[1])):
+        for kept, values in zip(pending.changes, (keys, *changes), strict=True):
             kept[drafted.slots, drafted.numbers] = values[drafted.tokens]
     rows.store(plane, states)
     return out[: rows.num_tokens]

@@ -47,6 +47,18 @@ def test_rows_of_known_tokens_are_stamped_in_every_layer() -> None:
     assert stamps.plan_writes(BatchPlan(2, (BatchRow("b", 1, 4, 5, True),))) is None
 
 
+def test_rows_with_drafts_are_neither_stamped_nor_kept() -> None:
+    """The state of their slot stays as it was before them."""
+    stamps = SlotStamps(pools_of()[2], table_of())
+    stamps.open(0, [*PROMPT, 9, 10, 11], len(PROMPT))
+    stamps.open(1, [*PROMPT, 9], len(PROMPT))
+    drafted = BatchRow("a", 0, 4, 7, True, drafts=(10, 11))
+    writes = stamps.plan_writes(BatchPlan(1, (drafted, BatchRow("b", 1, 4, 5, True))))
+    assert writes is not None and writes.slots.tolist() == [1]
+    with pytest.raises(AssertionError, match="no state is kept behind drafts"):
+        SlotCopies.of(BatchPlan(1, (BatchRow("a", 0, 4, 7, True, state_to=3, drafts=(10, 11)),)), table_of())
+
+
 def test_a_rank_without_recurrent_layers_has_every_stamp() -> None:
     pool = pools_of(rank=0, pp_size=6)[2]
     assert pool.group.num_layers == 0

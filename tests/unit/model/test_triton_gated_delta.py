@@ -159,7 +159,7 @@ def test_captured_rows_are_read_at_each_replay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "seed"), [(SPECS[0], torch.float32, 3), (SPECS[3], torch.float16, 4)], ids=str
+    ("spec", "dtype", "seed"), rest_slow([(SPECS[3], torch.float16, 4), (SPECS[0], torch.float32, 3)])
 )
 def test_rows_with_drafts_leave_what_single_steps_leave(spec: GatedDeltaSpec, dtype: torch.dtype, seed: int) -> None:
     """See `draft_kit`. The same bits where numpy computes the kernels; a GPU's compiler may fuse operations."""
@@ -169,7 +169,7 @@ def test_rows_with_drafts_leave_what_single_steps_leave(spec: GatedDeltaSpec, dt
         return torch.allclose(got.double(), wanted.double(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
     check_drafts(
-        single, drafted, seed, folds=seed % 2 == 0, num_steps=4, same=torch.equal if DEVICE == "cpu" else alike
+        single, drafted, seed, folds=seed % 2 == 0, num_steps=3, same=torch.equal if DEVICE == "cpu" else alike
     )
 
 
