@@ -27,12 +27,17 @@ _ARCHITECTURES = {
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 _WEIGHTS = "model.safetensors"
+_OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
+"""Ends of the names of the weights that compute what a layer adds to the hidden states."""
 
 
-def write_with_mtp(name: str, directory: Path, *, seed: int = 0, **changes: object) -> Path:
+def write_with_mtp(
+    name: str, directory: Path, *, seed: int = 0, agrees: float | None = None, **changes: object
+) -> Path:
     """Write a random float32 checkpoint of the hybrid family `name` with an MTP module, and return `directory`.
 
-    `changes` are of its config.
+    With `agrees` all layers' outputs are multiplied by it, and the module passes on the embedding: the smaller it is,
+    the more drafts are right. `changes` are of the config.
     """
     family: TinyFamily = deep_hybrid(name)
     family = dataclasses.replace(family, changes={**family.changes, **changes})
@@ -52,6 +57,16 @@ def write_with_mtp(name: str, directory: Path, *, seed: int = 0, **changes: obje
         found = layer.fullmatch(key)
         if found is not None:
             module[f"mtp.layers.0.{found[2]}"] = random(tuple(tensor.shape), 0.25 if tensor.ndim > 1 else 0.2)
+    if agrees is not None:
+        for key, tensor in (tensors | module).items():
+            if key.endswith(_OUTPUTS):
+                tensor.mul_(agrees)
+        norm = next(
+            tensor for key, tensor in tensors.items() if re.fullmatch(r"model\.(language_model\.)?norm\.weight", key)
+        )
+        module["mtp.norm.weight"] = norm.clone()
+        module["mtp.pre_fc_norm_embedding.weight"].zero_()
+        module["mtp.fc.weight"] = torch.cat((torch.eye(hidden_size), torch.zeros(hidden_size, hidden_size)), 1)
     save_file(tensors | module, directory / _WEIGHTS, metadata={"format": "pt"})
     return directory
 
