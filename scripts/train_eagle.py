@@ -452,6 +452,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     counts = Counter(token for text in texts for token in text.answer)
     saved = torch.load(out / "state.pt", weights_only=True) if (out / "state.pt").is_file() else None
     draft_tokens = torch.tensor(sorted(token for token, _ in counts.most_common(args.draft_vocab)))
+    if saved is not None and not saved["step"]:
+        saved = None
     if saved is not None:
         draft_tokens = saved["draft_tokens"]
     covered = sum(counts[token] for token in draft_tokens.tolist()) / sum(counts.values())
