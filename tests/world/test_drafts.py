@@ -7,20 +7,23 @@ beyond the accepted prefix is poison, and states have pending tokens, so each us
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
+from pdserve.errors import RankError
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepResult
 from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
+from pdserve.scheduler.draft_length import DraftSource, RequestSpeculation
 from pdserve.scheduler.request import Req, finish_for_token
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.speculation import Speculation
+from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_sampling import HashSampler
 from pdserve.sim.network import Faults
@@ -290,18 +293,18 @@ PLANTED: dict[Callable[[Patch], None], int] = {
     the_cache_goes_beyond_the_accepted_prefix: 27,
     all_drafts_count_as_computed: 0,
     prefill_sends_a_draft_as_the_first_token: 0,
-    a_stop_inside_an_accepted_run_is_ignored: 2,
-    tokens_behind_a_stop_are_sent: 2,
+    a_stop_inside_an_accepted_run_is_ignored: 0,
+    tokens_behind_a_stop_are_sent: 0,
     a_row_is_planned_before_its_drafts_are_settled: 9,
     drafts_have_no_pages_of_their_own: 0,
-    drafts_have_no_window_pages: 4,
+    drafts_have_no_window_pages: 1,
     the_penalties_of_another_position: 0,
     the_sampling_number_of_another_position: 0,
     a_draft_is_accepted_without_a_draw: 0,
     a_state_is_not_folded: 1,
     a_state_is_folded_twice: 1,
     a_row_with_drafts_changes_its_state: 1,
-    a_slot_is_offloaded_with_pending_tokens: 79,
+    a_slot_is_offloaded_with_pending_tokens: 23,
 }
 """A bug, and a seed that has caught it before."""
 
@@ -312,6 +315,23 @@ def test_a_planted_bug_is_caught(plant: Callable[[Patch], None], monkeypatch: Pa
     plant(monkeypatch)
     first = PLANTED[plant]
     pressure.assert_caught(lambda number: drafting.play((first + number) % MAX_SEEDS), MAX_SEEDS, KeyError, IndexError)
+
+
+def test_ranks_that_draft_apart_are_caught(monkeypatch: Patch) -> None:
+    """A planted bug: every other search finds one draft less, whichever rank it belongs to."""
+    find, numbers = NgramDrafter.find, itertools.count()
+
+    def shorter(
+        self: NgramDrafter, req: Req, state: RequestSpeculation, num_tokens: int
+    ) -> tuple[tuple[int, ...], DraftSource, int]:
+        drafts, source, length = find(self, req, state, num_tokens)
+        return drafts[: len(drafts) - next(numbers) % 2], source, length
+
+    monkeypatch.setattr(NgramDrafter, "find", shorter)
+    shape, prompts = drafting.setting(1)
+    world = ShadowWorld(1, shape, Faults())
+    with pytest.raises(RankError):
+        world.run(prompts, num_rooms=8)
 
 
 @pytest.mark.parametrize("seed", sorted(set(PLANTED.values())))
