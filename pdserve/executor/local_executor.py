@@ -52,7 +52,7 @@ from pdserve.executor.prompt_logprobs import (
 )
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
-from pdserve.executor.verify import Fold, PendingTokens, StepDrafts, accepted_counts, shorten, take_apart
+from pdserve.executor.verify import Fold, PendingRows, StepDrafts, accepted_counts, shorten, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
@@ -154,7 +154,7 @@ class LocalExecutor:
             self._native_path = NativeDecodePath(
                 *decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
             )
-        self._pending = PendingTokens(table) if layout.has_state else None
+        self._pending = PendingRows(table) if layout.has_state else None
         self._fold = fold
         self.max_forced = max_forced
         """Most tokens forced by its grammar that are offered as drafts of a row; 0: none are."""

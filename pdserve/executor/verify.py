@@ -8,7 +8,7 @@ sampled at its position. So the first 1 + accepted sampled tokens are those of s
     sampled              s1         s2         s3         s4      s1 = draft 1, s2 != draft 2: one draft is accepted
     pool after  last     s1         s2         -          -       the next row starts at s2 and overwrites what follows
 
-`LocalExecutor` reads a plan with `StepDrafts`, and takes the results apart with `take_apart`. `PendingTokens` is for
+`LocalExecutor` reads a plan with `StepDrafts`, and takes the results apart with `take_apart`. `PendingRows` is for
 models with recurrent layers.
 """
 
@@ -130,7 +130,7 @@ def take_apart(
     return StepTokens(tuple(tokens), more, tuple(failed_rows))
 
 
-class PendingTokens:
+class PendingRows:
     """The table rows whose state slots have pending tokens (`HostRows.num_folded`), and how many were accepted.
 
     Scheduler thread. A row with drafts leaves its tokens pending; the next row in the same table row begins behind the

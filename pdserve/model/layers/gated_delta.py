@@ -77,7 +77,7 @@ class Fold:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drafted:
+class DraftedRows:
     """The rows with drafts, int64 `[n]`. Their T tokens: slots, numbers within the row, flat indices, int64 `[T]`."""
 
     rows: Tensor
@@ -177,7 +177,7 @@ class DeltaRows:
         return None if counts is None else to_device(counts[counts > 0], self._device)
 
     @functools.cached_property
-    def drafted(self) -> Drafted | None:
+    def drafted(self) -> DraftedRows | None:
         """The rows with drafts; None without such rows."""
         if self._num_drafts is None or self._host_slots is None:
             return None
@@ -188,7 +188,7 @@ class DeltaRows:
         numbers = np.arange(int(lengths.sum())) - (lengths.cumsum() - lengths).repeat(lengths)
         slots = self._host_slots[rows].astype(np.int64).repeat(lengths)
         tokens = numbers + self._offsets[rows].repeat(lengths)
-        return Drafted(*(to_device(index, self._device) for index in (rows, slots, numbers, tokens)))
+        return DraftedRows(*(to_device(index, self._device) for index in (rows, slots, numbers, tokens)))
 
     def check(self, pending: PendingTokens | None) -> None:
         """Assert that the layer keeps as many pending tokens as the rows have and fold."""

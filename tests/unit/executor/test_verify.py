@@ -16,7 +16,7 @@ from pdserve.executor.graphs import is_decode
 from pdserve.executor.input_batch import read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken
 from pdserve.executor.model_runner import cut_plan
-from pdserve.executor.verify import PendingTokens, StepDrafts, num_accepted, shorten, take_apart
+from pdserve.executor.verify import PendingRows, StepDrafts, num_accepted, shorten, take_apart
 from pdserve.memory.kv_memory import PageTable
 from pdserve.model.native.decoder import FEW_SAMPLES, NativeDecoder
 from pdserve.sim.hash_lm import hash_layout
@@ -203,7 +203,7 @@ def test_micro_batches_keep_rows_with_drafts_whole() -> None:
 def test_pending_tokens_are_folded_by_the_next_row_or_before_an_offload() -> None:
     table = PageTable(4, 4)
     table.slots[:] = [5, 6, 7, 8]
-    pending, calls = PendingTokens(table), list[tuple[list[int], list[int]]]()
+    pending, calls = PendingRows(table), list[tuple[list[int], list[int]]]()
 
     def step(*rows: BatchRow, accepted: dict[int, int] | None = None) -> list[int] | None:
         plan = BatchPlan(0, rows)
