@@ -78,7 +78,7 @@ class Scheduler:
         role: SchedulerRole,
         context: SchedulerContext,
         kv: KVManager | None,
-        mailbox: InputSource,
+        inputs: InputSource,
         *,
         max_queued: int | None = None,
         overlap: bool = False,
@@ -98,7 +98,7 @@ class Scheduler:
         self.role = role
         self.context = context
         self.kv = kv
-        self.mailbox = mailbox
+        self.inputs = inputs
         self._max_queued = max_queued
         evicts = rules is not None and rules.enabled and max_queued is not None
         self._evictions = EvictionOrder(rules, role.is_queued) if rules is not None and evicts else None
@@ -134,11 +134,11 @@ class Scheduler:
                     self.context.limits.has_timeouts and bool(self.role.live)
                 )
                 self._times.enter("idle")
-                self.mailbox.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
+                self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
             self.context.executor.resolve(self._under_way.popleft())
         if self._idle_batches is not None:
-            self._idle_batches.run_idle_until_all_stop(self._step, self.context.executor, self.mailbox)
+            self._idle_batches.run_idle_until_all_stop(self._step, self.context.executor, self.inputs)
 
     def step(self) -> bool:
         """Run one turn; True when a step was launched or was under way.
@@ -148,7 +148,7 @@ class Scheduler:
         """
         times = self._times
         times.enter("recv_requests")
-        events = self.mailbox.drain()
+        events = self.inputs.drain()
         if events:
             times.enter("process_input_requests")
             for event in events:

@@ -25,7 +25,7 @@ from pdserve.observe.metrics import ServerMetrics
 from pdserve.server import openapi
 from pdserve.server.context import Endpoint, ServerContext
 from pdserve.server.engine_client.client import EngineClient
-from pdserve.server.http import middleware as access
+from pdserve.server.http import middleware
 from pdserve.server.http.control_proof import ControlProof
 from pdserve.server.http.json_http import ClientGoneError, install_error_handlers
 from pdserve.server.http.middleware import (
@@ -160,7 +160,7 @@ def create_app(
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observability.install(app, context)
     app.add_middleware(DrainGateMiddleware, drain_gate=drain_gate)
-    access.install(app, config.access, context.max_body_bytes, proof)
+    middleware.install(app, config.access, context.max_body_bytes, proof)
     paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
     app.add_middleware(HttpMetricsMiddleware, metrics=metrics.http, paths=paths)
     app.add_middleware(RequestIdMiddleware, config=config.access, logs_access=config.observe.logs_access)

@@ -8,8 +8,8 @@ waiting      KV and first token have arrived; waits for a row. The request needs
    v
 running      one token a step; memory grows page by page
    v ^
-retracted    released its memory when memory ran out; resumes before any new request publishes pages. Its KV comes from
-             host memory or is computed again here.
+retracted    released its memory when memory ran out; resumes before any new request publishes pages, unless priority
+             scheduling puts that one first. Its KV comes from host memory or is computed again here.
              A request whose KV transfer failed is queued here too, with load failure policy `recompute`. It gets new
              pages: the published ones stay held by `remote` as long as the peer may write there.
 

@@ -88,7 +88,7 @@ class PrefillRole(BaseRole):
         self._end_timed_out()
 
     def launched(self, handle: StepHandle) -> None:
-        """With layer events, send the pages that this step completes, one layer group at a time."""
+        """With layer events, send the pages that this step completes, one layer range at a time."""
         if handle.layer_events is None:
             return
         num_layers, num_groups = self._context.memory.layout.num_layers, self._context.limits.layer_groups

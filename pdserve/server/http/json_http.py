@@ -71,7 +71,7 @@ log = logging.getLogger(__name__)
 SHALLOW = 200
 """A body with at most this many brackets cannot be nested too deeply."""
 BODIES = "pdserve.bodies"
-"""Key in a request's ASGI scope of the application's `BodyBudget`; set by `access`."""
+"""Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20
 """Larger bodies are not parsed again to accept `NaN`: Python's own parser takes many times as long."""
 

@@ -184,7 +184,7 @@ def _counted(receive: Receive, hold: BodyHold) -> Receive:
 
 REQUEST_ID_HEADER = b"x-request-id"
 CLIENT_OF_SCOPE = "pdserve.client"
-"""Key in the ASGI scope of the client's name; set by `access`."""
+"""Key in the ASGI scope of the client's name; set by `AccessMiddleware`."""
 MAX_REQUEST_ID_BYTES = 256
 """Longer request ids are cut to this length."""
 
@@ -203,7 +203,7 @@ class HttpCall:
     request_id: str | None
     span: CallSpan | None
     client: str = ""
-    """The client, as `access` names clients."""
+    """The client, as `AccessRules.client` names it."""
     routing_key: str | None = None
 
     @property
@@ -356,7 +356,9 @@ class DrainGateMiddleware:
 
 
 class HttpMetricsMiddleware:
-    """ASGI middleware: counts the calls of known paths. `app` installs it outside of all others."""
+    """ASGI middleware: counts the calls of known paths. `app` installs it outside of all others but
+    `RequestIdMiddleware`.
+    """
 
     def __init__(self, app: ASGIApp, metrics: HttpMetrics, paths: frozenset[str]) -> None:
         self._app = app

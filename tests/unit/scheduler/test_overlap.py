@@ -37,7 +37,7 @@ def test_what_ends_under_way_is_free_only_after_the_step() -> None:
         mono.step()
     mono.mailbox.post(AbortRequest(rid="a"))
     role, launched = mono.scheduler.role, len(mono.executor.plans)
-    mono.scheduler.mailbox.drain()
+    mono.scheduler.inputs.drain()
     mono.scheduler.role.end(role.live["a"], None)
     assert not role.live and not mono.all_free(), "the step still writes"
     mono.step()
