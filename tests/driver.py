@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 
 from pdserve.config.groups import (
-    AttentionBackend,
+    AttentionBackendName,
     KernelConfig,
     LogprobsMode,
     MemoryConfig,
@@ -43,7 +43,7 @@ def build(
     cpu_kernels: Literal["auto", "native", "torch"] = "auto",
     cpu_threads: int = 1,
     quantization: Literal["int8"] | None = None,
-    attention_backend: AttentionBackend = "auto",
+    attention_backend: AttentionBackendName = "auto",
     disable_cuda_graph: bool = False,
     deterministic: bool = False,
     logprobs_mode: LogprobsMode = "raw",

@@ -48,7 +48,7 @@ from benchmarks import report
 from benchmarks.gpu import ahead_checks, kernel_checks, kernel_timings, model_timings, timings
 from benchmarks.gpu import executor_checks as checks
 from benchmarks.gpu.shapes import HYBRID_MODELS, MODELS, TINY_HYBRID_MODELS, TINY_MODELS
-from pdserve.config.groups import AttentionBackend
+from pdserve.config.groups import AttentionBackendName
 from tests import model_families
 from tests.tiny import EOS_ID, FAMILIES, Family, make_tiny
 
@@ -141,7 +141,7 @@ def checks_of(family: str, checkpoint: Path, device: checks.Device) -> list[tupl
     ]
 
 
-def backends() -> tuple[AttentionBackend, ...]:
+def backends() -> tuple[AttentionBackendName, ...]:
     """Those that read pages in place, as far as they are installed."""
     return ("triton", "flashinfer") if importlib.util.find_spec("flashinfer") else ("triton",)
 
@@ -309,7 +309,7 @@ def left_out() -> list[str]:
     return [] if ahead_checks.has_grammars() else ["rows that follow a grammar, for llguidance is not installed"]
 
 
-def plan_of(tiny: bool, backend: AttentionBackend | None) -> timings.Plan:
+def plan_of(tiny: bool, backend: AttentionBackendName | None) -> timings.Plan:
     """What is timed, with another attention where one is asked for."""
     plan = TINY_PLAN if tiny else timings.Plan()
     return plan if backend is None else dataclasses.replace(plan, attention_backend=backend)

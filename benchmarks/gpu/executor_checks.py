@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from pdserve.config.groups import AttentionBackend
+from pdserve.config.groups import AttentionBackendName
 from pdserve.executor.factory import LoadedEngine
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs, join
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -43,7 +43,7 @@ def greedy_tokens(
     page_size: int,
     chunk: int | None,
     dtype: Literal["float32", "bfloat16"],
-    attention_backend: AttentionBackend = "auto",
+    attention_backend: AttentionBackendName = "auto",
     disable_cuda_graph: bool = False,
 ) -> list[list[int]]:
     """Greedy tokens of all prompts together; with `chunk`, some prefill while others decode."""
@@ -60,7 +60,7 @@ def check_greedy(
     page_size: int,
     expected: Sequence[Sequence[int]],
     *,
-    attention_backend: AttentionBackend = "auto",
+    attention_backend: AttentionBackendName = "auto",
     disable_cuda_graph: bool = False,
 ) -> None:
     """fp32 tokens in whole prefills, and in batches that mix chunks with decoding, equal `expected`."""

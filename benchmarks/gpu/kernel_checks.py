@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.delta_checks import delta_checks
-from pdserve.config.groups import AttentionBackend as BackendFlag
+from pdserve.config.groups import AttentionBackendName
 from pdserve.executor.backend_choice import Choice, make_attention, make_kernels
 from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
@@ -72,11 +72,13 @@ TINY_STEPS: dict[str, tuple[Span, ...]] = {"decode": ((0, 1), (9, 10)), "mixed":
 
 
 def checks(
-    device: torch.device, backends: tuple[BackendFlag, ...], *, tiny: bool = False
+    device: torch.device, backends: tuple[AttentionBackendName, ...], *, tiny: bool = False
 ) -> list[tuple[str, Callable[[], object]]]:
     """All checks, by name."""
 
-    def attention(backend: BackendFlag, shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
+    def attention(
+        backend: AttentionBackendName, shape: AttentionShape, spans: tuple[Span, ...]
+    ) -> Callable[[], object]:
         return lambda: check_attention(backend, shape, spans, device)
 
     shapes, steps = (TINY_SHAPES, TINY_STEPS) if tiny else (SHAPES, STEPS)
@@ -106,7 +108,9 @@ def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str
     ]
 
 
-def check_attention(backend: BackendFlag, shape: AttentionShape, spans: tuple[Span, ...], device: torch.device) -> None:
+def check_attention(
+    backend: AttentionBackendName, shape: AttentionShape, spans: tuple[Span, ...], device: torch.device
+) -> None:
     """Attention of a step, and what it leaves in the pages, are those of the torch backend."""
     batch, pool = step_of(shape, spans, device)
     theirs = pool()

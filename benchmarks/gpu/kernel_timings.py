@@ -19,7 +19,7 @@ from benchmarks import report
 from benchmarks.gpu.delta_checks import QWEN3_NEXT, TINY_SHAPE, DeltaShape, delta_step
 from benchmarks.gpu.kernel_checks import AttentionShape, attention_of, heads_of, step_of
 from benchmarks.gpu.timings import Limits, delta_flop
-from pdserve.config.groups import AttentionBackend
+from pdserve.config.groups import AttentionBackendName
 from pdserve.executor.backend_choice import Choice, make_kernels
 from pdserve.model.gpu.sampling import top_p_threshold
 from pdserve.model.triton_delta import TritonDelta
@@ -87,7 +87,7 @@ class KernelTiming:
     floor_s: float
 
 
-def cases(sizes: Sizes, backends: tuple[AttentionBackend, ...], device: torch.device) -> Iterator[Case]:
+def cases(sizes: Sizes, backends: tuple[AttentionBackendName, ...], device: torch.device) -> Iterator[Case]:
     """All cases, one after the other: what a case needs is gone when the next is made."""
     for backend in backends:
         for batch, context in sizes.decodes:
@@ -154,7 +154,7 @@ def section(timings: list[KernelTiming]) -> str:
 
 
 def _attention(
-    backend: AttentionBackend, shape: AttentionShape, spans: list[tuple[int, int]], name: str, device: torch.device
+    backend: AttentionBackendName, shape: AttentionShape, spans: list[tuple[int, int]], name: str, device: torch.device
 ) -> Case:
     """Norms, rotation, write into pages and attention of one layer."""
     batch, pool = step_of(shape, tuple(spans), device)

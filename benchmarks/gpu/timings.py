@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 import torch
 
-from pdserve.config.groups import AttentionBackend, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.groups import AttentionBackendName, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.memory.layout import DTYPE_BYTES, PageSpace, pages_for
@@ -32,7 +32,7 @@ class Plan:
     """How much is timed."""
 
     device: str = "cuda"
-    attention_backend: AttentionBackend = "auto"
+    attention_backend: AttentionBackendName = "auto"
     page_size: int = 16
     batches: tuple[int, ...] = (1, 16, 64, 256)
     context: int = 1024

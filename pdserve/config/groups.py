@@ -22,7 +22,7 @@ TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 ModelImpl = Literal["auto", "native", "transformers"]
-AttentionBackend = Literal["auto", "torch", "triton", "flashinfer"]
+AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 LogprobsMode = Literal["raw", "processed"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 ToolCallParser = Literal[
@@ -259,7 +259,7 @@ class KernelConfig:
     base_gpu_id: int = flag(
         0, help="on CUDA: the server's first GPU; with CUDA_VISIBLE_DEVICES, its index in that list"
     )
-    attention_backend: AttentionBackend = flag(
+    attention_backend: AttentionBackendName = flag(
         "auto",
         help="implementation of paged attention. auto: on CUDA flashinfer if it is installed and supports the model, "
         "else triton; on CPU as --cpu-kernels. torch: torch operations on every device, the reference",

@@ -31,7 +31,7 @@ from pdserve.model.drafting.standalone import StandaloneDraftModel
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.loader import empty_model, fill_model, has_tensors, read_spec
 from pdserve.model.native.decoder import NativeDecoder, cannot_run
-from pdserve.model.native.packer import AttentionInProgram
+from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
@@ -173,7 +173,7 @@ def _bind_torch(layer: Decoder, loaded: LoadedModel, own: ModelToLoad, pool: KVP
 def _bind_native(layer: NativeDecoder, pool: KVPool) -> AttentionBackend:
     """Bind the layer of a `NativeDecoder` to the DRAFT pool."""
     layer.bind([pool], first=pool.group.layers[0])
-    return AttentionInProgram()
+    return AttentionInModel()
 
 
 def _path(wanted: ModelToLoad) -> Path:

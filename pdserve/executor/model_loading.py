@@ -42,7 +42,7 @@ from pdserve.model.layer_spec import AttentionSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
-from pdserve.model.native.packer import AttentionInProgram
+from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
@@ -222,7 +222,7 @@ def bind_decoder(
 def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:
     """Bind a model whose program attends."""
     model.bind(pools, max_drafts)
-    return AttentionInProgram(model.fold)
+    return AttentionInModel(model.fold)
 
 
 def _bind_transformers(
@@ -236,7 +236,7 @@ def _bind_transformers(
             field="speculative_algorithm",
         )
     model.bind(pools)
-    return AttentionInProgram()
+    return AttentionInModel()
 
 
 def _empty_decoder(wanted: ModelToLoad, kernels: Kernels) -> Decoder:

@@ -211,8 +211,10 @@ def _gates_last(op: Attention) -> Tensor:
     return torch.cat((queries, torch.arange(width, len(op.qkv.weight)), gates))
 
 
-class AttentionInProgram:
-    """Implements `StateBackend` and `StepAttention` for `NativeDecoder`, whose program computes attention.
+class AttentionInModel:
+    """Implements `StateBackend` and `StepAttention` for models that attend on their own.
+
+    `NativeDecoder` has attention in its program, and `TransformersModel` runs the code of transformers.
 
     `fold`: that of `NativeDecoder`; None for a model that keeps no pending tokens.
     """
@@ -220,8 +222,8 @@ class AttentionInProgram:
     def __init__(self, fold: Callable[[IntArray, IntArray], None] | None = None) -> None:
         self._fold = fold
 
-    def begin(self, batch: ForwardBatch) -> AttentionInProgram:
-        """See `AttentionBackend.begin`. Does nothing: the program reads the pages in place."""
+    def begin(self, batch: ForwardBatch) -> AttentionInModel:
+        """See `AttentionBackend.begin`. Does nothing: the model reads the pages itself."""
         return self
 
     def capturing(self) -> None:
@@ -234,7 +236,7 @@ class AttentionInProgram:
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Must not be called."""
-        raise AssertionError("attention is an operation of the program")
+        raise AssertionError("the model attends on its own")
 
 
 @dataclasses.dataclass(frozen=True)

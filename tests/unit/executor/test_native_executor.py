@@ -31,7 +31,7 @@ from pdserve.model.layers.dense import DenseMLP
 from pdserve.model.layers.moe import Experts
 from pdserve.model.loader import empty_model, fill_model
 from pdserve.model.native.decoder import NativeDecoder
-from pdserve.model.native.packer import AttentionInProgram
+from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import ParamSlots, TensorSource
 from pdserve.protocol.logprobs import Logprobs
@@ -166,9 +166,9 @@ def test_a_layer_is_marked_when_it_is_written_and_the_next_is_not(tiny_checkpoin
         seen.append((layer, missing))
 
     with torch.inference_mode():
-        model.forward(computes(0, 16), AttentionInProgram())
-        marked = model.forward(computes(16, 32), AttentionInProgram(), on_layer).clone()
-        assert torch.equal(model.forward(computes(16, 32), AttentionInProgram()), marked)
+        model.forward(computes(0, 16), AttentionInModel())
+        marked = model.forward(computes(16, 32), AttentionInModel(), on_layer).clone()
+        assert torch.equal(model.forward(computes(16, 32), AttentionInModel()), marked)
     assert seen == [(layer, [other > layer for other in range(model.num_layers)]) for layer in range(model.num_layers)]
 
 
