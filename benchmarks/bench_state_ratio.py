@@ -366,6 +366,7 @@ def document(facts: dict[str, Any], found: Sequence[Played]) -> str:
         )
     tables = "\n\n".join(parts)
     states = ", ".join(f"{tokens:,.0f} tokens ({model})" for model, tokens in facts["state_tokens"].items())
+    commands = "\n".join(facts["commands"])
     return f"""# Memory of state slots and KV pages, {facts["date"]}
 
 Requests per second and mean TTFT by `--mamba-full-memory-ratio`, compared with the best ratio of each case (model and \
@@ -380,7 +381,11 @@ Memory has the size of the KV of {facts["budget_tokens"]:,} tokens. One state sl
 - The seconds are those of a cost model (`pdserve/sim/cost_model.py`), so the machine does not matter.
 - `running`: requests with a row, mean over time and most. `ample`: {AMPLE_TIMES} times the memory.
 - Revision {facts["revision"]}.
-- Commands: {", ".join(f"`{command}`" for command in facts["commands"])}
+- Commands; each one with `--add-to` adds cases to the report of another one:
+
+```bash
+{commands}
+```
 """
 
 
@@ -441,9 +446,13 @@ def earlier(path: Path | None, budget_tokens: int) -> dict[str, Any]:
     return facts
 
 
-def shown(argv: Sequence[str], traces: Sequence[Path]) -> list[str]:
-    """The arguments for the report, where traces have no directory: theirs is that of one machine."""
-    return [Path(word).name if Path(word) in traces else word for word in argv]
+def shown(words: Sequence[str], args: argparse.Namespace) -> list[str]:
+    """The arguments for the report: without `--results`, and paths without their directories, those of one machine."""
+    paths, kept = {*args.trace, args.add_to}, list[str]()
+    for before, word in itertools.pairwise(["", *words]):
+        if word != "--results" and before != "--results":
+            kept.append(Path(word).name if Path(word) in paths else word)
+    return kept
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -451,7 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_flags(words)
     before = earlier(args.add_to, args.budget_tokens)
-    bench = report.Run("state-ratio", shown(words, args.trace), module="bench_state_ratio")
+    bench = report.Run("state-ratio", shown(words, args), module="bench_state_ratio")
     loads = workloads(args)
     ratios: list[float | None] = [*sorted(args.ratios), None]
     found = [Played.from_json(entry) for entry in before["played"]]

@@ -114,3 +114,4 @@ def test_a_tiny_run_writes_a_report_to_which_another_adds(tmp_path: Path) -> Non
     assert all(max(shares) <= 1.0 for shares in bench.shares_of_best(found).values())
     (table,) = tmp_path.glob("*-state-ratio.md")
     assert "Qwen3-Next-8-layers, long chats" in table.read_text()
+    assert str(tmp_path) not in table.read_text(), "directories of one machine"
