@@ -71,12 +71,14 @@ class Pools:
 class Played:
     """One workload, played in one division of the memory. Seconds are the cost model's.
 
-    `ratio` None: ample memory. `num_requests` have ended without an error. `mean_running`: requests with a row, over
-    time. `differences`: what the scheduler's self-audit found afterwards.
+    `budget_tokens`: tokens whose KV has the size of the memory. `ratio` None: ample memory. `num_requests` have ended
+    without an error. `mean_running`: requests with a row, over time. `differences`: what the scheduler's self-audit
+    found afterwards.
     """
 
     model: str
     workload: str
+    budget_tokens: int
     ratio: float | None
     pools: Pools
     num_requests: int
@@ -158,7 +160,7 @@ class Player:
         self._ttfts_s: list[float] = []
         self._prompt_tokens = self._cached_tokens = 0
 
-    def play(self, model: str, ratio: float | None, pools: Pools) -> Played:
+    def play(self, model: str, budget_tokens: int, ratio: float | None, pools: Pools) -> Played:
         """Play all sessions to their ends.
 
         Raises:
@@ -187,6 +189,7 @@ class Player:
         return Played(
             model=model,
             workload=self.workload.name,
+            budget_tokens=budget_tokens,
             ratio=ratio,
             pools=pools,
             num_requests=len(self._ttfts_s),
@@ -267,22 +270,22 @@ def measure(model: str, workload: Workload, budget_tokens: int, ratios: Iterable
     for ratio in ratios:
         num_bytes = budget_tokens * layout.token_bytes * (AMPLE_TIMES if ratio is None else 1)
         pools = Pools.sized(layout, num_bytes, 1.0 if ratio is None else ratio)
-        found.append(Player(workload, layout, pools).play(model, ratio, pools))
+        found.append(Player(workload, layout, pools).play(model, budget_tokens, ratio, pools))
         one = found[-1]
         print(
-            f"{model} {workload.name} {_ratio(ratio)}: {one.cached_share:.1%} cached, {one.requests_per_s:.2f} "
-            f"requests/s, TTFT {one.mean_ttft_s * 1e3:.0f} ms, {one.num_steps} steps",
+            f"{model} {workload.name} {budget_tokens} {_ratio(ratio)}: {one.cached_share:.1%} cached, "
+            f"{one.requests_per_s:.2f} requests/s, TTFT {one.mean_ttft_s * 1e3:.0f} ms, {one.num_steps} steps",
             flush=True,
         )
     return found
 
 
 def cases(found: Sequence[Played]) -> list[list[Played]]:
-    """The runs by model and workload, without those in ample memory."""
-    groups: dict[tuple[str, str], list[Played]] = {}
+    """The runs by model, workload and memory, without those in ample memory."""
+    groups: dict[tuple[str, str, int], list[Played]] = {}
     for one in found:
         if one.ratio is not None:
-            groups.setdefault((one.model, one.workload), []).append(one)
+            groups.setdefault((one.model, one.workload, one.budget_tokens), []).append(one)
     return list(groups.values())
 
 
@@ -354,38 +357,33 @@ def _ratio(ratio: float | None) -> str:
 
 def document(facts: dict[str, Any], found: Sequence[Played]) -> str:
     """The whole report in Markdown."""
-    groups: dict[tuple[str, str], list[Played]] = {}
-    for one in found:
-        groups.setdefault((one.model, one.workload), []).append(one)
-    parts = []
-    for (model, workload), ones in groups.items():
-        tokens = ones[0].prompt_tokens / ones[0].num_requests
-        parts.append(
-            f"**{model}, {workload}**: {ones[0].num_requests:,} requests of {tokens:,.0f} prompt tokens on average, "
-            f"{facts['num_users'][workload]} users.\n\n{case_table(ones)}"
-        )
-    tables = "\n\n".join(parts)
+    parts, summaries = [], []
+    for budget in sorted({one.budget_tokens for one in found}):
+        there = [one for one in found if one.budget_tokens == budget]
+        summaries.append(f"Memory of {budget:,} tokens:\n\n{summary_table(there)}")
+        for model, workload in dict.fromkeys((one.model, one.workload) for one in there):
+            ones = [one for one in there if (one.model, one.workload) == (model, workload)]
+            tokens = ones[0].prompt_tokens / ones[0].num_requests
+            parts.append(
+                f"**{model}, {workload}**, memory of {budget:,} tokens: {ones[0].num_requests:,} requests of "
+                f"{tokens:,.0f} prompt tokens on average, {facts['num_users'][workload]} users.\n\n{case_table(ones)}"
+            )
+    tables, summary = "\n\n".join(parts), "\n\n".join(summaries)
     states = ", ".join(f"{tokens:,.0f} tokens ({model})" for model, tokens in facts["state_tokens"].items())
-    commands = "\n".join(facts["commands"])
+    commands = ", ".join(f"`{command}`" for command in facts["commands"])
     return f"""# Memory of state slots and KV pages, {facts["date"]}
 
-Requests per second and mean TTFT by `--mamba-full-memory-ratio`, compared with the best ratio of each case (model and \
-workload):
+Requests per second and mean TTFT by `--mamba-full-memory-ratio`, compared with the best ratio of each case (model, \
+workload and memory). Memory has the size of the KV of that many tokens. One state slot has that of {states}.
 
-{summary_table(found)}
-
-Memory has the size of the KV of {facts["budget_tokens"]:,} tokens. One state slot has that of {states}.
+{summary}
 
 {tables}
 
 - The seconds are those of a cost model (`pdserve/sim/cost_model.py`), so the machine does not matter.
 - `running`: requests with a row, mean over time and most. `ample`: {AMPLE_TIMES} times the memory.
 - Revision {facts["revision"]}.
-- Commands; each one with `--add-to` adds cases to the report of another one:
-
-```bash
-{commands}
-```
+- Commands: {commands}
 """
 
 
@@ -395,7 +393,7 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", nargs="+", choices=tuple(HYBRID_MODELS), default=list(HYBRID_MODELS))
     add("--ratios", type=float, nargs="+", default=list(RATIOS))
-    add("--budget-tokens", type=int, default=1 << 17, help="tokens whose KV has the size of the memory")
+    add("--budget-tokens", type=int, nargs="+", default=[1 << 17, 1 << 18], help="sizes of the memory, as tokens of KV")
     add("--sessions", type=int, default=40, help="chats; there are four times as many single answers; 0: neither")
     add("--workloads", nargs="+", help="play only these, by name")
     add("--trace", type=Path, nargs="*", default=[], help="JSON lines with input_length, output_length, hash_ids")
@@ -403,10 +401,10 @@ def parse_flags(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--trace-requests", type=int, default=100, help="most requests of a trace")
     add("--trace-users", type=int, default=6, help="requests of a trace that are under way at a time")
     add("--most-prompt-tokens", type=int, default=24_576, help="longer prompts of a trace are left out")
-    add("--add-to", type=Path, help="results of an earlier run with the same memory, whose cases the report has too")
+    add("--add-to", type=Path, help="results of an earlier run, whose cases the report has too")
     report.add_write_flags(parser, "state-ratio")
     args = parser.parse_args(argv)
-    counts = (args.budget_tokens, args.trace_every, args.trace_requests, args.trace_users, args.most_prompt_tokens)
+    counts = (*args.budget_tokens, args.trace_every, args.trace_requests, args.trace_users, args.most_prompt_tokens)
     if min(*counts) < 1 or args.sessions < 0 or not all(0 < ratio < math.inf for ratio in args.ratios):
         parser.error("all numbers must be positive; --sessions may be 0")
     if args.sessions == 0 and not args.trace:
@@ -436,16 +434,6 @@ def workloads(args: argparse.Namespace) -> list[Workload]:
     return [one for one in found if args.workloads is None or one.name in args.workloads]
 
 
-def earlier(path: Path | None, budget_tokens: int) -> dict[str, Any]:
-    """The facts of an earlier run. Raises ValueError when it had other memory."""
-    if path is None:
-        return {"played": [], "num_users": {}, "state_tokens": {}, "commands": []}
-    facts: dict[str, Any] = json.loads(path.read_text())
-    if facts["budget_tokens"] != budget_tokens:
-        raise ValueError(f"{path} has runs in memory of {facts['budget_tokens']:,} tokens, not {budget_tokens:,}")
-    return facts
-
-
 def shown(words: Sequence[str], args: argparse.Namespace) -> list[str]:
     """The arguments for the report: without `--results`, and paths without their directories, those of one machine."""
     paths, kept = {*args.trace, args.add_to}, list[str]()
@@ -459,16 +447,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked; exit status 1 when a self-audit found a difference."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = parse_flags(words)
-    before = earlier(args.add_to, args.budget_tokens)
+    nothing: dict[str, Any] = {"played": [], "num_users": {}, "state_tokens": {}, "commands": []}
+    before = nothing if args.add_to is None else json.loads(args.add_to.read_text())
     bench = report.Run("state-ratio", shown(words, args), module="bench_state_ratio")
     loads = workloads(args)
     ratios: list[float | None] = [*sorted(args.ratios), None]
     found = [Played.from_json(entry) for entry in before["played"]]
-    for model in args.models:
-        for load in loads:
-            found += measure(model, load, args.budget_tokens, ratios)
+    for model, load, budget in itertools.product(args.models, loads, args.budget_tokens):
+        found += measure(model, load, budget, ratios)
     facts = bench.facts(
-        budget_tokens=args.budget_tokens,
         num_users=before["num_users"] | {load.name: load.num_users for load in loads},
         state_tokens=before["state_tokens"] | {model: state_tokens(layout_of(model)) for model in args.models},
         played=[one.as_json() for one in found],

@@ -19,7 +19,7 @@ def tokens(first: int, count: int) -> list[int]:
 
 
 def played(workload: Workload, pools: bench.Pools) -> bench.Played:
-    return bench.Player(workload, bench.layout_of(MODEL), pools).play(MODEL, 0.9, pools)
+    return bench.Player(workload, bench.layout_of(MODEL), pools).play(MODEL, 1000, 0.9, pools)
 
 
 def test_the_counts_of_a_session_add_up() -> None:
@@ -113,5 +113,5 @@ def test_a_tiny_run_writes_a_report_to_which_another_adds(tmp_path: Path) -> Non
     assert [len(group) for group in bench.cases(found)] == [2] * 6
     assert all(max(shares) <= 1.0 for shares in bench.shares_of_best(found).values())
     (table,) = tmp_path.glob("*-state-ratio.md")
-    assert "Qwen3-Next-8-layers, long chats" in table.read_text()
+    assert "**Qwen3-Next-8-layers, long chats**, memory of 100,000 tokens" in table.read_text()
     assert str(tmp_path) not in table.read_text(), "directories of one machine"
