@@ -380,7 +380,10 @@ workload and memory). Memory has the size of the KV of that many tokens. One sta
 
 {tables}
 
-- The seconds are those of a cost model (`pdserve/sim/cost_model.py`), so the machine does not matter.
+- The seconds are those of a cost model (`pdserve/sim/cost_model.py`, about an 8B model on one H100), so the machine \
+does not matter. Copies of states cost nothing in it.
+- Slots are for any number of requests: a server stops at three for each of `--max-running-requests`.
+- Traces are samples, see `--trace-every`, `--trace-requests` and `--most-prompt-tokens`; their times are not used.
 - `running`: requests with a row, mean over time and most. `ample`: {AMPLE_TIMES} times the memory.
 - Revision {facts["revision"]}.
 - Commands: {commands}
