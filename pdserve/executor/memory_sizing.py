@@ -172,7 +172,12 @@ def most_requests(
     """
     available = _available_bytes(memory.mem_fraction_static, device, num_sharing, reserved_bytes)
     ratio = memory.mamba_full_memory_ratio if layout.has_state else 1.0
-    return max(1, int(available * ratio / (1.0 + ratio)) // max(1, group_bytes(layout, one)))
+    return requests_in(available, ratio, layout, one)
+
+
+def requests_in(num_bytes: int, ratio: float, layout: KVLayout, one: GroupPoolSizes) -> int:
+    """Return for how many requests, at least 1, window pages and slots fit in `ratio / (1 + ratio)` of the bytes."""
+    return max(1, int(num_bytes * ratio / (1.0 + ratio)) // max(1, group_bytes(layout, one)))
 
 
 def group_bytes(layout: KVLayout, sizes: GroupPoolSizes) -> int:
