@@ -18,6 +18,7 @@ import ctypes
 import errno
 import logging
 import os
+import select
 import socket
 import stat
 import struct
@@ -39,6 +40,10 @@ _PASS, _DROP = (1 << 32) - 1, 0
 """Bytes of the packet that the filter keeps."""
 MAX_PENDING = 4096
 """Most connections that `close_pending` closes, as many as Linux lets wait by default."""
+ACCEPT_S = 0.001
+"""How long an accept of a blocking socket waits for a connection that the library has taken first."""
+_TIMEVAL = struct.Struct("ll")
+"""Seconds and microseconds of `SO_RCVTIMEO`."""
 MAX_READS = 1024
 READ_BYTES = 1 << 16
 _Address = tuple[IPAddress | None, int]
@@ -99,14 +104,18 @@ def drop_connections(inodes: Collection[int]) -> None:
 
 
 def close_pending(listener: socket.socket) -> None:
-    """Close the connections that wait to be accepted. Never blocks.
+    """Close the connections that wait to be accepted. Waits for at most `ACCEPT_S`.
 
-    `listener` has no timeout of its own. Meanwhile the socket is non-blocking for the library too, since both share the
-    flag. It is never made blocking while the library expects the opposite.
+    `listener` has no timeout of its own. The library shares its flags and may set them at any time, so O_NONBLOCK stays
+    as it is: an accept of the library would wait forever if its socket were made blocking again behind its back. A
+    blocking socket has the receive timeout `ACCEPT_S` meanwhile.
     """
-    descriptor = listener.fileno()
-    was_blocking = os.get_blocking(descriptor)
-    os.set_blocking(descriptor, False)
+    pending = select.poll()
+    pending.register(listener, select.POLLIN)
+    if not pending.poll(0):
+        return
+    before = listener.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(0, int(ACCEPT_S * 1e6)))
     try:
         for _ in range(MAX_PENDING):
             listener.accept()[0].close()
@@ -115,7 +124,7 @@ def close_pending(listener: socket.socket) -> None:
     except OSError as error:
         log.warning("port %d keeps connections from before the filter: %s", listener.getsockname()[1], error)
     finally:
-        os.set_blocking(descriptor, was_blocking)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, before)
 
 
 def listening_sockets() -> dict[int, int]:

@@ -303,3 +303,31 @@ def test_closing_what_waits_neither_blocks_nor_changes_the_library_s_flag(timeou
             with contextlib.suppress(ConnectionResetError):
                 assert client.recv(1) == b""
         assert os.get_blocking(server.fileno()) == before == (timeout is None)
+
+
+class TakenOver(socket.socket):
+    """A listener that its library makes non-blocking while a connection is accepted, as asio does."""
+
+    def accept(self) -> tuple[socket.socket, object]:
+        os.set_blocking(self.fileno(), False)
+        return super().accept()
+
+
+def test_a_listener_that_its_library_makes_non_blocking_meanwhile_stays_so() -> None:
+    with listening() as server, contextlib.ExitStack() as clients:
+        server.settimeout(None)
+        with TakenOver(fileno=os.dup(server.fileno())) as duplicate:
+            for _ in range(2):
+                clients.enter_context(connect(server))
+            close_pending(duplicate)
+        assert not os.get_blocking(server.fileno()), "its library would wait forever in accept"
+
+
+def test_a_receive_timeout_of_the_library_is_kept() -> None:
+    second = struct.pack("ll", 1, 500_000)
+    with listening() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, second)
+        with connect(server), socket.socket(fileno=os.dup(server.fileno())) as duplicate:
+            close_pending(duplicate)
+        seconds, micros = struct.unpack("ll", server.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, 16))
+    assert seconds == 1 and micros >= 500_000
