@@ -16,7 +16,7 @@ from tests.model_pair import PLAIN, running_models
 from tests.mtp import MTPReference
 
 NEW_TOKENS, NUM_DRAFTS = 8, 2
-NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=NUM_DRAFTS)
+NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=NUM_DRAFTS, speculative_adaptive=False)
 Models = Callable[[str], tuple[Path, MTPReference]]
 
 

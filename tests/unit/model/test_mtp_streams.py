@@ -18,7 +18,7 @@ from tests.share import rest_slow
 
 NUM_NEW, LONG, FEW_TOKENS = 10, 60, 320
 AGREES = 0.01
-NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=3)
+NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=3, speculative_adaptive=False)
 
 
 def num_accepted(server: ModelPair) -> int:
