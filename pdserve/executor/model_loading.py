@@ -78,7 +78,7 @@ class Bind(Protocol):
         """Return the backend of the model's layers. `max_drafts`: most draft tokens of a row.
 
         Raises:
-            ConfigError: the model cannot compute rows with so many drafts; names the flag.
+            ConfigError: the model cannot compute rows with `max_drafts` drafts; names the flag.
         """
         ...
 

@@ -96,7 +96,7 @@ def _ids(tokens: Sequence[SampledToken]) -> list[int]:
 
 
 def _drafts(rng: random.Random, known: Sequence[int]) -> tuple[list[int], int]:
-    """Drafts of which a random number is right; and that number."""
+    """Return drafts, the first ones of them right, and how many are right: a random number."""
     right = rng.randint(0, min(4, len(known)))
     wrong = [] if right == len(known) else [known[right] + 1, 3, 4][: rng.randint(0, 3)]
     return [*known[:right], *wrong], right
