@@ -18,7 +18,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -289,32 +289,23 @@ def cases(found: Sequence[Played]) -> list[list[Played]]:
     return list(groups.values())
 
 
-def shares_of_best(found: Sequence[Played]) -> dict[float, list[float]]:
-    """For each ratio and case, its requests per second as a share of those of the case's best ratio."""
-    shares: dict[float, list[float]] = {}
+def relative_to_best(
+    found: Sequence[Played], value: Callable[[Played], float], best: Callable[[Iterable[float]], float]
+) -> dict[float, list[float]]:
+    """For each ratio and case, `value` divided by that of the case's best ratio. `best`: `max` or `min`."""
+    relative: dict[float, list[float]] = {}
     for group in cases(found):
-        best = max(one.requests_per_s for one in group)
+        limit = best(map(value, group))
         for one in group:
             assert one.ratio is not None
-            shares.setdefault(one.ratio, []).append(one.requests_per_s / best)
-    return shares
-
-
-def ttfts_of_best(found: Sequence[Played]) -> dict[float, list[float]]:
-    """For each ratio and case, its mean TTFT as a multiple of that of the case's best ratio."""
-    multiples: dict[float, list[float]] = {}
-    for group in cases(found):
-        best = min(one.mean_ttft_s for one in group)
-        for one in group:
-            assert one.ratio is not None
-            multiples.setdefault(one.ratio, []).append(one.mean_ttft_s / best)
-    return multiples
+            relative.setdefault(one.ratio, []).append(value(one) / limit)
+    return relative
 
 
 def summary_table(found: Sequence[Played]) -> str:
     """A line per ratio, over all cases."""
     header = ["ratio", "requests/s of the best: mean", "least", "TTFT of the best: mean", "most"]
-    multiples = ttfts_of_best(found)
+    multiples = relative_to_best(found, lambda one: one.mean_ttft_s, min)
     rows = [
         [
             _ratio(ratio),
@@ -323,7 +314,7 @@ def summary_table(found: Sequence[Played]) -> str:
             f"{statistics.geometric_mean(multiples[ratio]):.2f}x",
             f"{max(multiples[ratio]):.2f}x",
         ]
-        for ratio, shares in sorted(shares_of_best(found).items())
+        for ratio, shares in sorted(relative_to_best(found, lambda one: one.requests_per_s, max).items())
     ]
     return report.markdown_table(header, rows)
 

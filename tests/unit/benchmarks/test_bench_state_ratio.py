@@ -111,7 +111,8 @@ def test_a_tiny_run_writes_a_report_to_which_another_adds(tmp_path: Path) -> Non
     found = [bench.Played.from_json(entry) for entry in facts["played"]]
     assert len(found) == 2 * 3 * 3 and len(facts["commands"]) == 2
     assert [len(group) for group in bench.cases(found)] == [2] * 6
-    assert all(max(shares) <= 1.0 for shares in bench.shares_of_best(found).values())
+    shares = bench.relative_to_best(found, lambda one: one.requests_per_s, max)
+    assert all(max(of_ratio) <= 1.0 for of_ratio in shares.values())
     (table,) = tmp_path.glob("*-state-ratio.md")
     assert "**Qwen3-Next-8-layers, long chats**, memory of 100,000 tokens" in table.read_text()
     assert str(tmp_path) not in table.read_text(), "directories of one machine"
