@@ -50,7 +50,10 @@ class Family:
     returns the scales of embeddings and logits.
     `may_be_partial`: a part of each head may be rotated. With `text_config` the fields are those of that object, as in
     vision-language models. `gguf`: name of the architecture in gguf files; None: such files are not read. With
-    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs.
+    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs. `gguf_names`: HF names of
+    tensors of a layer, by gguf name, where they are not those of other families. `norm_offset` is part of the weights
+    there. `gguf_config(facts)` returns fields of the HF config from the file's metadata, whose keys lack the
+    architecture.
     """
 
     architecture: str
@@ -68,6 +71,8 @@ class Family:
     text_config: bool = False
     gguf: str | None = None
     gguf_rotates_pairs: bool = False
+    gguf_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gguf_config: Callable[[HFConfig], HFConfig] = lambda facts: {}
 
 
 def read_num_layers(config: HFConfig, where: str) -> int:
