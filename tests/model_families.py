@@ -247,6 +247,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
+DENSE = (
+    "olmo3", "gemma2", "glm4", "smollm3", "granite", "gemma3_text", "gemma3", "glm", "phi3", "olmo2", "seed_oss",
+    "ministral",
+)  # fmt: skip
+"""Dense families with options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 

@@ -109,6 +109,16 @@ def read_attention(
         raise ModelError(
             f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
         )
+    num_pairs = rope.rotary_dim(head_dim) // 2
+    if rope.freq_divisors is not None and len(rope.freq_divisors) != num_pairs:
+        raise ModelError(
+            f"{where}: the rotary embedding has factors of {len(rope.freq_divisors)} pairs, and a head has {num_pairs}"
+        )
+    if rope.rotary_dim(head_dim) % 2:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rope.rotary_dim(head_dim)} of "
+            f"{head_dim} dimensions of a head, expected an even number"
+        )
     return AttentionSpec(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,

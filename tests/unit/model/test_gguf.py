@@ -27,7 +27,7 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
     """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer."""
     spec = read_spec(checkpoint)
     attention, mlp = spec.layers[0].operations
-    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec) and attention.rope is not None
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden_size)
