@@ -18,7 +18,17 @@ from pdserve.base.parallel import ParallelShape, check_split
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
-from pdserve.model.fields import MAX_WIDTH, read_count, read_mapping, read_number, read_texts, read_token_ids
+from pdserve.model.fields import (
+    MAX_WIDTH,
+    ModelFacts,
+    option,
+    read_count,
+    read_mapping,
+    read_number,
+    read_texts,
+    read_token_ids,
+    unused_options,
+)
 from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
@@ -35,12 +45,14 @@ _SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings",
 """Fields beside `text_config` that concern the language model."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ModelSpec(ModelFacts):
     """Configuration of a decoder. Sizes are element counts.
 
     `layers` are all layers of the model, in order. `dtype` is the checkpoint's dtype; None when the config names none.
-    `norm_offset` is added to the weights of RMS norms, those of gated norms excepted.
+    `norm_offset` is added to the weights of RMS norms, those of gated norms excepted. Embeddings are multiplied by
+    `embedding_scale`. Logits are multiplied by `logit_scale`; with `logit_softcap` a scaled logit l is then
+    `logit_softcap * tanh(l / logit_softcap)`.
     """
 
     model_type: str
@@ -57,6 +69,9 @@ class ModelSpec:
     norm_offset: float = 0.0
     config_digest: str = ""
     """Digest of all of `config.json`, for a model that runs through transformers; empty where `layers` say it all."""
+    embedding_scale: float = option(1.0)
+    logit_scale: float = option(1.0)
+    logit_softcap: float | None = option(None)
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +106,8 @@ class ModelSpec:
 
     def digest(self) -> str:
         """Return a short hash of the fields that two peers must share. The KV layout carries the dtype instead."""
-        own = ("dtype", "architectures", "names", *(() if self.config_digest else ("config_digest",)))
+        own = {"dtype", "architectures", "names", *(() if self.config_digest else ("config_digest",))}
+        own |= unused_options(self)
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         facts |= {"eos_token_ids": sorted(self.eos_token_ids), "layers": repr(self.layers)}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()
@@ -139,12 +155,14 @@ def spec_from_config(
     if family.text_config:
         shared = {name: config[name] for name in _SHARED_FIELDS if name in config}
         config = {**read_mapping(config, "text_config", where), **shared}
+    config = {**family.defaults, **config}
     _refuse_unsupported(config, family, where)
     hidden_size = read_count(config, "hidden_size", where, most=MAX_WIDTH)
     max_positions = read_count(config, "max_position_embeddings", where, default=family.max_positions)
     rope = read_rope(config, max_positions, where, may_be_partial=family.may_be_partial)
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
+    scales = family.read_scales(config, where)
     spec = ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
@@ -158,6 +176,9 @@ def spec_from_config(
         dtype=read_dtype(config, where),
         names=family.names,
         norm_offset=family.norm_offset,
+        embedding_scale=scales.embedding,
+        logit_scale=scales.logits,
+        logit_softcap=scales.logit_softcap,
     )
     lacking = _not_implemented(spec)
     if lacking is not None:
@@ -284,11 +305,10 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
 
 def _not_implemented(spec: ModelSpec) -> str | None:
     """Name the first feature of the layers that no native code has; None: there is none."""
+    plain = MoeSpec(num_experts=1, top_k=1, intermediate_size=1, norm_top_k=True)
     for op in spec.operations:
-        if isinstance(op, AttentionSpec) and op.softcap is not None:
-            return "attn_logit_softcapping"
-        if isinstance(op, AttentionSpec) and op.sinks:
-            return "attention with sinks"
+        if isinstance(op, MoeSpec) and unused_options(op) != unused_options(plain):
+            return "a router or experts of this kind"
     return None
 
 
@@ -311,8 +331,13 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     if other:
         known = ", ".join(sorted(family.layer_types))
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    for name in ("hidden_act", "hidden_activation"):
+        if config.get(name) is not None and config[name] not in family.activations:
+            known = ", ".join(sorted(family.activations))
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {known}")
+    for name, only in family.only.items():
+        if config.get(name) is not None and config[name] != only:
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {only!r}")
     if config.get("quantization_config"):
         method = read_mapping(config, "quantization_config", where).get("quant_method")
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
