@@ -7,10 +7,8 @@ the program keeps references to all tensors that they read.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,72 +18,17 @@ from torch import Tensor
 from pdserve.base.native import Decoding, PdkHeads, Step, library
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.resources import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, Activation, Buffer, HeadShape, Threads
 from pdserve.model.native.weights import Packed
 
-MAX_GROUP = 64
-MAX_HEAD_DIM = 512
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
-Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
-"""What `Program.gated` makes of gate and up; see `pdk_op_gated`."""
-_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gpt_oss")
 
 
 def _address(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
     """Return an array's address; `array.ctypes` takes several times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-class Threads:
-    """The threads that run programs; the calling thread is the first of `count`. They end with this object.
-
-    `cpus` lists `count - 1` cores to pin the other threads to; None leaves them unpinned.
-    """
-
-    def __init__(self, count: int, cpus: Sequence[int] | None = None) -> None:
-        self._library = library()
-        assert count >= 1 and (cpus is None or len(cpus) == count - 1), (count, cpus)
-        pinned = None if cpus is None else (ctypes.c_int64 * len(cpus))(*cpus)
-        self.handle: int | None = self._library.pdk_pool_open(count, pinned)
-        if self.handle is None:
-            raise RuntimeError(f"cannot start {count - 1} threads")
-
-    def __del__(self) -> None:
-        if self.handle is not None:
-            self._library.pdk_pool_close(self.handle)
-            self.handle = None
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadShape:
-    """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
-
-    With `of_window` the pages are those of WINDOW groups. `scale` multiplies the scores; None: `dim ** -0.5`.
-    """
-
-    layers: int
-    num_heads: int
-    num_kv_heads: int
-    page_tokens: int
-    dim: int
-    of_window: bool = False
-    scale: float | None = None
-
-    @property
-    def qkv_width(self) -> int:
-        """Items of a token's Q, K and V together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.dim
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """Memory of a program: a row of `width` items for each token, or for each sample with `of_samples`."""
-
-    number: int
-    width: int
-    dtype: torch.dtype
-    of_samples: bool
 
 
 class Program:
@@ -221,7 +164,7 @@ class Program:
         self._op(
             self._library.pdk_op_gated(
                 self._handle, source.number, self._norm(norm, weights.num_in), eps, self._weights(weights),
-                _ACTIVATIONS.index(act), limit,
+                ACTIVATIONS.index(act), limit,
             )
         )  # fmt: skip
 
