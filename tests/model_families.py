@@ -53,13 +53,15 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000
 class TinyFamily:
     """A model family: its transformers class, and the changes of `_BASE` that make a tiny config of `model_type`.
 
-    `text`: the changes belong to `text_config` of a model with a vision tower, whose changes are `vision`.
+    `vision`: the changes of the vision tower of a model that has one; `changes` then belong to `text_config`.
+    `random_norms`: the weights of norms differ from their usual value.
     """
 
     model_type: str
     architecture: str
     changes: dict[str, Any]
     vision: dict[str, Any] | None = None
+    random_norms: bool = False
 
     @property
     def name(self) -> str:
@@ -87,6 +89,8 @@ class TinyFamily:
             for name, parameter in model.named_parameters():
                 if "A_log" not in name and (parameter.dim() >= 2 or name.endswith(("bias", "sinks"))):
                     parameter.normal_(0.0, 0.25, generator=generator)
+                elif self.random_norms and "norm" in name:
+                    parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.2, generator=generator))
         model.generation_config.eos_token_id = None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
@@ -116,12 +120,42 @@ FAMILIES = {
         TinyFamily("glm4_moe", "Glm4MoeForCausalLM", _DEEPSEEK_MOE),
         TinyFamily("minimax_m2", "MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         TinyFamily("gemma2", "Gemma2ForCausalLM",
-            {"sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+            {"sliding_window": 24, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 5.0,
+             "final_logit_softcapping": 8.0, "tie_word_embeddings": False},
+            random_norms=True,
         ),
         TinyFamily(
             "gemma3_text", "Gemma3ForCausalLM",
-            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8,
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 10,
              "tie_word_embeddings": False},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "gemma3", "Gemma3ForConditionalGeneration",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+            {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 16, "patch_size": 4},
+            random_norms=True,
+        ),
+        TinyFamily("glm", "GlmForCausalLM", {}),
+        TinyFamily("glm4", "Glm4ForCausalLM", {}, random_norms=True),
+        TinyFamily("phi3", "Phi3ForCausalLM", {"partial_rotary_factor": 0.75}),
+        TinyFamily("olmo2", "Olmo2ForCausalLM", {}, random_norms=True),
+        TinyFamily(
+            "olmo3", "Olmo3ForCausalLM",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, random_norms=True,
+        ),
+        TinyFamily(
+            "granite", "GraniteForCausalLM",
+            {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+             "logits_scaling": 4.0},
+            random_norms=True,
+        ),
+        TinyFamily("smollm3", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+        TinyFamily("seed_oss", "SeedOssForCausalLM", {}),
+        TinyFamily(
+            "ministral", "MinistralForCausalLM",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
         ),
         TinyFamily(
             "gpt_oss", "GptOssForCausalLM",
@@ -213,6 +247,11 @@ FAMILIES = {
 }  # fmt: skip
 
 
+DENSE = (
+    "olmo3", "gemma2", "glm4", "smollm3", "granite", "gemma3_text", "gemma3", "glm", "phi3", "olmo2", "seed_oss",
+    "ministral",
+)  # fmt: skip
+"""Dense families with options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 
