@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pdserve.memory.layout import GroupKind, attention_group
+from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.paged_attention import PagedPlane
+from pdserve.model.attention.paged_rows import PassRows
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.hf.attention import PagedPlane
 from pdserve.model.hf.interface import AttentionCall
-from pdserve.model.hf.latent import LatentPlane, LatentProjection, attend_latents
-from pdserve.model.hf.rows import PassRows
 
 HEADS, NOPE, V_WIDTH, RANK, ROPE = 3, 8, 12, 16, 4
 PAGE_TOKENS, MAX_PAGES = 16, 6

@@ -1,4 +1,4 @@
-"""Rows of one forward pass of a transformers model, and the page indices that its layers share.
+"""Rows of one forward pass, and the page indices that its layers share: for latents, and for models of transformers.
 
 A step is cut into passes: one for all rows of a model without recurrent state; else one for each row that computes
 several tokens or its first one, and one for all other rows, which are decoding.
