@@ -30,8 +30,9 @@ from pdserve.model.drafting.spec import EMBEDDING, cannot_draft, path_refusal, r
 from pdserve.model.drafting.standalone import StandaloneDraftModel
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.loader import empty_model, fill_model, has_tensors, read_spec
-from pdserve.model.native.decoder import NativeDecoder, cannot_run
+from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.packer import AttentionInModel
+from pdserve.model.native.support import cannot_run
 from pdserve.model.params import torch_dtype
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 

@@ -18,7 +18,17 @@ from pdserve.base.parallel import ParallelShape, check_split
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
-from pdserve.model.fields import MAX_WIDTH, read_count, read_mapping, read_number, read_texts, read_token_ids
+from pdserve.model.fields import (
+    MAX_WIDTH,
+    ModelFacts,
+    option,
+    read_count,
+    read_mapping,
+    read_number,
+    read_texts,
+    read_token_ids,
+    unused_options,
+)
 from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
@@ -35,12 +45,14 @@ _SHARED_FIELDS = ("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings",
 """Fields beside `text_config` that concern the language model."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ModelSpec(ModelFacts):
     """Configuration of a decoder. Sizes are element counts.
 
     `layers` are all layers of the model, in order. `dtype` is the checkpoint's dtype; None when the config names none.
-    `norm_offset` is added to the weights of RMS norms, those of gated norms excepted.
+    `norm_offset` is added to the weights of RMS norms, those of gated norms excepted. Embeddings are multiplied by
+    `embedding_scale`. Logits are multiplied by `logit_scale`; with `logit_softcap` a scaled logit l is then
+    `logit_softcap * tanh(l / logit_softcap)`.
     """
 
     model_type: str
@@ -57,6 +69,9 @@ class ModelSpec:
     norm_offset: float = 0.0
     config_digest: str = ""
     """Digest of all of `config.json`, for a model that runs through transformers; empty where `layers` say it all."""
+    embedding_scale: float = option(1.0)
+    logit_scale: float = option(1.0)
+    logit_softcap: float | None = option(None)
 
     @property
     def num_layers(self) -> int:
@@ -91,7 +106,8 @@ class ModelSpec:
 
     def digest(self) -> str:
         """Return a short hash of the fields that two peers must share. The KV layout carries the dtype instead."""
-        own = ("dtype", "architectures", "names", *(() if self.config_digest else ("config_digest",)))
+        own = {"dtype", "architectures", "names", *(() if self.config_digest else ("config_digest",))}
+        own |= unused_options(self)
         facts = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in own}
         facts |= {"eos_token_ids": sorted(self.eos_token_ids), "layers": repr(self.layers)}
         return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=8).hexdigest()

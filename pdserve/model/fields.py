@@ -1,15 +1,52 @@
 """Reads fields of a checkpoint's config and validates each one, because checkpoint files are untrusted.
 
 Called by `config` and `rope`. Every function raises ModelError, which names the file, the field and its value.
+`ModelFacts` is the base class of the dataclasses that are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from pdserve.errors import ModelError
+
+T = TypeVar("T")
+_OPTION = "option"
+
+
+class ModelFacts:
+    """Base of dataclasses whose `repr` goes into `ModelSpec.digest`: an `option` is shown where it is not its default.
+
+    So a field that a later version adds changes no digest of the models that do not use it. Subclasses are dataclasses
+    with `repr=False`.
+    """
+
+    def __repr__(self) -> str:
+        assert dataclasses.is_dataclass(self)
+        unused = unused_options(self)
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if (field.repr or _OPTION in field.metadata) and field.name not in unused
+        ]
+        return f"{type(self).__qualname__}({', '.join(shown)})"
+
+
+def unused_options(facts: ModelFacts) -> set[str]:
+    """Return the names of the options that have their defaults."""
+    assert dataclasses.is_dataclass(facts)
+    fields = dataclasses.fields(facts)
+    return {field.name for field in fields if _OPTION in field.metadata and getattr(facts, field.name) == field.default}
+
+
+def option(default: T) -> T:
+    """Declare a field of a `ModelFacts` with this default."""
+    declared: T = dataclasses.field(default=default, repr=False, metadata={_OPTION: True})
+    return declared
+
 
 MAX_COUNT = (1 << 31) - 1
 MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 4096, 1 << 16, 1 << 13, 1 << 22

@@ -27,7 +27,8 @@ def export_hf(path: Path, target: Path) -> None:
     reader = gguf_file.open_gguf(path)
     config = gguf_file.hf_config(reader, path)
     spec = gguf_file.read_spec(path, reader)
-    if spec.attentions[0].rope.freq_divisors is not None:
+    rope = spec.attentions[0].rope
+    if rope is not None and rope.freq_divisors is not None:
         raise ModelError(f"{path} has {gguf_file.ROPE_DIVISORS}, which no HF config expresses; run the file itself")
     dtype = torch_dtype(config["dtype"])
     weights = {name: value.to(dtype) for name, value in gguf_file.tensors(path, spec, reader)}

@@ -4,30 +4,35 @@ A family reads it from the checkpoint's config (`families/`). `Decoder` builds i
 `NativeDecoder` records its program over these modules in the same order.
 
 A layer is a sequence of sublayers. Each one adds `op(norm(x))` to the hidden states `x`. A kind of operation is a class
-of `Operation`. Each layer of a model has its own `DecoderLayerSpec`, so layers may be of different kinds.
+of `Operation`. Each layer of a model has its own `DecoderLayerSpec`, so layers may be of different kinds. Fields that
+are an `option` have no part in `ModelSpec.digest` where they have their defaults.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
+from pdserve.model.fields import ModelFacts, option
 from pdserve.model.rope import RopeSpec
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class AttentionSpec(ModelFacts):
     """Softmax attention of a token over its own and earlier positions; query heads share KV heads (GQA).
 
-    With `qk_norm` each head of Q and K has an RMS norm before the rotation. `window`: positions that a token sees, its
-    own included; None: all. `softcap`: a score s becomes `softcap * tanh(s / softcap)`; None: it stays. With `sinks`
-    each query head has a learned score of a key without a value. With `output_gate` the q projection gives a query and
-    a gate for each head, and the head's output is multiplied by `sigmoid(gate)`. Sizes are of the whole model.
+    `rope` None: nothing is rotated. With `qk_norm` each head of Q and K has an RMS norm before the rotation; with
+    `whole_qk_norm` too, that norm is over all heads of Q together, and over those of K. `window`: positions that a
+    token sees, its own included; None: all. `scale` multiplies the scores; None: `head_dim ** -0.5`. `softcap`: a
+    scaled score s becomes `softcap * tanh(s / softcap)`; None: it stays. With `sinks` each query head has a learned
+    score of a key without a value. With `output_gate` the q projection gives a query and a gate for each head, and the
+    head's output is multiplied by `sigmoid(gate)`. Sizes are of the whole model.
     """
 
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rope: RopeSpec
+    rope: RopeSpec | None
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
@@ -35,6 +40,13 @@ class AttentionSpec:
     softcap: float | None = None
     sinks: bool = False
     output_gate: bool = False
+    scale: float | None = option(None)
+    whole_qk_norm: bool = option(False)
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def q_width(self) -> int:
@@ -47,8 +59,8 @@ class AttentionSpec:
         return self.q_width + 2 * self.num_kv_heads * self.head_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GatedDeltaSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class GatedDeltaSpec(ModelFacts):
     """Gated delta rule (arXiv:2412.06464): linear attention with a recurrent state instead of keys and values.
 
     A depthwise causal convolution over the last `conv_kernel` tokens and SiLU give Q, K and V. Each value head has a
@@ -77,21 +89,38 @@ class GatedDeltaSpec:
         return self.num_value_heads * self.value_dim
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MLPSpec:
-    """SiLU-gated feed-forward: `down(silu(gate(x)) * up(x))`, with `intermediate_size` columns between."""
+Activation = Literal["silu", "gelu_tanh"]
+"""Activation of the gate of a feed-forward."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MLPSpec(ModelFacts):
+    """Gated feed-forward: `down(act(gate(x)) * up(x))`, with `intermediate_size` columns between.
+
+    `act`: SiLU, or GELU in its approximation by tanh.
+    """
 
     intermediate_size: int
     bias: bool
+    act: Activation = option("silu")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoeSpec:
-    """Mixture of `num_experts` SiLU-gated feed-forwards of `intermediate_size` columns each, without biases.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MoeSpec(ModelFacts):
+    """Mixture of `num_experts` gated feed-forwards of `intermediate_size` columns each.
 
-    Each token is routed to `top_k` experts, weighted by router probability. With `norm_top_k` the weights of a token
-    add up to 1. Every token also goes through a shared expert of `shared_intermediate_size` columns; 0: there is none.
-    With `shared_gate` its output is multiplied by the sigmoid of a linear layer with one output.
+    Each token is routed to `top_k` experts, weighted by router probability: `scoring` of the router's outputs, which
+    have a bias with `router_bias`. With `norm_top_k` the weights of a token add up to 1; they are then multiplied by
+    `routed_scale`. With `correction_bias` the router has one more bias, which is added to the probabilities for the
+    choice of experts only. The experts are `num_groups` groups of equal size, and a token's experts are those of its
+    `top_groups` best groups.
+
+    `act` is the activation of an expert. "silu": `silu(gate) * up`. "gpt_oss": `(up + 1) * gate * sigmoid(1.702 *
+    gate)`. With `act_limit` gate is at most that, and up between it and its negative; None: no limit. With
+    `expert_bias` the linear layers of experts have biases.
+
+    Every token also goes through a shared expert of `shared_intermediate_size` columns; 0: there is none. With
+    `shared_gate` its output is multiplied by the sigmoid of a linear layer with one output.
     """
 
     num_experts: int
@@ -100,28 +129,41 @@ class MoeSpec:
     norm_top_k: bool
     shared_intermediate_size: int = 0
     shared_gate: bool = False
+    act: Literal["silu", "gpt_oss"] = option("silu")
+    act_limit: float | None = option(None)
+    scoring: Literal["softmax", "sigmoid"] = option("softmax")
+    correction_bias: bool = option(False)
+    num_groups: int = option(1)
+    top_groups: int = option(1)
+    routed_scale: float = option(1.0)
+    router_bias: bool = option(False)
+    expert_bias: bool = option(False)
 
 
 Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
 """What a sublayer computes."""
 
 
-@dataclasses.dataclass(frozen=True)
-class SublayerSpec:
-    """`x += op(norm(x))`. `norm` is the checkpoint name of the RMS norm, relative to the layer.
+@dataclasses.dataclass(frozen=True, repr=False)
+class SublayerSpec(ModelFacts):
+    """`x += residual_scale * post_norm(op(norm(x)))`.
+
+    `norm` and `post_norm` are the checkpoint names of the RMS norms, relative to the layer; None: there is none.
 
     With `embedding_norm`, the name of one more RMS norm, the operation is an attention that reads
     `[embedding_norm(e) ; norm(x)]`, twice as wide, `e` being the embeddings of the tokens. The layer of an EAGLE-3 head
     has one. It is not in `repr`, from which `ModelSpec.digest` is made: peers of other versions have equal digests.
     """
 
-    norm: str
+    norm: str | None
     op: Operation
     embedding_norm: str | None = dataclasses.field(default=None, repr=False)
+    post_norm: str | None = option(None)
+    residual_scale: float = option(1.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class DecoderLayerSpec:
+@dataclasses.dataclass(frozen=True, repr=False)
+class DecoderLayerSpec(ModelFacts):
     """The sublayers of one layer, in order."""
 
     sublayers: tuple[SublayerSpec, ...]

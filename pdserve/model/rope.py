@@ -11,18 +11,22 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pdserve.errors import ModelError, UnsupportedModelError
-from pdserve.model.fields import read_count, read_mapping, read_number
+from pdserve.model.fields import ModelFacts, option, read_count, read_mapping, read_number
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 _ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeSpec:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class RopeSpec(ModelFacts):
     """Parameters of one RoPE variant. `attention_factor` multiplies cos and sin.
 
     `freq_divisors` has one divisor per pair of dimensions; gguf files store llama3 scaling this way. None otherwise.
     `partial_rotary_factor`: share of a head's dimensions that are rotated, from the first one on.
+
+    With `interleaved` the checkpoint's pairs are the neighbouring dimensions 2i and 2i + 1. The rows of its Q and K
+    projections are reordered at load, so that the model rotates halves as in all other cases. Its keys in the cache
+    have the reordered dimensions too.
     """
 
     type: RopeType = "default"
@@ -37,6 +41,7 @@ class RopeSpec:
     attention_factor: float = 1.0
     freq_divisors: tuple[float, ...] | None = None
     partial_rotary_factor: float = 1.0
+    interleaved: bool = option(False)
 
     def rotary_dim(self, head_dim: int) -> int:
         """Return how many dimensions of a head of `head_dim` are rotated."""

@@ -37,10 +37,9 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
-from pdserve.model.native.delta import DELTA_UNIT, DeltaShape, DeltaStates
+from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
@@ -51,7 +50,7 @@ from pdserve.model.native.packer import (
     PackedOutside,
     Packer,
 )
-from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
+from pdserve.model.native.program import Buffer, HeadShape, Program, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
@@ -69,31 +68,6 @@ class SyncPoint:
 
     at: int
     action: Callable[[int], None]
-
-
-def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Return why the kernels cannot run this model; None when they can."""
-    if device.type != "cpu":
-        return f"the kernels are for the CPU, and the device is {device.type}"
-    if dtype != torch.bfloat16:
-        return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
-    return next(filter(None, map(_cannot_compute, spec.operations)), None)
-
-
-def _cannot_compute(op: Operation) -> str | None:
-    """Return why the kernels cannot compute this operation; None when they can."""
-    if isinstance(op, AttentionSpec):
-        if op.head_dim % 2 or op.head_dim > MAX_HEAD_DIM:
-            return f"heads of {op.head_dim} are odd or larger than {MAX_HEAD_DIM}"
-        if op.num_heads > MAX_GROUP * op.num_kv_heads:
-            return f"{op.num_heads // op.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
-        if op.sinks:
-            return "its attention has sinks, whose weights the kernels do not get"
-    if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
-        return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
-    if isinstance(op, MoeSpec) and op.shared_intermediate_size and not op.shared_gate:
-        return "it has a shared expert without a gate"
-    return None
 
 
 class NativeDecoder:
