@@ -33,6 +33,7 @@ from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
+    MLASpec,
     MLPSpec,
     MoeSpec,
     Operation,
@@ -88,6 +89,17 @@ class ModelSpec(ModelFacts):
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The kinds of attention of the layers, each once, in the order of the layers."""
         return tuple(op for op in self.operations if isinstance(op, AttentionSpec))
+
+    @functools.cached_property
+    def rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """The rotary embeddings of the layers, and the dimensions that each rotates, each pair once."""
+        found: dict[tuple[RopeSpec, int], None] = {}
+        for op in self.operations:
+            if isinstance(op, AttentionSpec) and op.rope is not None:
+                found[op.rope, op.head_dim] = None
+            elif isinstance(op, MLASpec) and op.rope is not None:
+                found[op.rope, op.rope_dim] = None
+        return tuple(found)
 
     @property
     def reads_embeddings(self) -> bool:
@@ -200,9 +212,9 @@ _GROUP_ORDER = (GroupKind.FULL, GroupKind.MLA, GroupKind.INDEX, GroupKind.WINDOW
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: layers that cache the same planes form a group.
 
-    Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL. The attention
-    layers of a model without any full attention keep all tokens, whatever their window is. Layers with a recurrent
-    state have groups of kind STATE.
+    Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL, and layers
+    with latents groups of kind MLA. The attention layers of a model without any full attention keep all tokens,
+    whatever their window is. Layers with a recurrent state have groups of kind STATE.
 
     Raises:
         UnsupportedModelError: the model has no attention.
@@ -219,10 +231,16 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                     num_layers=spec.num_layers,
                 ).planes  # fmt: skip
                 layers.setdefault((kind, window, planes), []).append(index)
+            elif isinstance(op, MLASpec):
+                planes = attention_group(
+                    kind=GroupKind.MLA, page_tokens=page_tokens, num_kv_heads=1, head_dim=op.latent_dim, dtype=dtype,
+                    num_layers=spec.num_layers,
+                ).planes  # fmt: skip
+                layers.setdefault((GroupKind.MLA, None, planes), []).append(index)
             elif isinstance(op, GatedDeltaSpec):
                 layers.setdefault((GroupKind.STATE, None, state_planes(op, dtype)), []).append(index)
     layout = layout_of_layers(layers, spec.num_layers, page_tokens)
-    if not layout.groups or layout.groups[0].kind is not GroupKind.FULL:
+    if not layout.groups or layout.groups[0].kind not in (GroupKind.FULL, GroupKind.MLA):
         raise UnsupportedModelError("the model has recurrent layers only; at least one attention layer is needed")
     return layout
 
@@ -286,12 +304,14 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
                 "key heads",
                 field="tp_size",
             )
-    for heads in spec.attentions:
+    kinds = [(op.num_heads, op.num_kv_heads) for op in spec.attentions]
+    kinds += [(op.num_heads, op.num_heads) for op in spec.operations if isinstance(op, MLASpec)]
+    for num_heads, num_kv_heads in kinds:
         for intermediate_size in columns or [wide]:
             check_split(
                 shape,
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 num_layers=spec.num_layers,
                 intermediate_size=intermediate_size,
                 num_sharing=num_sharing,

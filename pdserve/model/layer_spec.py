@@ -89,6 +89,43 @@ class GatedDeltaSpec(ModelFacts):
         return self.num_value_heads * self.value_dim
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MLASpec(ModelFacts):
+    """Multi-head latent attention (arXiv:2405.04434): one latent a token stands for the keys and values of all heads.
+
+    A latent has two parts, `kv_a(x)` of `kv_lora_rank + rope_dim`. `kv_b` expands the first part, which has an RMS
+    norm, to `nope_dim` dimensions of a key and to the `value_dim` values of each head. The second part is `rope_dim`
+    rotated dimensions of the keys, the same for all heads. Queries are `q(x)`, or with `q_lora_rank` they are `q_b` of
+    the normed `q_a(x)`: `nope_dim + rope_dim` for each head, the last ones rotated. `rope` None: nothing is rotated.
+
+    With `rope.interleaved` the checkpoint has the two dimensions of a pair side by side. They are parted in the
+    rotation, or with `caches_pairs` they stay so in the cache. With `bias` the linear layers `q_a`, `kv_a` and `o` have
+    biases. `scale` multiplies the scores; `norm_eps` belongs to the norms of `q_a` and `kv_a`.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec | None
+    scale: float
+    bias: bool = False
+    caches_pairs: bool = False
+    norm_eps: float = 1e-6
+
+    @property
+    def key_dim(self) -> int:
+        """Dimensions of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Dimensions of a latent in the cache."""
+        return self.kv_lora_rank + self.rope_dim
+
+
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate of a feed-forward."""
 
@@ -140,7 +177,7 @@ class MoeSpec(ModelFacts):
     expert_bias: bool = option(False)
 
 
-Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
+Operation = AttentionSpec | MLASpec | GatedDeltaSpec | MLPSpec | MoeSpec
 """What a sublayer computes."""
 
 
@@ -213,6 +250,12 @@ class LayerNames:
     delta_dt_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
 
     def under(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""

@@ -22,10 +22,12 @@ from pdserve.model.attention.interface import (
     StateRows,
     StepAttention,
 )
+from pdserve.model.attention.latent_pages import LatentPages, LatentStep
+from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, StepSlots, fold_rows, state_rows
 from pdserve.model.forward_batch import NOWHERE, Filling, ForwardBatch, HostRows, IntArray
-from pdserve.model.layer_spec import AttentionSpec
+from pdserve.model.layer_spec import AttentionSpec, MLASpec
 
 Make = Callable[[KVPool, AttentionSpec], AttentionBackend]
 """Makes the backend of one kind of attention over one pool."""
@@ -48,7 +50,7 @@ class AttentionGroup:
 
 
 def make_backends(
-    layers: Sequence[AttentionSpec | None],
+    layers: Sequence[AttentionSpec | MLASpec | None],
     first: int,
     pools: Sequence[GroupPool],
     make: Make,
@@ -72,10 +74,16 @@ def make_backends(
             stateful |= {local: (len(slots), at) for at, local in enumerate(numbers)}
             slots.append(StateSlots(pool, device, max_drafts))
             continue
-        assert isinstance(pool, KVPool)
         for at, local in enumerate(numbers):
             op = layers[local]
             assert op is not None, f"layer {local} caches keys and values, and has no attention"
+            if isinstance(op, MLASpec):
+                if (index,) not in kinds:
+                    kinds[(index,)] = len(groups)
+                    groups.append(AttentionGroup(LatentPages(pool, device), pool.group, pool.null_page))
+                attended[local] = kinds[(index,)], at
+                continue
+            assert isinstance(pool, KVPool)
             kind = (index, op.num_heads, op.window, op.softcap)
             if kind not in kinds:
                 kinds[kind] = len(groups)
@@ -150,6 +158,15 @@ class GroupedStep:
         index, at = self._attended[layer]
         return self._steps[index].attend(at, heads)
 
+    def attend_latents(
+        self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection, scale: float
+    ) -> Tensor:
+        """See `LatentStep.attend_latents`."""
+        index, at = self._attended[layer]
+        step = self._steps[index]
+        assert isinstance(step, LatentStep), f"layer {layer} has no latents"
+        return step.attend_latents(at, query, latents, projection, scale)
+
     def states(self, layer: int) -> LayerStates:
         """See `StepStates.states`."""
         index, at = self._stateful[layer]
@@ -198,3 +215,9 @@ def states_of(step: StepAttention, layer: int) -> LayerStates:
     """Return the states of this rank's layer `layer` in a step of a model with STATE groups."""
     assert isinstance(step, GroupedStep), "the layout has no STATE group"
     return step.states(layer)
+
+
+def latents_of(step: StepAttention) -> LatentStep | GroupedStep:
+    """Return a step of a model with MLA groups as what attends over latents."""
+    assert isinstance(step, LatentStep | GroupedStep), "the layout has no MLA group"
+    return step

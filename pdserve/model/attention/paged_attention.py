@@ -95,11 +95,9 @@ def attend_pages(
     return out
 
 
-def attend_rows(
-    query: Tensor, keys_of_all: Tensor, values_of_all: Tensor, call: AttentionOptions, rows: PassRows
-) -> Tensor:
-    """Attend over keys and values `[1, heads, context tokens, width]`: the rows' contexts in turn."""
-    out = query.new_empty(query.shape[0], query.shape[1], values_of_all.shape[-1])
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, call: AttentionOptions, rows: PassRows) -> Tensor:
+    """Attend over `key` and `value`, `[1, heads, context tokens, width]`: the rows' contexts in turn."""
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
     selected = None if call.indices is None else call.indices.flatten(0, 1).long()
     for row, first in enumerate(rows.context_starts):
         start, end, offset = int(rows.starts[row]), int(rows.ends[row]), int(rows.offsets[row])
