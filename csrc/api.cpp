@@ -12,6 +12,7 @@
 #include "choose.h"
 #include "delta.h"
 #include "experts.h"
+#include "latent.h"
 #include "ops.h"
 #include "pdk.h"
 #include "weights.h"
@@ -206,6 +207,21 @@ int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, 
                      const float* k_norm, float eps, int64_t whole) {
     return counted(
         [&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps, whole != 0)); });
+}
+int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
+                            const pdk_weights* w, int64_t out) {
+    return counted([&] {
+        const Weights weights = weights_of(*w);
+        p->need_operand(weights.k);
+        return p->add(std::make_unique<HeadProduct>(in, stride, columns, heads, weights, out));
+    });
+}
+int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
+                             int64_t layer, const float* norm, float eps, int64_t pairs) {
+    return counted([&] {
+        return p->add(std::make_unique<PlaceLatents>(heads, absorbed, queries, down, layer, norm, eps,
+                                                     static_cast<Pairs>(pairs)));
+    });
 }
 int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                       const float* sinks) {

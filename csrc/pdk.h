@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 14
+#define PDK_VERSION 15
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -171,6 +171,17 @@ PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float
    heads together and of all keys together. */
 PDK_API int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
                              const float* k_norm, float eps, int64_t whole);
+/* Of each of `heads` heads: columns [head * stride, head * stride + columns) of `in` times the head's part of `w`, whose
+   layers lie one after the other. `out` has equally many columns of each head. */
+PDK_API int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
+                                    const pdk_weights* w, int64_t out);
+/* Multi-head latent attention: `heads` has one KV head of rank + rope columns, whose values are its keys (value_offset
+   0). Queries are `absorbed` [heads][rank] with the last rope columns of `queries` [heads][nope + rope]; latents are
+   `down` [rank + rope], the first columns normalised by `norm` [rank]. The rope columns of both are rotated: pairs are
+   in the two halves (pairs 0), beside each other in the inputs and in the halves afterwards (1), or always beside each
+   other (2). Writes the latents to the pages of `layer`. */
+PDK_API int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
+                                     int64_t layer, const float* norm, float eps, int64_t pairs);
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 /* out = (with add +=) in * sigmoid(gate): `gate` has a column of buffer `gates` for each column of `in`, from `first`

@@ -8,6 +8,7 @@ buffers, and the program continues.
     x = embedding                             float32, [tokens, hidden]
     the sublayers of each layer, in the order of its `DecoderLayerSpec`:
         attention   qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [all_reduce]
+        MLA         q, latent = norm(x) W   absorb, place: latents into pages   mixed = attention W   x += mixed W
         delta       inputs = norm(x) W   mixed = convolution, delta rule, gated norm   x += mixed W      [all_reduce]
         MLP         h = silu(norm(x) Wg) * norm(x) Wu   x += h W                                         [reduce_sum]
         MoE         routes = top k of norm(x) W   x += sum of experts                                    [reduce_sum]
@@ -39,11 +40,14 @@ from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
+from pdserve.model.mla import MLA
 from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.latents import latent_shape, record_latents
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
     PackedLinear,
+    PackedMLA,
     PackedMLP,
     PackedMoe,
     PackedOperation,
@@ -99,7 +103,7 @@ class NativeDecoder:
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
-        self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
+        self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head = head
@@ -180,7 +184,7 @@ class NativeDecoder:
         }
         for local, layer in enumerate(model.layers):
             for op in layer.operations:
-                if isinstance(op, Attention):
+                if isinstance(op, Attention | MLA):
                     self._add_heads(local, op)
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight)
@@ -313,6 +317,12 @@ class NativeDecoder:
         if isinstance(weights, PackedAttention):
             self._record_attention(local, sublayer, weights)
             return
+        if isinstance(weights, PackedMLA):
+            heads, (_, index) = self._add_heads(local, weights.op), self._places[local]
+            mixed = record_latents(self._program, self._buffer, self._x, norm, weights, heads, index)
+            self._kv_write_ends.append(mixed.written)
+            self._record_output(mixed.buffer, weights.out)
+            return
         if isinstance(weights, PackedDelta):
             self._record_delta(local, norm, weights)
             return
@@ -374,19 +384,23 @@ class NativeDecoder:
             self._program.linear(mixed, out, self._part)
             self._add_sync_point(self._add_attention)
 
-    def _add_heads(self, local: int, op: Attention) -> int:
+    def _add_heads(self, local: int, op: Attention | MLA) -> int:
         """Return the program's number of this layer's heads; layers with equal heads over one pool share it."""
         pool, _ = self._places[local]
         group = pool.group
-        of_window = group.space is PageSpace.WINDOW
-        shape = HeadShape(
-            group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
-        )
+        if isinstance(op, MLA):
+            shape = latent_shape(group, op)
+        else:
+            of_window = group.space is PageSpace.WINDOW
+            shape = HeadShape(
+                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
+            )
         key = (pool, shape, op.rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)
-            rotary = self._model.rotaries[op.rotary]
-            self._program.angles(rotary.inverse, rotary.factor, heads=number)
+            if op.rotary is not None:
+                rotary = self._model.rotaries[op.rotary]
+                self._program.angles(rotary.inverse, rotary.factor, heads=number)
             self._heads[key] = number
         return self._heads[key]
 

@@ -21,6 +21,7 @@ from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
+from pdserve.model.mla import MLA
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.params import ParamSlots
 
@@ -37,6 +38,23 @@ class PackedAttention:
     qkv: Packed
     out: Packed
     of_embeddings: Packed | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMLA:
+    """Packed projections of an `MLA`. `q_a` is None without a `q_lora_rank`.
+
+    `absorb` and `project` have one layer for each head: the parts of `kv_b` for keys, transposed, and for values. They
+    are bf16 in every number format.
+    """
+
+    op: MLA
+    q_a: Packed | None
+    q: Packed
+    kv_a: Packed
+    absorb: Packed
+    project: Packed
+    out: Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +108,7 @@ class PackedOutside:
     op: FeedForward
 
 
-PackedOperation = PackedAttention | PackedDelta | PackedMLP | PackedMoe | PackedOutside
+PackedOperation = PackedAttention | PackedMLA | PackedDelta | PackedMLP | PackedMoe | PackedOutside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +120,7 @@ class Packer:
     params: ParamSlots
     packing: Callable[[], AbstractContextManager[object]]
 
-    def operation(self, op: Attention | GatedDeltaNet | FeedForward) -> PackedOperation:
+    def operation(self, op: Attention | MLA | GatedDeltaNet | FeedForward) -> PackedOperation:
         """Pack one operation of a layer. Takes ownership of its weights."""
         if isinstance(op, Attention) and op.reads_embeddings:
             of_embeddings, qkv = self.halves(op.qkv)
@@ -110,6 +128,9 @@ class Packer:
         if isinstance(op, Attention):
             order = _gates_last(op) if op.spec.output_gate else None
             return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out))
+        if isinstance(op, MLA):
+            q_a = None if op.q_a is None else self.linear(op.q_a)
+            return PackedMLA(op, q_a, self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out))
         if isinstance(op, GatedDeltaNet):
             return PackedDelta(op, self.linear(op.project), self.linear(op.out))
         if isinstance(op, DenseMLP):
@@ -131,6 +152,23 @@ class Packer:
         op.shared = shared
         op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
         return PackedOutside(op)
+
+    def kv_b(self, op: MLA) -> tuple[Packed, Packed]:
+        """Pack the weight that expands latents, for keys and for values: see `PackedMLA`. Drops the original."""
+        spec, count = op.spec, op.num_heads
+        absorb = open_packed(self.arena, "bf16", spec.kv_lora_rank, spec.nope_dim, count=count)
+        project = open_packed(self.arena, "bf16", spec.value_dim, spec.kv_lora_rank, count=count)
+
+        def take() -> None:
+            with self.packing():
+                for head, weight in enumerate(op.kv_b.view(count, -1, spec.kv_lora_rank)):
+                    absorb.put(weight[: spec.nope_dim].t(), index=head)
+                    project.put(weight[spec.nope_dim :], index=head)
+                self.params.release_weights(op.kv_b, absorb.num_bytes + project.num_bytes)
+                op.release_kv_b()
+
+        self.params.when_given([op.kv_b], take)
+        return absorb, project
 
     def experts(self, experts: Experts) -> tuple[Packed, Packed]:
         """Pack all experts' gate and up, and down. Drops the originals."""

@@ -61,16 +61,19 @@ class Program:
     def add_heads(self, heads: HeadShape, kv: Tensor) -> int:
         """Add heads over a KV pool, and return their number.
 
-        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`.
+        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`; of latents `[num_pages, layers, 1, 1,
+        page_tokens, dim]`.
         """
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
-        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        planes = 1 if heads.of_latents else 2
+        assert kv.shape[1:] == (heads.layers, planes, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
         assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
         assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
         shape = PdkHeads(
-            self._keep(kv), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
-            heads.of_window, heads.dim**-0.5 if heads.scale is None else heads.scale,
+            self._keep(kv), *kv.stride()[:2], 0 if heads.of_latents else kv.stride(2), heads.num_kv_heads,
+            heads.page_tokens, heads.dim, heads.num_heads, heads.of_window,
+            heads.dim**-0.5 if heads.scale is None else heads.scale,
         )  # fmt: skip
         number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))
         self._heads.append(heads)
@@ -196,6 +199,51 @@ class Program:
         q_heads, k_heads = (shape.num_heads, shape.num_kv_heads) if whole else (1, 1)
         norms = self._norm(q_norm, q_heads * shape.dim), self._norm(k_norm, k_heads * shape.dim)
         self._op(self._library.pdk_op_place(self._handle, heads, qkv.number, layer, *norms, eps, whole))
+
+    def head_product(self, source: Buffer, weights: Packed, out: Buffer, *, num_heads: int) -> None:
+        """Record: `out` = for each head, its items of `source` times its layer of `weights`.
+
+        `source` and `out` have equally many items of each head. The inputs of a head are its first `weights.num_in`.
+        """
+        assert len(weights.data) == num_heads and weights.bias is None and weights.num_parts == 1
+        stride = source.width // num_heads
+        assert source.width % num_heads == 0 and weights.num_in <= stride
+        assert out.width == num_heads * weights.num_out and out.dtype == source.dtype == torch.float32
+        assert not source.of_samples and not out.of_samples
+        self._op(
+            self._library.pdk_op_head_product(
+                self._handle, source.number, stride, weights.num_in, num_heads, self._weights(weights), out.number
+            )
+        )
+
+    def place_latents(
+        self,
+        absorbed: Buffer,
+        queries: Buffer,
+        down: Buffer,
+        layer: int,
+        norm: Tensor,
+        eps: float,
+        *,
+        pairs: int,
+        heads: int,
+    ) -> None:
+        """Record: normalise and rotate latents and queries over latents; write the latents to pages.
+
+        `absorbed` `[heads * rank]`, `queries` `[heads * (nope + rope)]`, `down` `[rank + rope]`, `norm` `[rank]`.
+        `pairs`: see `pdk_op_place_latents`. `layer`: number in the pool of the heads.
+        """
+        shape = self._heads[heads]
+        rank = absorbed.width // shape.num_heads
+        assert shape.of_latents and shape.num_kv_heads == 1 and 0 <= layer < shape.layers and pairs in (0, 1, 2)
+        assert absorbed.width == shape.num_heads * rank and rank < shape.dim == down.width
+        assert queries.width % shape.num_heads == 0 and queries.width // shape.num_heads >= shape.dim - rank
+        self._op(
+            self._library.pdk_op_place_latents(
+                self._handle, heads, absorbed.number, queries.number, down.number, layer, self._norm(norm, rank), eps,
+                pairs,
+            )
+        )  # fmt: skip
 
     def attend(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.model.config import ModelSpec
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, MoeSpec, Operation, SublayerSpec
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MLPSpec, MoeSpec, Operation, SublayerSpec
 from pdserve.model.native.delta import DELTA_UNIT
 from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM
 
@@ -47,6 +47,11 @@ def _cannot_compute(op: Operation) -> str | None:
             return "its attention has a scale of its own"
         if op.whole_qk_norm:
             return "the norms of its queries and keys are over all heads"
+    if isinstance(op, MLASpec):
+        if op.latent_dim % 2 or op.latent_dim > MAX_HEAD_DIM:
+            return f"latents of {op.latent_dim} are odd or larger than {MAX_HEAD_DIM}"
+        if op.num_heads > MAX_GROUP:
+            return f"{op.num_heads} heads share its latents, more than {MAX_GROUP}"
     if isinstance(op, MLPSpec) and op.act != "silu":
         return f"its feed-forward has the activation {op.act}"
     if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):

@@ -1,0 +1,81 @@
+"""Records an MLA layer as operations of a program: projections, absorption, attention over latents.
+
+Called by `NativeDecoder`.
+
+    down = norm(x) Wkv_a   queries = norm(x) Wq, or q_a_norm(norm(x) Wq_a) Wq_b
+    absorbed = queries Wk of each head   place: latents into pages, queries over latents into q
+    attended = attention with one KV head, the latent   mixed = attended Wv of each head
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+
+from pdserve.memory.layout import KVGroup
+from pdserve.model.layers.dense import RMSNorm
+from pdserve.model.mla import MLA
+from pdserve.model.native.packer import PackedMLA
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import Buffer, HeadShape
+
+MakeBuffer = Callable[[str, int], Buffer]
+"""Returns the buffer of a role with a width."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """The output of the heads, and the number of operations up to the end of the write of latents."""
+
+    buffer: Buffer
+    written: int
+
+
+def latent_shape(group: KVGroup, op: MLA) -> HeadShape:
+    """Return the heads of an MLA layer over the pool of its group."""
+    spec = op.spec
+    return HeadShape(
+        group.num_layers, op.num_heads, 1, group.page_tokens, spec.latent_dim, scale=spec.scale, of_latents=True
+    )
+
+
+def record_latents(
+    program: Program, buffer: MakeBuffer, x: Buffer, norm: RMSNorm, weights: PackedMLA, heads: int, index: int
+) -> Mixed:
+    """Record a layer behind its norm, up to its output projection.
+
+    `heads` is the program's number of its heads, and `index` the layer's number in their pool.
+    """
+    op, spec, count, weight = weights.op, weights.op.spec, weights.op.num_heads, _weight(norm)
+    down, queries = buffer("latent", spec.latent_dim), buffer("queries", weights.q.num_out)
+    program.linear(x, weights.kv_a, down, norm=weight, eps=norm.eps)
+    if weights.q_a is None or op.q_a_norm is None:
+        program.linear(x, weights.q, queries, norm=weight, eps=norm.eps)
+    else:
+        lower = buffer("q_a", weights.q_a.num_out)
+        program.linear(x, weights.q_a, lower, norm=weight, eps=norm.eps)
+        program.linear(lower, weights.q, queries, norm=_weight(op.q_a_norm), eps=op.q_a_norm.eps)
+    absorbed = buffer("absorbed", count * spec.kv_lora_rank)
+    program.head_product(queries, weights.absorb, absorbed, num_heads=count)
+    program.place_latents(
+        absorbed, queries, down, index, _weight(op.kv_a_norm), op.kv_a_norm.eps, pairs=_pairs(op), heads=heads
+    )
+    written = program.num_ops
+    attended, mixed = buffer("attended", count * spec.latent_dim), buffer("mixed", count * spec.value_dim)
+    program.attend(index, attended, heads=heads)
+    program.head_product(attended, weights.project, mixed, num_heads=count)
+    return Mixed(mixed, written)
+
+
+def _pairs(op: MLA) -> int:
+    """Return where the columns of a rotated pair lie; see `pdk_op_place_latents`."""
+    if op.spec.rope is None or not op.spec.rope.interleaved:
+        return 0
+    return 2 if op.spec.caches_pairs else 1
+
+
+def _weight(norm: RMSNorm) -> Tensor:
+    """Return what a norm multiplies by."""
+    return norm.offset + norm.weight.float() if norm.offset else norm.weight
