@@ -19,7 +19,8 @@ from pdserve.executor.input_batch import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.native.delta import DeltaShape, DeltaStates
-from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, open_packed, pack, pack_gated
 from pdserve.protocol.sampling import CoreSamplingParams

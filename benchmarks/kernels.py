@@ -46,7 +46,7 @@ from benchmarks.kernel_cases import (
 from benchmarks.report import Spread, markdown_table, spread_of
 from benchmarks.strip_reader import StripReader
 from pdserve.base.native import best_level
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 from pdserve.model.native.weights import Format
 from pdserve.protocol.sampling import CoreSamplingParams
 

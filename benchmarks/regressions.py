@@ -32,7 +32,7 @@ from benchmarks import bench_cpu_step, kernels, ratio_table, report
 from benchmarks.report import Run, Spread, busy_note, ratios, spread_of
 from benchmarks.servers import monolith, monolith_and_pair
 from pdserve.base.native import best_level
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 
 PARTS = ("kernels", "steps", "servers")
 STEP_BATCHES = (1, 16)

@@ -165,8 +165,8 @@ int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples) {
     return counted([&] { return p->reserve(tokens, samples), 0; });
 }
 
-int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width) {
-    return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows))); });
+int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width, float scale) {
+    return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows), scale)); });
 }
 int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor) {
     return counted([&] {
@@ -175,16 +175,18 @@ int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64
     });
 }
 int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t columns,
-                      int64_t out, int64_t add, int64_t of_samples) {
+                      int64_t out, int64_t add, float scale, int64_t of_samples) {
     return counted([&] {
         const Weights weights = weights_of(*w);
         if (in >= 0) p->need_operand(weights.k);
         const Source source{in, in >= 0 ? p->buffers[in].width : 0, norm, eps};
         const Store store = add ? Store::add : Store::write;
-        return p->add(std::make_unique<Product>(source, weights, columns, out, store, of_samples != 0));
+        return p->add(
+            std::make_unique<Product>(source, weights, columns, out, store, scale, Activation{}, of_samples != 0));
     });
 }
-int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w) {
+int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t act,
+                     float limit) {
     return counted([&] {
         const Weights weights = weights_of(*w);
         const int64_t inner = weights.blocks / 2 * BLOCK;
@@ -192,15 +194,18 @@ int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, c
         p->need_gated(inner);
         const Source source{in, p->buffers[in].width, norm, eps};
         const bool of_samples = p->buffers[in].of_samples;
-        return p->add(std::make_unique<Product>(source, weights, inner, -1, Store::swiglu, of_samples));
+        const Activation activation{static_cast<Act>(act), limit};
+        return p->add(
+            std::make_unique<Product>(source, weights, inner, -1, Store::gated, 1.0f, activation, of_samples));
     });
 }
 int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Norm>(in, out, norm, eps)); });
 }
 int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
-                     const float* k_norm, float eps) {
-    return counted([&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps)); });
+                     const float* k_norm, float eps, int64_t whole) {
+    return counted(
+        [&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps, whole != 0)); });
 }
 int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                       const float* sinks) {
@@ -232,6 +237,12 @@ int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps,
         const Mixture mixture{num_experts, weights_of(*gate_up), weights_of(*down), counts};
         return p->add(std::make_unique<Experts>(source, experts, weights, mixture, out, add != 0));
     });
+}
+int64_t pdk_op_add(pdk_program* p, int64_t in, const float* norm, float eps, float scale, int64_t out) {
+    return counted([&] { return p->add(std::make_unique<AddRows>(in, norm, eps, scale, out)); });
+}
+int64_t pdk_op_cap(pdk_program* p, int64_t buffer, float scale, float softcap) {
+    return counted([&] { return p->add(std::make_unique<Cap>(buffer, scale, softcap)); });
 }
 int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Select>(in, out)); });

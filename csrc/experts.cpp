@@ -124,7 +124,7 @@ void Experts::run(Program& p, int thread) {
                           source.eps, from(inputs, i), 0, 1);
     p.pool.meet();
     share_blocks(p, thread, wide.blocks / mixture.count / 2, [&](const Part& part, const Part* then) {
-        const Output to{Store::swiglu, nullptr, deep.k, deep.k, from(gated, part.row)};
+        const Output to{Store::gated, nullptr, deep.k, deep.k, from(gated, part.row)};
         const Weights w = of_expert(wide, part.expert, mixture.count);
         const Soon soon = then ? block_of(wide, *then, mixture.count, 2) : Soon{};
         p.kernels.linear(w, from(inputs, part.row), part.rows, part.begin, part.end, to, soon);

@@ -1,11 +1,11 @@
 // Between the q/k/v projection and attention: head norms, rotation, and the KV write to pages. See level.cpp.
 #pragma once
 
-// One head of `dim`: normalised if `norm` is not null, its first 2 * half columns rotated by the angles, times scale. x
-// and out must not overlap.
-INLINE void turn(const float* x, int64_t dim, const float* norm, float eps, int64_t half, const float* cos,
-                 const float* sin, float scale, float* out) {
-    F factor = set1(norm ? scale * inverse_rms(x, dim, eps) : scale);
+// One head of `dim`: times `scale`, and times `norm` if it is not null; its first 2 * half columns are rotated by the
+// angles. x and out must not overlap.
+INLINE void turn(const float* x, int64_t dim, const float* norm, int64_t half, const float* cos, const float* sin,
+                 float scale, float* out) {
+    const F factor = set1(scale);
     for (int64_t d = 0; d < half; d += 16) {
         const int64_t n = half - d;
         F a = load_n(x + d, n) * factor, b = load_n(x + half + d, n) * factor;
@@ -33,17 +33,23 @@ static void place(const Heads& h, const Pages& pages, const int64_t* write_pages
     const int64_t dim = h.dim, wide = padded(dim), group = h.heads / h.kv_heads;
     alignas(64) float turned[1024] = {};
     for (int64_t i = first; i < last; i++) {
-        const float* x = h.qkv + i * h.stride;
+        const float *x = h.qkv + i * h.stride, *keys = x + h.heads * dim;
+        const float of_q = h.q_norm && h.whole ? inverse_rms(x, h.heads * dim, h.eps) : 1.0f;
+        const float of_k = h.k_norm && h.whole ? inverse_rms(keys, h.kv_heads * dim, h.eps) : 1.0f;
         const float *cos = h.cos + i * h.half, *sin = h.sin + i * h.half;
         for (int64_t q = 0; q < h.heads; q++) {
-            turn(x + q * dim, dim, h.q_norm, h.eps, h.half, cos, sin, h.scale, turned);
+            const float* own = h.q_norm && h.whole ? h.q_norm + q * dim : h.q_norm;
+            const float scale = h.q_norm ? h.scale * (h.whole ? of_q : inverse_rms(x + q * dim, dim, h.eps)) : h.scale;
+            turn(x + q * dim, dim, own, h.half, cos, sin, scale, turned);
             narrow(turned, h.q + (((q / group) * h.tokens + i) * group + q % group) * wide, wide);
         }
         for (int64_t k = 0; k < h.kv_heads; k++) {
             bf16* to = pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * dim;
-            turn(x + (h.heads + k) * dim, dim, h.k_norm, h.eps, h.half, cos, sin, 1.0f, turned);
+            const float *from = keys + k * dim, *own = h.k_norm && h.whole ? h.k_norm + k * dim : h.k_norm;
+            const float scale = h.k_norm ? (h.whole ? of_k : inverse_rms(from, dim, h.eps)) : 1.0f;
+            turn(from, dim, own, h.half, cos, sin, scale, turned);
             narrow(turned, to, dim);
-            narrow(x + (h.heads + h.kv_heads + k) * dim, to + pages.value_offset, dim);
+            narrow(keys + (h.kv_heads + k) * dim, to + pages.value_offset, dim);
         }
     }
 }

@@ -66,15 +66,22 @@ struct Operand {
     int32_t* offset;
 };
 
-enum class Store : int32_t { write = 0, add = 1, swiglu = 2 };
+enum class Store : int32_t { write = 0, add = 1, gated = 2 };
 
-// Destination of a product. `write`, `add`: float [rows][columns], rows `stride` apart. `swiglu`: each weight block has
-// 16 outputs of gate and 16 of up, blocks come in pairs, and the gated result goes to `next`.
+// What a gated product makes of its gate and up columns: see pdk_op_gated.
+enum class Act : int32_t { silu = 0, gelu_tanh = 1, gpt_oss = 2 };
+
+// Destination of a product. `write`, `add`: float [rows][columns], rows `stride` apart; `add` adds `scale` times the
+// product. `gated`: each weight block has 16 outputs of gate and 16 of up, blocks come in pairs, and the result of
+// `act` goes to `next`.
 struct Output {
     Store store;
     float* to;
     int64_t columns, stride;
     Operand next;
+    float scale = 1.0f;
+    Act act = Act::silu;
+    float limit = 0.0f;  // of gpt_oss
 };
 
 // Output of the q/k/v projection, to be normalised, rotated and written to the query buffer and the pages.
@@ -83,7 +90,8 @@ struct Heads {
     int64_t stride, heads, kv_heads, dim, tokens;
     int64_t half;                  // the first 2 * half columns of a head are rotated
     const float *cos, *sin;        // [tokens][half]
-    const float *q_norm, *k_norm;  // [dim] or null
+    const float *q_norm, *k_norm;  // [dim] or null; with `whole` [heads * dim] and [kv_heads * dim]
+    bool whole;                    // a norm is over all heads together, not over each
     float eps, scale;
     bf16* q;  // [kv_heads][tokens][heads / kv_heads][padded dim], scaled
 };
@@ -157,7 +165,7 @@ struct Kernels {
                     int64_t first, int64_t last);
     void (*norm)(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
                  int64_t last);
-    // Multiplies rows [0, rows) with blocks [first, last); for swiglu, with pairs of blocks.
+    // Multiplies rows [0, rows) with blocks [first, last); for a gated product, with pairs of blocks.
     void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out,
                    const Soon& soon);
     void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
@@ -177,7 +185,12 @@ struct Kernels {
     double (*weigh)(const float* x, int64_t count, float most, float temperature, float* out);
     // Sets weights below `floor` to 0; sums: one per CHOICE_BLOCK weights.
     void (*keep)(float* weights, int64_t count, float floor, float* sums);
-    void (*widen)(const bf16* x, float* out, int64_t count);
+    void (*widen)(const bf16* x, float scale, float* out, int64_t count);
+    // Columns [first, last) of out += scale * x; x [columns] is normalised if `norm` is not null.
+    void (*add)(const float* x, int64_t columns, const float* norm, float eps, float scale, float* out, int64_t first,
+                int64_t last);
+    // x = softcap * tanh(scale * x / softcap); softcap 0: x = scale * x.
+    void (*cap)(float* x, int64_t count, float scale, float softcap);
     // out [columns] = (with `add` +=) the weighted sum of `count` rows, those at `places`.
     void (*mix)(const float* rows, int64_t columns, const int64_t* places, const float* weights, int64_t count,
                 float* out, bool add);

@@ -47,7 +47,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
 const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode, extend, merge,
-                         gate,            delta,   argmax,    weigh,  keep,  widen,  mix};
+                         gate,            delta,   argmax,    weigh,  keep,  widen,  add,    cap,   mix};
 
 }  // namespace PDK_LEVEL
 }  // namespace pdk

@@ -41,7 +41,7 @@ struct Rest {
 
     void finish(int64_t most) {
         const int64_t n = most < rows ? most : rows;
-        if (o.store == Store::swiglu) gate(n);
+        if (o.store == Store::gated) gate(n);
         else if (o.store == Store::add) put<true>(n);
         else put<false>(n);
         from += n * BLOCK, second += n * BLOCK, row += n, rows -= n;
@@ -57,21 +57,35 @@ struct Rest {
             for (int64_t c = 0; c < 32 && c < left; c += 16) {
                 F v = load(a + c);
                 if (w.bias) v = v + load(w.bias + block * BLOCK + c);
-                if (ADD) v = v + load_n(to + c, left - c);
+                if (ADD) v = fma(v, set1(o.scale), load_n(to + c, left - c));
                 store_n(to + c, v, left - c);
             }
     }
+    template <Act ACT>
     F gated(const float* a, const float* bias) const {
         F g = load(a), u = load(a + 16);
         if (bias) g = g + load(bias), u = u + load(bias + 16);
-        return silu(g) * u;
+        if constexpr (ACT == Act::silu) return silu(g) * u;
+        if constexpr (ACT == Act::gelu_tanh) return gelu_tanh(g) * u;
+        const F limit = set1(o.limit);
+        g = min(g, limit), u = max(min(u, limit), zero() - limit);
+        return g * sigmoid(g * set1(1.702f)) * (u + set1(1.0f));
     }
     void gate(int64_t n) const {
+        if (o.act == Act::silu) gate_by<Act::silu>(n);
+        else if (o.act == Act::gelu_tanh) gate_by<Act::gelu_tanh>(n);
+        else gate_by<Act::gpt_oss>(n);
+    }
+    template <Act ACT>
+    void gate_by(int64_t n) const {
         const float* bias = w.bias ? w.bias + block * BLOCK : nullptr;
         for (int64_t r = 0; r < n; r++) {
-            const F made = gated(from + r * BLOCK, bias);
-            if (pair) put_block(o.next, row + r, block * 16, made, gated(second + r * BLOCK, bias ? bias + BLOCK : bias));
-            else store_half(o.next.half + (row + r) * o.next.k + block * 16, made);
+            const F made = gated<ACT>(from + r * BLOCK, bias);
+            if (!pair) store_half(o.next.half + (row + r) * o.next.k + block * 16, made);
+            else {
+                const F more = gated<ACT>(second + r * BLOCK, bias ? bias + BLOCK : bias);
+                put_block(o.next, row + r, block * 16, made, more);
+            }
         }
     }
 };
@@ -84,7 +98,7 @@ struct Fetch {
     void go(int64_t most) {
         const int64_t end = row + (most < rows ? most : rows);
         for (rows -= end - row; row < end; row++) {
-            if (o.store != Store::swiglu) {
+            if (o.store != Store::gated) {
                 const float* to = o.to + row * o.stride + block * BLOCK;
                 __builtin_prefetch(to, 1);
                 __builtin_prefetch(to + 16, 1);
@@ -113,7 +127,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
                    const Soon& soon) {
     alignas(64) float room[2][2][(TILE_ROWS + ROOM_ROWS) * BLOCK];
     const Multiplier multiplier(w.format, rows);
-    const bool gated = o.store == Store::swiglu, pair = gated && !multiplier.tiles;
+    const bool gated = o.store == Store::gated, pair = gated && !multiplier.tiles;
     const int64_t bytes = block_bytes(w), wide = pair ? 2 : 1, most = multiplier.most;
     if (gated) first *= 2, last *= 2;
     int64_t pass = ROW_BYTES / (w.format == Format::bf16 ? w.k * 2 : w.k) / most * most;

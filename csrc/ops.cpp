@@ -11,7 +11,7 @@ void Embed::run(Program& p, int thread) {
     int64_t first, last;
     p.share(p.step.tokens, thread, first, last);
     for (int64_t i = first; i < last; i++)
-        p.kernels.widen(rows + p.step.ids[i] * width, p.floats(out) + i * width, width);
+        p.kernels.widen(rows + p.step.ids[i] * width, scale, p.floats(out) + i * width, width);
 }
 
 void Angles::run(Program& p, int thread) {
@@ -45,14 +45,14 @@ void Product::run(Program& p, int thread) {
     }
     int64_t first, last;
     share(p, thread, first, last);
-    Output to{store, nullptr, columns, columns, {}};
-    if (store == Store::swiglu) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
+    Output to{store, nullptr, columns, columns, {}, scale, activation.act, activation.limit};
+    if (store == Store::gated) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
     else to.to = p.floats(out);
     p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread));
 }
 
 void Product::share(Program& p, int thread, int64_t& first, int64_t& last) const {
-    p.share(store == Store::swiglu ? weights.blocks / 2 : weights.blocks, thread, first, last);
+    p.share(store == Store::gated ? weights.blocks / 2 : weights.blocks, thread, first, last);
 }
 
 Soon Product::first_read(Program& p, int thread) const {
@@ -60,7 +60,7 @@ Soon Product::first_read(Program& p, int thread) const {
     int64_t first, last;
     share(p, thread, first, last);
     if (first == last) return {};
-    return {weights.data + (store == Store::swiglu ? 2 : 1) * first * block_bytes(weights)};
+    return {weights.data + (store == Store::gated ? 2 : 1) * first * block_bytes(weights)};
 }
 
 void Norm::run(Program& p, int thread) {
@@ -75,7 +75,7 @@ void Place::run(Program& p, int thread) {
     const HeadGroup& g = *p.groups[group];
     const pdk_heads& h = g.heads;
     const Heads heads{p.floats(qkv), p.buffers[qkv].width, h.heads, h.kv_heads, h.dim, p.step.tokens, g.half,
-                      g.cos.as<float>(), g.sin.as<float>(), q_norm, k_norm, eps, h.scale, p.q.as<bf16>()};
+                      g.cos.as<float>(), g.sin.as<float>(), q_norm, k_norm, whole, eps, h.scale, p.q.as<bf16>()};
     p.kernels.place(heads, p.pages_of(group, layer), p.write_pages(group), p.step.write_slots, first, last);
 }
 
@@ -120,19 +120,44 @@ Soon Attend::first_read(Program& p, int thread) const {
     return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.dim)};
 }
 
-// Threads share 16-column pieces of all rows, so that few rows keep all of them busy.
-void Sigmoid::run(Program& p, int thread) {
-    const int64_t width = p.buffers[in].width, pieces = (width + 15) / 16, stride = p.buffers[gates].width;
+// Calls call(row, first column, last column) for the thread's share. Threads share 16-column pieces of all rows, so
+// that few rows keep all of them busy.
+template <class Call>
+static void by_columns(Program& p, int thread, int64_t buffer, Call&& call) {
+    const int64_t width = p.buffers[buffer].width, pieces = (width + 15) / 16;
     int64_t at, last;
-    p.share(p.count(p.buffers[out].of_samples) * pieces, thread, at, last);
+    p.share(p.count(p.buffers[buffer].of_samples) * pieces, thread, at, last);
     for (int64_t end; at < last; at = end) {
         const int64_t row = at / pieces, c = at % pieces * 16;
         end = std::min(last, (row + 1) * pieces);
-        const int64_t columns = std::min(width - c, (end - at) * 16);
-        const float* gate = p.floats(gates) + row * stride + first;
-        p.kernels.sigmoid(p.floats(in) + row * width + c, wide == 1 ? gate : gate + c, wide == 1, columns,
-                          p.floats(out) + row * width + c, add);
+        call(row, c, std::min(width, c + (end - at) * 16));
     }
+}
+
+void Sigmoid::run(Program& p, int thread) {
+    const int64_t width = p.buffers[in].width, stride = p.buffers[gates].width;
+    by_columns(p, thread, out, [&](int64_t row, int64_t c, int64_t end) {
+        const float* gate = p.floats(gates) + row * stride + first;
+        p.kernels.sigmoid(p.floats(in) + row * width + c, wide == 1 ? gate : gate + c, wide == 1, end - c,
+                          p.floats(out) + row * width + c, add);
+    });
+}
+
+void AddRows::run(Program& p, int thread) {
+    const int64_t width = p.buffers[in].width;
+    by_columns(p, thread, out, [&](int64_t row, int64_t c, int64_t end) {
+        p.kernels.add(p.floats(in) + row * width, width, norm, eps, scale, p.floats(out) + row * width, c, end);
+    });
+}
+
+void Cap::run(Program& p, int thread) {
+    const int64_t rows = p.count(p.buffers[buffer].of_samples), width = p.buffers[buffer].width;
+    int64_t first, last;
+    p.share(padded(width) / BLOCK, thread, first, last);
+    first *= BLOCK;
+    last = std::min(width, last * BLOCK);
+    for (int64_t i = 0; i < rows && first < last; i++)
+        p.kernels.cap(p.floats(buffer) + i * width + first, last - first, scale, softcap);
 }
 
 void Select::run(Program& p, int thread) {

@@ -7,7 +7,9 @@ namespace pdk {
 struct Embed : Op {
     int64_t out, width;
     const bf16* rows;
-    Embed(int64_t out, int64_t width, const bf16* rows) : out(out), width(width), rows(rows) {}
+    float scale;
+    Embed(int64_t out, int64_t width, const bf16* rows, float scale)
+        : out(out), width(width), rows(rows), scale(scale) {}
     void run(Program& p, int thread) override;
 };
 
@@ -27,14 +29,25 @@ struct Source {
     float eps;
 };
 
+// Act and limit of a gated product.
+struct Activation {
+    Act act = Act::silu;
+    float limit = 0.0f;
+};
+
+// `scale`: of what is added, see Output.
 struct Product : Op {
     Source source;
     Weights weights;
     int64_t columns, out;
     Store store;
+    float scale;
+    Activation activation;
     bool of_samples;
-    Product(const Source& source, const Weights& weights, int64_t columns, int64_t out, Store store, bool of_samples)
-        : source(source), weights(weights), columns(columns), out(out), store(store), of_samples(of_samples) {}
+    Product(const Source& source, const Weights& weights, int64_t columns, int64_t out, Store store, float scale,
+            const Activation& activation, bool of_samples)
+        : source(source), weights(weights), columns(columns), out(out), store(store), scale(scale),
+          activation(activation), of_samples(of_samples) {}
     void run(Program& p, int thread) override;
     Soon first_read(Program& p, int thread) const override;
 
@@ -54,8 +67,9 @@ struct Place : Op {
     int64_t group, qkv, layer;
     const float *q_norm, *k_norm;
     float eps;
-    Place(int64_t group, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps)
-        : group(group), qkv(qkv), layer(layer), q_norm(q_norm), k_norm(k_norm), eps(eps) {}
+    bool whole;
+    Place(int64_t group, int64_t qkv, int64_t layer, const float* q_norm, const float* k_norm, float eps, bool whole)
+        : group(group), qkv(qkv), layer(layer), q_norm(q_norm), k_norm(k_norm), eps(eps), whole(whole) {}
     void run(Program& p, int thread) override;
 };
 
@@ -76,6 +90,23 @@ struct Sigmoid : Op {
     bool add;
     Sigmoid(int64_t in, int64_t gates, int64_t first, int64_t wide, int64_t out, bool add)
         : in(in), gates(gates), first(first), wide(wide), out(out), add(add) {}
+    void run(Program& p, int thread) override;
+};
+
+struct AddRows : Op {
+    int64_t in, out;
+    const float* norm;
+    float eps, scale;
+    AddRows(int64_t in, const float* norm, float eps, float scale, int64_t out)
+        : in(in), out(out), norm(norm), eps(eps), scale(scale) {}
+    void run(Program& p, int thread) override;
+};
+
+// Each thread changes the columns that its share of the previous product has just written.
+struct Cap : Op {
+    int64_t buffer;
+    float scale, softcap;
+    Cap(int64_t buffer, float scale, float softcap) : buffer(buffer), scale(scale), softcap(softcap) {}
     void run(Program& p, int thread) override;
 };
 

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 13
+#define PDK_VERSION 14
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -151,20 +151,26 @@ PDK_API void* pdk_buffer_data(pdk_program* p, int64_t buffer);
 PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
 
 /* Operations; each function returns the operation's number. Buffers are float unless stated otherwise. */
-PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width);
-/* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. */
+/* out = `scale` times the rows of the step's tokens. */
+PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width, float scale);
+/* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. Heads
+   without this operation are not rotated. */
 PDK_API int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor);
 /* Inputs are `in`, normalised when `norm` is not NULL; with in = -1 they are the output of `pdk_op_gated`. add: out +=
-   */
+   scale * the product; without `add` the scale is not used. */
 PDK_API int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w,
-                              int64_t columns, int64_t out, int64_t add, int64_t of_samples);
-/* silu(gate) * up of the two parts of `w`, kept for the next linear. */
-PDK_API int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w);
+                              int64_t columns, int64_t out, int64_t add, float scale, int64_t of_samples);
+/* Of the two parts of `w`, gate and up, kept for the next linear. act 0: silu(gate) * up. 1: gelu(gate) * up, GELU
+   approximated by tanh. 2: (up + 1) * gate * sigmoid(1.702 * gate), gate being at most `limit`, and up between it and
+   its negative. */
+PDK_API int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w,
+                             int64_t act, float limit);
 PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float eps, int64_t out_bf16);
 /* Applies norms (or NULL) and rotation to the `heads` in the first columns of buffer `qkv`, and writes K and V to the
-   pages of `layer`. */
+   pages of `layer`. The norms are [dim], of each head; with `whole` 1 [heads * dim] and [kv_heads * dim], of all query
+   heads together and of all keys together. */
 PDK_API int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
-                             const float* k_norm, float eps);
+                             const float* k_norm, float eps, int64_t whole);
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 /* out = (with add +=) in * sigmoid(gate): `gate` has a column of buffer `gates` for each column of `in`, from `first`
@@ -189,6 +195,10 @@ PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int6
 PDK_API int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts,
                                int64_t weights, int64_t num_experts, const pdk_weights* gate_up,
                                const pdk_weights* down, int64_t* counts, int64_t out, int64_t add);
+/* out += scale * in, `in` being normalised when `norm` is not NULL. */
+PDK_API int64_t pdk_op_add(pdk_program* p, int64_t in, const float* norm, float eps, float scale, int64_t out);
+/* x = softcap * tanh(scale * x / softcap) for all items of a buffer; softcap 0: x = scale * x. */
+PDK_API int64_t pdk_op_cap(pdk_program* p, int64_t buffer, float scale, float softcap);
 PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
 /* int64 buffer `out`, of one item: the index of the maximum of each sample's row of `in`; ties go to the lower index.
    */

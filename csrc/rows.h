@@ -30,6 +30,11 @@ INLINE float exp1(float x) {
 }
 INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
 INLINE F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
+// x times half of 1 + tanh(u) is x * sigmoid(2 u).
+INLINE F gelu_tanh(F x) {
+    const F twice = set1(1.5957691216f), cubic = set1(0.044715f);  // 2 * sqrt(2 / pi)
+    return x * sigmoid(twice * fma(cubic * x * x, x, x));
+}
 INLINE F tanh(F x) {
     F e = exp(x + x);  // exp clamps its argument, so that the result is 1 or -1 for large |x|
     return (e - set1(1.0f)) / (e + set1(1.0f));
@@ -131,7 +136,22 @@ static void gate(const float* x, const float* gate, bool one, int64_t columns, f
     }
 }
 
-static void widen(const bf16* x, float* out, int64_t n) {
-    for (int64_t c = 0; c < n; c += 16) store_n(out + c, load_half_n(x + c, n - c), n - c);
+static void widen(const bf16* x, float scale, float* out, int64_t n) {
+    for (int64_t c = 0; c < n; c += 16) store_n(out + c, load_half_n(x + c, n - c) * set1(scale), n - c);
+}
+
+static void add(const float* x, int64_t columns, const float* norm, float eps, float scale, float* out, int64_t first,
+                int64_t last) {
+    const F by = set1(scale), factor = set1(norm ? inverse_rms(x, columns, eps) : 1.0f);
+    for (int64_t c = first, n; c < last; c += 16) {
+        n = last - c;
+        F value = load_n(x + c, n);
+        if (norm) value = value * factor * load_n(norm + c, n);
+        store_n(out + c, fma(value, by, load_n(out + c, n)), n);
+    }
+}
+
+static void cap(float* x, int64_t n, float scale, float softcap) {
+    for (int64_t c = 0; c < n; c += 16) store_n(x + c, bend(load_n(x + c, n - c) * set1(scale), softcap), n - c);
 }
 

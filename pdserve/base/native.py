@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 13
+VERSION = 14
 
 
 class Step(Structure):
@@ -108,17 +108,19 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_buffer": (_I, (_P, _I, _I, _I)),
     "pdk_buffer_data": (_P, (_P, _I)),
     "pdk_reserve": (_I, (_P, _I, _I)),
-    "pdk_op_embed": (_I, (_P, _I, _P, _I)),
+    "pdk_op_embed": (_I, (_P, _I, _P, _I, _F)),
     "pdk_op_angles": (_I, (_P, _I, _P, _I, _F)),
-    "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _I)),
-    "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights))),
+    "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _F, _I)),
+    "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _F)),
     "pdk_op_norm": (_I, (_P, _I, _P, _F, _I)),
-    "pdk_op_place": (_I, (_P, _I, _I, _I, _P, _P, _F)),
+    "pdk_op_place": (_I, (_P, _I, _I, _I, _P, _P, _F, _I)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _I, _F, _P)),
     "pdk_op_sigmoid": (_I, (_P, _I, _I, _I, _I, _I, _I)),
     "pdk_op_delta": (_I, (_P, POINTER(PdkStates), _I, _P, _P, _P, _P, _F, _I)),
     "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
     "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
+    "pdk_op_add": (_I, (_P, _I, _P, _F, _F, _I)),
+    "pdk_op_cap": (_I, (_P, _I, _F, _F)),
     "pdk_op_select": (_I, (_P, _I, _I)),
     "pdk_op_argmax": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),

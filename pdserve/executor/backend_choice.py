@@ -37,7 +37,7 @@ from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
 from pdserve.model.native.decoder import NativeDecoder
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 from pdserve.model.native.support import cannot_run
 
 _LOG = logging.getLogger(__name__)

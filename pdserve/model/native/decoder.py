@@ -50,7 +50,8 @@ from pdserve.model.native.packer import (
     PackedOutside,
     Packer,
 )
-from pdserve.model.native.program import Buffer, HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel

@@ -24,7 +24,8 @@ from torch import Tensor
 from pdserve.base.native import best_level
 from pdserve.memory.layout import page_and_slot, pages_for
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import BLOCK, Packed
 

@@ -7,8 +7,7 @@ the program keeps references to all tensors that they read.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-from collections.abc import Sequence
+import math
 from typing import Any
 
 import numpy as np
@@ -19,10 +18,9 @@ from torch import Tensor
 from pdserve.base.native import Decoding, PdkHeads, Step, library
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.resources import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, Activation, Buffer, HeadShape, Threads
 from pdserve.model.native.weights import Packed
 
-MAX_GROUP = 64
-MAX_HEAD_DIM = 512
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
 
@@ -31,56 +29,6 @@ def _address(array: npt.NDArray[np.int64] | npt.NDArray[np.int32]) -> int:
     """Return an array's address; `array.ctypes` takes several times as long."""
     address: int = array.__array_interface__["data"][0]
     return address
-
-
-class Threads:
-    """The threads that run programs; the calling thread is the first of `count`. They end with this object.
-
-    `cpus` lists `count - 1` cores to pin the other threads to; None leaves them unpinned.
-    """
-
-    def __init__(self, count: int, cpus: Sequence[int] | None = None) -> None:
-        self._library = library()
-        assert count >= 1 and (cpus is None or len(cpus) == count - 1), (count, cpus)
-        pinned = None if cpus is None else (ctypes.c_int64 * len(cpus))(*cpus)
-        self.handle: int | None = self._library.pdk_pool_open(count, pinned)
-        if self.handle is None:
-            raise RuntimeError(f"cannot start {count - 1} threads")
-
-    def __del__(self) -> None:
-        if self.handle is not None:
-            self._library.pdk_pool_close(self.handle)
-            self.handle = None
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadShape:
-    """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
-
-    With `of_window` the pages are those of WINDOW groups.
-    """
-
-    layers: int
-    num_heads: int
-    num_kv_heads: int
-    page_tokens: int
-    dim: int
-    of_window: bool = False
-
-    @property
-    def qkv_width(self) -> int:
-        """Items of a token's Q, K and V together."""
-        return (self.num_heads + 2 * self.num_kv_heads) * self.dim
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """Memory of a program: a row of `width` items for each token, or for each sample with `of_samples`."""
-
-    number: int
-    width: int
-    dtype: torch.dtype
-    of_samples: bool
 
 
 class Program:
@@ -122,7 +70,7 @@ class Program:
         assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
         shape = PdkHeads(
             self._keep(kv), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
-            heads.of_window, heads.dim**-0.5,
+            heads.of_window, heads.dim**-0.5 if heads.scale is None else heads.scale,
         )  # fmt: skip
         number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))
         self._heads.append(heads)
@@ -159,15 +107,15 @@ class Program:
         """Size the buffers for steps of that many tokens and samples. Buffers that grow lose their contents."""
         self._number(self._library.pdk_reserve(self._handle, num_tokens, num_samples))
 
-    def embed(self, out: Buffer, rows: Tensor) -> None:
-        """Record: `out` = the rows of `rows` bf16 `[vocab, width]` for the step's tokens."""
+    def embed(self, out: Buffer, rows: Tensor, *, scale: float = 1.0) -> None:
+        """Record: `out` = `scale` times the rows of `rows` bf16 `[vocab, width]` for the step's tokens."""
         assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and rows.shape[1] == out.width
-        self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width))
+        self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width, scale))
 
     def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:
         """Record: the angles of `place` = positions times `inverse` `[half]`; `factor` multiplies cos and sin.
 
-        The first `2 * half` items of a head are rotated.
+        The first `2 * half` items of a head are rotated. Heads without angles are not rotated.
         """
         assert inverse.ndim == 1 and 2 * len(inverse) <= self._heads[heads].dim, inverse.shape
         where = self._keep(inverse.float().contiguous())
@@ -182,25 +130,43 @@ class Program:
         norm: Tensor | None = None,
         eps: float = 0.0,
         add: bool = False,
+        scale: float = 1.0,
     ) -> None:
-        """Record: `out` = (with `add` +=) the product, after `norm` if given. `source` None: the output of `gated`."""
+        """Record: `out` = (with `add` += `scale` times) the product, after `norm` if given.
+
+        `source` None: the output of `gated`.
+        """
+        assert add or scale == 1.0, "only what is added is scaled"
         assert source is None or (source.width == weights.num_in and source.of_samples == out.of_samples)
         assert out.width == weights.num_out and out.dtype == torch.float32
         self._op(
             self._library.pdk_op_linear(
                 self._handle, -1 if source is None else source.number, self._norm(norm, weights.num_in), eps,
-                self._weights(weights), out.width, out.number, add, out.of_samples,
+                self._weights(weights), out.width, out.number, add, scale, out.of_samples,
             )
         )  # fmt: skip
 
-    def gated(self, source: Buffer, weights: Packed, *, norm: Tensor | None, eps: float) -> None:
-        """Record: silu(gate) * up of `pack_gated` weights, as input of the `linear` that follows."""
+    def gated(
+        self,
+        source: Buffer,
+        weights: Packed,
+        *,
+        norm: Tensor | None,
+        eps: float,
+        act: Activation = "silu",
+        limit: float = math.inf,
+    ) -> None:
+        """Record: `act` of gate and up of `pack_gated` weights, as input of the `linear` that follows.
+
+        `limit`: see `pdk_op_gated`.
+        """
         assert source.width == weights.num_in
         self._op(
             self._library.pdk_op_gated(
-                self._handle, source.number, self._norm(norm, weights.num_in), eps, self._weights(weights)
+                self._handle, source.number, self._norm(norm, weights.num_in), eps, self._weights(weights),
+                ACTIVATIONS.index(act), limit,
             )
-        )
+        )  # fmt: skip
 
     def norm(self, source: Buffer, norm: Tensor, eps: float, out: Buffer) -> None:
         """Record: `out`, bf16, = `source` normalised."""
@@ -216,16 +182,20 @@ class Program:
         k_norm: Tensor | None,
         eps: float,
         *,
+        whole: bool = False,
         heads: int = 0,
     ) -> None:
         """Record: normalise and rotate the heads of `qkv` `[heads + 2 * kv_heads] * dim`; write K and V to pages.
 
-        `qkv` may have more items after those of the heads. `layer`: number in the pool of the heads.
+        The norms are `[dim]`, of each head; with `whole` `[heads * dim]` and `[kv_heads * dim]`, of all heads of Q
+        together and of all heads of K together. `qkv` may have more items after those of the heads. `layer`: number in
+        the pool of the heads.
         """
         shape = self._heads[heads]
         assert qkv.width >= shape.qkv_width and 0 <= layer < shape.layers
-        norms = self._norm(q_norm, shape.dim), self._norm(k_norm, shape.dim)
-        self._op(self._library.pdk_op_place(self._handle, heads, qkv.number, layer, *norms, eps))
+        q_heads, k_heads = (shape.num_heads, shape.num_kv_heads) if whole else (1, 1)
+        norms = self._norm(q_norm, q_heads * shape.dim), self._norm(k_norm, k_heads * shape.dim)
+        self._op(self._library.pdk_op_place(self._handle, heads, qkv.number, layer, *norms, eps, whole))
 
     def attend(
         self,
@@ -332,6 +302,18 @@ class Program:
                 num_experts, self._weights(gate_up), self._weights(down), counted, out.number, add,
             )
         )  # fmt: skip
+
+    def add(self, source: Buffer, out: Buffer, *, norm: Tensor | None = None, eps: float = 0.0, scale: float) -> None:
+        """Record: `out` += `scale` * `source`, which is normalised before if `norm` is given."""
+        assert source.width == out.width and source.of_samples == out.of_samples
+        assert source.dtype == out.dtype == torch.float32
+        weight = self._norm(norm, source.width)
+        self._op(self._library.pdk_op_add(self._handle, source.number, weight, eps, scale, out.number))
+
+    def cap(self, buffer: Buffer, *, scale: float, softcap: float) -> None:
+        """Record: each item x of `buffer` becomes `softcap * tanh(scale * x / softcap)`; `softcap` 0: `scale * x`."""
+        assert buffer.dtype == torch.float32 and softcap >= 0
+        self._op(self._library.pdk_op_cap(self._handle, buffer.number, scale, softcap))
 
     def select(self, source: Buffer, out: Buffer) -> None:
         """Record: `out` = the rows of `source` at the step's samples."""

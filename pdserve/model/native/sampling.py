@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import library
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 
 _HOW = np.dtype(
     [("point", "f8"), ("top_k", "i8"), ("temperature", "f4"), ("top_p", "f4"), ("min_p", "f4"), ("greedy", "i4")]

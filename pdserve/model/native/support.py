@@ -7,7 +7,7 @@ import torch
 from pdserve.model.config import ModelSpec
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, MoeSpec, Operation, SublayerSpec
 from pdserve.model.native.delta import DELTA_UNIT
-from pdserve.model.native.program import MAX_GROUP, MAX_HEAD_DIM
+from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM
 
 
 def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from benchmarks import kernels
 from benchmarks.kernel_cases import embed_case, linear_case, norm_case, place_case, route_case
 from benchmarks.kernels import Limits, measure
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 from tests.unit.model.native_kit import needs_kernels
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from pdserve.executor.input_batch import SamplingMetadata, Seeds
 from pdserve.executor.sampler import TokenSampler, choose_with_torch, sample, to_host, uniforms
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import TOP_K_ALL, CoreSamplingParams

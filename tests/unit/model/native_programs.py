@@ -11,7 +11,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
 
-from pdserve.model.native.program import Buffer, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import Buffer, Threads
 from tests.unit.model.native_kit import LEVELS_HERE, batch_of
 
 TOLERANCE = 0.004

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.model.native.program import MAX_HEAD_DIM, HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import MAX_HEAD_DIM, HeadShape, Threads
 from tests.unit.model.native_kit import (
     attended,
     batch_of,

@@ -22,7 +22,8 @@ from pdserve.model.attention.state_slots import fold_rows
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.native.delta import DeltaShape, DeltaStates
-from pdserve.model.native.program import Buffer, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import Buffer, Threads
 from tests.unit.model.draft_kit import (
     LONGEST,
     MAX_DRAFTS,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pdserve.model.forward_batch import ForwardBatch, IntArray
-from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import HeadShape, Threads
 from tests.unit.model.native_kit import attended, batch_of, fill_known, needs_kernels, rotated
 from tests.unit.model.native_programs import begin, levels, poison, program, put, relative, taken
 

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 
 from pdserve.model.native import ops
 from pdserve.model.native.ops import SCHEMAS
-from pdserve.model.native.program import Threads
+from pdserve.model.native.resources import Threads
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed, pack, pack_gated
 from tests.unit.model.native_kit import (
     LEVELS_HERE,
