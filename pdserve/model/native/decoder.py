@@ -399,19 +399,23 @@ class NativeDecoder:
     def _record_moe(self, norm: RMSNorm, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
         """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
         program, op, shared, weight = self._program, weights.op, weights.shared, _weight(norm)
+        router, gate = op.router, None if shared is None else shared.router
         program.linear(self._x, weights.router, self._scores, norm=weight, eps=norm.eps)
-        program.route(self._scores, self._routes, self._shares, normalise=op.router.moe.norm_top_k)
+        program.route(self._scores, self._routes, self._shares, router.moe, router.correction)
         if shared is not None:
-            mixed, gate = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
             program.gated(self._x, shared.gate_up, norm=weight, eps=norm.eps)
+        if shared is not None and gate is not None:
+            mixed, gates = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
             program.linear(None, shared.down, mixed)
-            program.linear(self._x, shared.router, gate, norm=weight, eps=norm.eps)
+            program.linear(self._x, gate, gates, norm=weight, eps=norm.eps)
         program.experts(
             self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
-            norm=weight, eps=norm.eps, counts=op.counts, add=add,
+            norm=weight, eps=norm.eps, act=router.moe.act, limit=router.moe.act_limit, counts=op.counts, add=add,
         )  # fmt: skip
-        if shared is not None:
-            program.sigmoid(mixed, gate, out, add=True)
+        if shared is not None and gate is None:
+            program.linear(None, shared.down, out, add=True)
+        elif shared is not None:
+            program.sigmoid(mixed, gates, out, add=True)
 
     def _add_sync_point(self, action: Callable[[int], None]) -> None:
         """Run `action` at this point of the program."""
