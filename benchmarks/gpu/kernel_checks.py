@@ -20,7 +20,7 @@ from pdserve.executor.input_batch import build_batch, read_plan
 from pdserve.executor.interface import BatchPlan, BatchRow
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, attention_group, pages_for
-from pdserve.model.attention.interface import AttentionBackend, Heads
+from pdserve.model.attention.interface import AttentionBackend, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.forward_batch import ForwardBatch
@@ -125,7 +125,7 @@ def check_attention(
 
 def attention_of(choice: Choice, pool: KVPool, shape: AttentionShape, device: torch.device) -> AttentionBackend:
     """The backend over `pool`."""
-    return make_attention(choice, pool, shape.num_heads, device, window=shape.window)
+    return make_attention(choice, pool, shape.num_heads, device, rule=ScoreRule(window=shape.window))
 
 
 def check_experts(num_tokens: int, device: torch.device, *, tiny: bool) -> None:

@@ -155,12 +155,14 @@ def spec_from_config(
     if family.text_config:
         shared = {name: config[name] for name in _SHARED_FIELDS if name in config}
         config = {**read_mapping(config, "text_config", where), **shared}
+    config = {**family.defaults, **config}
     _refuse_unsupported(config, family, where)
     hidden_size = read_count(config, "hidden_size", where, most=MAX_WIDTH)
     max_positions = read_count(config, "max_position_embeddings", where, default=family.max_positions)
     rope = read_rope(config, max_positions, where, may_be_partial=family.may_be_partial)
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
+    scales = family.read_scales(config, where)
     spec = ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
@@ -174,6 +176,9 @@ def spec_from_config(
         dtype=read_dtype(config, where),
         names=family.names,
         norm_offset=family.norm_offset,
+        embedding_scale=scales.embedding,
+        logit_scale=scales.logits,
+        logit_softcap=scales.logit_softcap,
     )
     lacking = _not_implemented(spec)
     if lacking is not None:
@@ -300,11 +305,10 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
 
 def _not_implemented(spec: ModelSpec) -> str | None:
     """Name the first feature of the layers that no native code has; None: there is none."""
+    plain = MoeSpec(num_experts=1, top_k=1, intermediate_size=1, norm_top_k=True)
     for op in spec.operations:
-        if isinstance(op, AttentionSpec) and op.softcap is not None:
-            return "attn_logit_softcapping"
-        if isinstance(op, AttentionSpec) and op.sinks:
-            return "attention with sinks"
+        if isinstance(op, MoeSpec) and unused_options(op) != unused_options(plain):
+            return "a router or experts of this kind"
     return None
 
 
@@ -327,8 +331,13 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     if other:
         known = ", ".join(sorted(family.layer_types))
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    for name in ("hidden_act", "hidden_activation"):
+        if config.get(name) is not None and config[name] not in family.activations:
+            known = ", ".join(sorted(family.activations))
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {known}")
+    for name, only in family.only.items():
+        if config.get(name) is not None and config[name] != only:
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {only!r}")
     if config.get("quantization_config"):
         method = read_mapping(config, "quantization_config", where).get("quant_method")
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")

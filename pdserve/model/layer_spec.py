@@ -184,19 +184,23 @@ class DecoderLayerSpec(ModelFacts):
 class LayerNames:
     """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's and Qwen's.
 
-    `{expert}` stands for the index of an expert. Complete names are `delta_a_log`, `delta_dt_bias` and
-    `correction`, and the four that begin with `experts_`, which some checkpoints have in place of one tensor for each
-    expert. Norms of sublayers are named in `SublayerSpec`.
+    `{expert}` stands for the index of an expert. Complete names are `sinks`, `correction`, `delta_a_log` and
+    `delta_dt_bias`, and the four that begin with `experts_`, which some checkpoints have in place of one tensor for
+    each expert. `qkv` and `gate_up` are layers that a checkpoint may have in place of `q`, `k` and `v`, and of `gate`
+    and `up`. Norms of sublayers are named in `SublayerSpec`.
     """
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     o: str = "self_attn.o_proj"
+    qkv: str = "self_attn.qkv_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
     correction: str = "mlp.gate.e_score_correction_bias"

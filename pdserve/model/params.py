@@ -51,6 +51,8 @@ class Param:
     """A checkpoint tensor: its name, its `shape`, and the indices of dimension `dim` that this rank holds.
 
     `held` is None when the rank holds all. `num_samples` values are compared with other ranks and peers.
+
+    With `order` the rows of each block of `len(order)` rows are stored in this order. A rank holds whole blocks.
     """
 
     name: str
@@ -58,6 +60,14 @@ class Param:
     dim: int = 0
     held: range | None = None
     num_samples: int = _NUM_SAMPLES
+    order: tuple[int, ...] | None = None
+
+    def ordered(self, value: Tensor) -> Tensor:
+        """Return the held part `value` with its rows in the order in which they are stored."""
+        if self.order is None:
+            return value
+        blocks = value.view(-1, len(self.order), *value.shape[1:])
+        return blocks[:, list(self.order)].view(value.shape)
 
     @property
     def held_shape(self) -> tuple[int, ...]:
@@ -238,7 +248,7 @@ class ParamSlots:
         if source.shape != param.shape:
             raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
         if slot.numel():
-            slot.copy_(source.read(param.part))
+            slot.copy_(param.ordered(source.read(param.part)))
         self._given(name)
 
     def when_given(self, wholes: Iterable[Tensor], action: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from pdserve.model.attention.interface import (
     CapturedAttention,
     Heads,
     LayerStates,
+    ScoreRule,
     StateRows,
     StepAttention,
 )
@@ -76,7 +77,7 @@ def make_backends(
         for at, local in enumerate(numbers):
             op = layers[local]
             assert op is not None, f"layer {local} caches keys and values, and has no attention"
-            kind = (index, op.num_heads, op.window, op.softcap)
+            kind = (index, op.num_heads, ScoreRule.of(op))
             if kind not in kinds:
                 kinds[kind] = len(groups)
                 groups.append(AttentionGroup(make(pool, op), pool.group, pool.null_page))

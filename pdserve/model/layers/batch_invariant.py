@@ -6,6 +6,7 @@ Made by the executor factory when `enable_deterministic_inference` is set and to
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -49,9 +50,24 @@ class BatchInvariantKernels(TorchKernels):
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `TorchKernels.geglu`. By exp, for the reason given in `swiglu`."""
+        wide = gate.float()
+        inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (wide / (1.0 + torch.exp(-2.0 * inner))).to(gate.dtype) * up
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`. By exp, for the reason given in `swiglu`."""
+        return tanh_capped(x.float(), cap).to(x.dtype)
+
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`. By exp, for the reason given in `swiglu`."""
         return x * (1.0 / (1.0 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+def tanh_capped(x: Tensor, cap: float) -> Tensor:
+    """Compute `cap * tanh(x / cap)` of float32 values by exp."""
+    return cap * (2.0 / (1.0 + torch.exp(x * (-2.0 / cap))) - 1.0)
 
 
 def _one(x: Tensor, tile: Tile, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.expert_math import ExpertWeights, choose_experts, clamped_gate
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.rope import RopeSpec
 
 
@@ -102,8 +102,8 @@ class Kernels(Protocol):
         """Compute `x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`."""
         ...
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `swiglu` of the halves of `linear`: `[N, out / 2]`."""
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
+        """Compute `act(gate) * up` of the halves of `linear`: `[N, out / 2]`."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -112,6 +112,10 @@ class Kernels(Protocol):
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Compute `x * sigmoid(gate)`: `[N, width]` or `[N, heads, width]`, contiguous; `gate` broadcasts to it."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Compute `cap * tanh(x / cap)`."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -161,13 +165,21 @@ class TorchKernels(abc.ABC):
         """See `Kernels.swiglu`."""
 
     @abc.abstractmethod
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `gelu(gate) * up` with GELU's approximation by tanh, all of one shape and dtype."""
+
+    @abc.abstractmethod
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    @abc.abstractmethod
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`."""
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
         """See `Kernels.gated`."""
         gate, up = self.linear(x, weight, bias).chunk(2, -1)
-        return self.swiglu(gate, up)
+        return self.swiglu(gate, up) if act == "silu" else self.geglu(gate, up)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""
@@ -238,6 +250,14 @@ class FastKernels(TorchKernels):
         """See `Kernels.swiglu`."""
         return F.silu(gate).mul_(up)
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `TorchKernels.geglu`."""
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""
         return x * gate.sigmoid()
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`."""
+        return (x / cap).tanh_().mul_(cap)

@@ -11,7 +11,7 @@ from torch import Tensor
 from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu import elementwise, experts, routes, small_batch_gemm
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -24,11 +24,11 @@ class TritonKernels(FastKernels):
             return small_batch_gemm.linear(x, weight, bias)
         return super().linear(x, weight, bias)
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
         """See `Kernels.gated`."""
-        if small_batch_gemm.fits(x, weight):
+        if act == "silu" and small_batch_gemm.fits(x, weight):
             return small_batch_gemm.gated(x, weight, bias)
-        return super().gated(x, weight, bias)
+        return super().gated(x, weight, bias, act)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""

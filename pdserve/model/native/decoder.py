@@ -310,6 +310,7 @@ class NativeDecoder:
     def _record(self, local: int, sublayer: Sublayer, weights: PackedOperation) -> None:
         """Record one sublayer of this rank's layer `local`."""
         norm = sublayer.norm
+        assert norm is not None, "see `cannot_run`"
         if isinstance(weights, PackedAttention):
             self._record_attention(local, sublayer, weights)
             return
@@ -333,6 +334,7 @@ class NativeDecoder:
     def _record_attention(self, local: int, sublayer: Sublayer, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
         program, op, norm = self._program, weights.op, sublayer.norm
+        assert norm is not None, "see `cannot_run`"
         _, index = self._places[local]
         heads, width = self._add_heads(local, op), op.num_heads * op.spec.head_dim
         qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
@@ -382,6 +384,7 @@ class NativeDecoder:
         shape = HeadShape(
             group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
         )
+        assert op.rotary is not None, "see `cannot_run`"
         key = (pool, shape, op.rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)
