@@ -101,16 +101,21 @@ def linear(x: Tensor, weight: Tensor, scale: Tensor | None, bias: Tensor | None,
 
 def feed_forward(
     x: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, gate_up_bias: Tensor | None, down: Tensor,
-    down_scale: Tensor | None, down_bias: Tensor | None, *, real: bool,
+    down_scale: Tensor | None, down_bias: Tensor | None, act: str = "silu", *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute `down(silu(gate) * up)` of `[N, width]`; each block of `gate_up` has 16 outputs of gate and 16 of up."""
+    """Compute `down(act(gate) * up)` of `[N, width]`; each block of `gate_up` has 16 outputs of gate and 16 of up.
+
+    `act`: "silu" or "gelu_tanh".
+    """
     width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
+    _require(act in ("silu", "gelu_tanh"), f"act is {act!r}, not silu or gelu_tanh")
     _require(gate_up.shape[0] == 1, f"gate_up is {gate_up.shape[0]} layers")
     if not real:
         return x.new_empty(x.shape)
     program = _program()
     source, out = _samples(program, width), _samples(program, width)
-    program.gated(source, Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2), norm=None, eps=0.0)
+    wide = Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2)
+    program.gated(source, wide, norm=None, eps=0.0, act="gelu_tanh" if act == "gelu_tanh" else "silu")
     program.linear(None, Packed(down, down_scale, down_bias, width, inner), out)
     return _run(program, out, (source, x))
 
@@ -343,7 +348,8 @@ _GATED = "Tensor gate_up, Tensor? gate_up_scale, {}Tensor down, Tensor? down_sca
 SCHEMAS: dict[Callable[..., Any], str] = {
     rms_norm: "(Tensor x, Tensor weight, float eps) -> Tensor",
     linear: "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_out) -> Tensor",
-    feed_forward: f"(Tensor x, {_GATED.format('Tensor? gate_up_bias, ', ', Tensor? down_bias')}) -> Tensor",
+    feed_forward: f"(Tensor x, {_GATED.format('Tensor? gate_up_bias, ', ', Tensor? down_bias')}, "
+    "str act='silu') -> Tensor",
     route: "(Tensor logits, int top_k, bool normalise, bool sigmoid=False, Tensor? correction=None, int num_groups=1, "
     "int top_groups=1, float scale=1.0) -> (Tensor, Tensor)",
     experts: f"(Tensor x, Tensor experts, Tensor weights, {_GATED.format('', '')}, Tensor? gate_up_bias=None, "

@@ -17,7 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
@@ -50,10 +50,11 @@ class PackedDelta:
 
 @dataclasses.dataclass(frozen=True)
 class PackedMLP:
-    """Packed linear layers of a `DenseMLP`."""
+    """Packed linear layers of a `DenseMLP`, and its activation."""
 
     gate_up: Packed
     down: Packed
+    act: Activation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,8 +118,8 @@ class Packer:
         if isinstance(op, DenseMLP):
             gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
             if not op.group.spans_replicas:
-                return PackedMLP(gate_up, down)
-            op.product = NativeFeedForward(gate_up, down)
+                return PackedMLP(gate_up, down, op.act)
+            op.product = NativeFeedForward(gate_up, down, op.act)
             return PackedOutside(op)
         assert isinstance(op, TPMoE | ExpertParallelMoe) and isinstance(op.experts, Experts), op
         gate_up, down = self.experts(op.experts)
@@ -266,12 +267,13 @@ class NativeFeedForward:
 
     gate_up: Packed
     down: Packed
+    act: Activation = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to a partial sum of `[N, hidden]`."""
         wide, deep = self.gate_up, self.down
         summand: Tensor = torch.ops.pdserve.feed_forward(
-            x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias
+            x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias, self.act
         )
         return summand
 

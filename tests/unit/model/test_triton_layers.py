@@ -15,7 +15,7 @@ from pdserve.model.gpu import small_batch_gemm
 from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.sampling import keep_argmax
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels, Rotary
 from pdserve.model.layers.triton_kernels import TritonKernels
@@ -24,6 +24,7 @@ from tests.unit.model.triton_kit import DEVICE
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -59,6 +60,7 @@ def test_the_gate_is_torch_s(rows: int, width: int, dtype: torch.dtype) -> None:
     both = (torch.randn(rows, 2 * width, generator=torch.Generator().manual_seed(1)) * 60).to(DEVICE, dtype)
     gate, up = both.chunk(2, -1)
     close(TritonKernels().swiglu(gate, up), FastKernels().swiglu(gate, up))
+    close(TritonKernels().geglu(gate, up), FastKernels().geglu(gate, up))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -78,7 +80,7 @@ def test_gates_by_a_sigmoid_are_torch_s(rows: int, heads: int, dim: int, dtype: 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 24), (9, 3, 8)])
 @pytest.mark.parametrize(
     ("with_norm", "offset", "share", "has_gates"),
-    [(False, 0.0, 1.0, False), (True, 0.0, 0.5, False), (True, 1.0, 1.0, True)],
+    [(False, 0.0, 1.0, False), (True, 0.0, 0.5, False), (True, 1.0, 1.0, True), (True, 0.0, 0.0, False)],
 )
 def test_heads_are_finished_and_placed(
     heads: int, kv_heads: int, dim: int, with_norm: bool, offset: float, share: float, has_gates: bool,
@@ -90,8 +92,11 @@ def test_heads_are_finished_and_placed(
     norms = [None, None]
     if with_norm:
         norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels(), offset) for a in (0.5, 1.0)]
-    rotary = Rotary(RopeSpec(theta=100.0, partial_rotary_factor=share), dim, dtype, torch.device(DEVICE))
-    cos, sin = rotary.tables(torch.tensor([0, 5, 77], device=DEVICE))
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    if share:
+        rotary = Rotary(RopeSpec(theta=100.0, partial_rotary_factor=share), dim, dtype, torch.device(DEVICE))
+        cos, sin = rotary.tables(torch.tensor([0, 5, 77], device=DEVICE))
     found = Heads(qkv.to(DEVICE, dtype), heads, kv_heads, norms[0], norms[1], cos, sin, has_gates)
     pool = torch.full((4, 2, 2, kv_heads, page_tokens, dim), float("nan"), dtype=dtype, device=DEVICE)
     pages, slots = torch.tensor([2, -1, 0], device=DEVICE), torch.tensor([3, 1, 0], device=DEVICE)
@@ -214,7 +219,8 @@ def test_products_of_few_rows_are_torch_s(
     bias = torch.randn(num_out, generator=generator).to(DEVICE, dtype) if with_bias else None
     assert small_batch_gemm.fits(x, weight)
     close(TritonKernels().linear(x, weight, bias), FastKernels().linear(x, weight, bias))
-    close(TritonKernels().gated(x, weight, bias), FastKernels().gated(x, weight, bias))
+    for act in ACTIVATIONS:
+        close(TritonKernels().gated(x, weight, bias, act), FastKernels().gated(x, weight, bias, act))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +231,8 @@ def test_other_products_are_left_to_the_library(rows: int, num_in: int, dtype: t
     x, weight = torch.randn(rows, num_in, device=DEVICE).to(dtype), torch.randn(6, num_in, device=DEVICE).to(dtype)
     assert not small_batch_gemm.fits(x, weight)
     close(TritonKernels().linear(x, weight, None), FastKernels().linear(x, weight, None))
-    close(TritonKernels().gated(x, weight, None), FastKernels().gated(x, weight, None))
+    for act in ACTIVATIONS:
+        close(TritonKernels().gated(x, weight, None, act), FastKernels().gated(x, weight, None, act))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
