@@ -19,6 +19,7 @@ from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import (
+    MAX_LAYERS,
     MAX_WIDTH,
     ModelFacts,
     option,
@@ -163,27 +164,24 @@ def spec_from_config(
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
     scales = family.read_scales(config, where)
-    spec = ModelSpec(
+    layers = family.read_layers(config, rope, where)
+    return ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
         vocab_size=read_count(config, "vocab_size", where),
         hidden_size=hidden_size,
-        layers=family.read_layers(config, rope, where),
+        layers=layers,
         rms_norm_eps=read_number(config, "rms_norm_eps", where, default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_positions=max_positions,
         eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
         dtype=read_dtype(config, where),
-        names=family.names,
+        names=_names(config, family, len(layers), where),
         norm_offset=family.norm_offset,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
         logit_softcap=scales.logit_softcap,
     )
-    lacking = _not_implemented(spec)
-    if lacking is not None:
-        raise UnsupportedModelError(f"{where}: {lacking} is not supported")
-    return spec
 
 
 def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
@@ -303,13 +301,13 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
             )
 
 
-def _not_implemented(spec: ModelSpec) -> str | None:
-    """Name the first feature of the layers that no native code has; None: there is none."""
-    plain = MoeSpec(num_experts=1, top_k=1, intermediate_size=1, norm_top_k=True)
-    for op in spec.operations:
-        if isinstance(op, MoeSpec) and unused_options(op) != unused_options(plain):
-            return "a router or experts of this kind"
-    return None
+def _names(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> WeightNames:
+    """Return the family's names, with the layers behind those of the model among the ignored ones."""
+    if family.unread_layers is None:
+        return family.names
+    num_unread = read_count(config, family.unread_layers, where, default=1, least=0, most=MAX_LAYERS)
+    behind = (family.names.layers.format(layer=num_layers + index) for index in range(num_unread))
+    return dataclasses.replace(family.names, ignored=(*family.names.ignored, *behind))
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[str, ...]]:

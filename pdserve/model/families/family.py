@@ -48,9 +48,11 @@ class Family:
     `hidden_activation`. `only`: fields of the config for which this value alone is supported. `defaults` are values of
     fields that a config does not name. `norm_offset` is added to the weights of RMS norms. `read_scales(config, where)`
     returns the scales of embeddings and logits.
-    `may_be_partial`: a part of each head may be rotated. With `text_config` the fields are those of that object, as in
-    vision-language models. `gguf`: name of the architecture in gguf files; None: such files are not read. With
-    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs.
+    `unread_layers`: the config's field with the number of layers that a checkpoint has behind those of the model, and
+    which are not read; None: there are none. `may_be_partial`: a part of each head may be rotated. With `text_config`
+    the fields are those of that object, as in vision-language models. `gguf`: name of the architecture in gguf files;
+    None: such files are not read. With `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation
+    of pairs.
     """
 
     architecture: str
@@ -64,6 +66,7 @@ class Family:
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     read_scales: Callable[[HFConfig, str], Scales] = lambda config, where: Scales()
+    unread_layers: str | None = None
     may_be_partial: bool = False
     text_config: bool = False
     gguf: str | None = None
