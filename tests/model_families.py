@@ -53,13 +53,15 @@ _MROPE = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1000
 class TinyFamily:
     """A model family: its transformers class, and the changes of `_BASE` that make a tiny config of `model_type`.
 
-    `text`: the changes belong to `text_config` of a model with a vision tower, whose changes are `vision`.
+    `vision`: the changes of the vision tower of a model that has one; `changes` then belong to `text_config`.
+    `random_norms`: the weights of norms differ from their usual value.
     """
 
     model_type: str
     architecture: str
     changes: dict[str, Any]
     vision: dict[str, Any] | None = None
+    random_norms: bool = False
 
     @property
     def name(self) -> str:
@@ -87,6 +89,11 @@ class TinyFamily:
             for name, parameter in model.named_parameters():
                 if "A_log" not in name and (parameter.dim() >= 2 or name.endswith(("bias", "sinks"))):
                     parameter.normal_(0.0, 0.25, generator=generator)
+                elif self.random_norms and "norm" in name:
+                    parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.2, generator=generator))
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.normal_(0.0, 0.25, generator=generator)
         model.generation_config.eos_token_id = None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
@@ -113,15 +120,69 @@ FAMILIES = {
         TinyFamily("mistral", "MistralForCausalLM", {"sliding_window": 24}),
         TinyFamily("qwen3_moe", "Qwen3MoeForCausalLM", _MOE),
         TinyFamily("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        TinyFamily("glm4_moe", "Glm4MoeForCausalLM", _DEEPSEEK_MOE),
-        TinyFamily("minimax_m2", "MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        TinyFamily(
+            "qwen2_moe", "Qwen2MoeForCausalLM",
+            {**_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "shared_expert_intermediate_size": 16},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "glm4_moe", "Glm4MoeForCausalLM",
+            {**_DEEPSEEK_MOE, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+             "use_qk_norm": True, "attention_bias": True},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "minimax_m2", "MiniMaxM2ForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}, random_norms=True,
+        ),
+        TinyFamily(
+            "granitemoe", "GraniteMoeForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+             "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 4.0},
+            random_norms=True,
+        ),
+        TinyFamily("olmoe", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}, random_norms=True),
         TinyFamily("gemma2", "Gemma2ForCausalLM",
-            {"sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+            {"sliding_window": 24, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 5.0,
+             "final_logit_softcapping": 8.0, "tie_word_embeddings": False},
+            random_norms=True,
         ),
         TinyFamily(
             "gemma3_text", "Gemma3ForCausalLM",
-            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8,
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 10,
              "tie_word_embeddings": False},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "gemma3", "Gemma3ForConditionalGeneration",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
+            {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "image_size": 16, "patch_size": 4},
+            random_norms=True,
+        ),
+        TinyFamily("glm", "GlmForCausalLM", {}),
+        TinyFamily("glm4", "Glm4ForCausalLM", {}, random_norms=True),
+        TinyFamily("phi3", "Phi3ForCausalLM",
+            {"original_max_position_embeddings": 512, "partial_rotary_factor": 0.75, "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0],
+                "long_factor": [1.0, 4.0, 16.0]}},
+        ),
+        TinyFamily("olmo2", "Olmo2ForCausalLM", {}, random_norms=True),
+        TinyFamily(
+            "olmo3", "Olmo3ForCausalLM",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}, random_norms=True,
+        ),
+        TinyFamily(
+            "granite", "GraniteForCausalLM",
+            {"embedding_multiplier": 3.0, "attention_multiplier": 0.3, "residual_multiplier": 0.4,
+             "logits_scaling": 4.0},
+            random_norms=True,
+        ),
+        TinyFamily("smollm3", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+        TinyFamily("seed_oss", "SeedOssForCausalLM", {}),
+        TinyFamily(
+            "ministral", "MinistralForCausalLM",
+            {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]},
         ),
         TinyFamily(
             "gpt_oss", "GptOssForCausalLM",

@@ -86,6 +86,16 @@ class Weights(Structure):
     )
 
 
+class PdkRouting(Structure):
+    """`pdk_routing`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("top_k", "normalise", "sigmoid", "groups", "top_groups")),
+        ("scale", c_float),
+        ("correction", c_void_p),
+    )
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_version": (_I, ()),
@@ -119,8 +129,8 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _I, _F, _P)),
     "pdk_op_sigmoid": (_I, (_P, _I, _I, _I, _I, _I, _I)),
     "pdk_op_delta": (_I, (_P, POINTER(PdkStates), _I, _P, _P, _P, _P, _F, _I)),
-    "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
-    "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
+    "pdk_op_route": (_I, (_P, _I, POINTER(PdkRouting), _I, _I)),
+    "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _I, _F, _P, _I, _I)),
     "pdk_op_add": (_I, (_P, _I, _P, _F, _F, _I)),
     "pdk_op_cap": (_I, (_P, _I, _F, _F)),
     "pdk_op_select": (_I, (_P, _I, _I)),

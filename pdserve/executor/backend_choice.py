@@ -25,7 +25,7 @@ from pdserve.errors import ConfigError
 from pdserve.model.attention.batch_invariant import BatchInvariantAttention
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention
 from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_cannot_run
-from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.attention.interface import ALL_POSITIONS, AttentionBackend, ScoreRule
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
@@ -85,20 +85,20 @@ def make_attention(
     device: torch.device,
     *,
     was_asked_for: bool = True,
-    window: int | None = None,
+    rule: ScoreRule = ALL_POSITIONS,
 ) -> AttentionBackend:
-    """Make the backend over `pool`, for `num_heads` query heads. `window`: see `AttentionSpec`.
+    """Make the backend over `pool`, for `num_heads` query heads.
 
     Raises:
         ConfigError: flashinfer cannot build its kernels here and `was_asked_for`; without it Triton is used
             instead.
     """
     if choice == "batch_invariant":
-        return BatchInvariantAttention(pool, num_heads, device, window)
+        return BatchInvariantAttention(pool, num_heads, device, rule)
     if choice == "torch":
-        return TorchAttention(pool, num_heads, device, window)
+        return TorchAttention(pool, num_heads, device, rule)
     if choice == "flashinfer":
-        assert window is None, "choose_attention gives models with windows to other backends"
+        assert rule == ALL_POSITIONS, "choose_attention gives other models to other backends"
         try:
             backend = FlashInferAttention(pool, num_heads, device)
             backend.try_out()
@@ -110,7 +110,7 @@ def make_attention(
     from pdserve.model.attention.triton_pages import TritonAttention
     from pdserve.model.gpu.decode_attention import AttentionMask
 
-    return TritonAttention(pool, num_heads, device, AttentionMask(window=window or 0))
+    return TritonAttention(pool, num_heads, device, AttentionMask(window=rule.window or 0))
 
 
 def make_kernels(choice: Choice) -> Kernels:

@@ -31,7 +31,7 @@ from pdserve.executor.backend_choice import (
     make_native,
 )
 from pdserve.memory.layout import GroupKind, KVLayout
-from pdserve.model.attention.interface import AttentionBackend
+from pdserve.model.attention.interface import AttentionBackend, ScoreRule
 from pdserve.model.attention.layer_backends import make_backends
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
@@ -211,7 +211,7 @@ def bind_decoder(
 
     def make(pool: KVPool, op: AttentionSpec) -> AttentionBackend:
         num_heads = op.num_heads // coord.shape.tp_size
-        return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for, window=op.window)
+        return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for, rule=ScoreRule.of(op))
 
     attended = [
         next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec | MLASpec)), None)

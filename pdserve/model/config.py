@@ -19,6 +19,7 @@ from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import (
+    MAX_LAYERS,
     MAX_WIDTH,
     ModelFacts,
     option,
@@ -167,30 +168,32 @@ def spec_from_config(
     if family.text_config:
         shared = {name: config[name] for name in _SHARED_FIELDS if name in config}
         config = {**read_mapping(config, "text_config", where), **shared}
+    config = {**family.defaults, **config}
     _refuse_unsupported(config, family, where)
     hidden_size = read_count(config, "hidden_size", where, most=MAX_WIDTH)
     max_positions = read_count(config, "max_position_embeddings", where, default=family.max_positions)
     rope = read_rope(config, max_positions, where, may_be_partial=family.may_be_partial)
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
-    spec = ModelSpec(
+    scales = family.read_scales(config, where)
+    layers = family.read_layers(config, rope, where)
+    return ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
         vocab_size=read_count(config, "vocab_size", where),
         hidden_size=hidden_size,
-        layers=family.read_layers(config, rope, where),
+        layers=layers,
         rms_norm_eps=read_number(config, "rms_norm_eps", where, default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_positions=max_positions,
         eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
         dtype=read_dtype(config, where),
-        names=family.names,
+        names=_names(config, family, len(layers), where),
         norm_offset=family.norm_offset,
+        embedding_scale=scales.embedding,
+        logit_scale=scales.logits,
+        logit_softcap=scales.logit_softcap,
     )
-    lacking = _not_implemented(spec)
-    if lacking is not None:
-        raise UnsupportedModelError(f"{where}: {lacking} is not supported")
-    return spec
 
 
 def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
@@ -318,14 +321,13 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
             )
 
 
-def _not_implemented(spec: ModelSpec) -> str | None:
-    """Name the first feature of the layers that no native code has; None: there is none."""
-    for op in spec.operations:
-        if isinstance(op, AttentionSpec) and op.softcap is not None:
-            return "attn_logit_softcapping"
-        if isinstance(op, AttentionSpec) and op.sinks:
-            return "attention with sinks"
-    return None
+def _names(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> WeightNames:
+    """Return the family's names, with the layers behind those of the model among the ignored ones."""
+    if family.unread_layers is None:
+        return family.names
+    num_unread = read_count(config, family.unread_layers, where, default=1, least=0, most=MAX_LAYERS)
+    behind = (family.names.layers.format(layer=num_layers + index) for index in range(num_unread))
+    return dataclasses.replace(family.names, ignored=(*family.names.ignored, *behind))
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[str, ...]]:
@@ -347,8 +349,13 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     if other:
         known = ", ".join(sorted(family.layer_types))
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    for name in ("hidden_act", "hidden_activation"):
+        if config.get(name) is not None and config[name] not in family.activations:
+            known = ", ".join(sorted(family.activations))
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {known}")
+    for name, only in family.only.items():
+        if config.get(name) is not None and config[name] != only:
+            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {only!r}")
     if config.get("quantization_config"):
         method = read_mapping(config, "quantization_config", where).get("quant_method")
         raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")

@@ -27,6 +27,8 @@ from pdserve.model.layers.dense import (
     Outputs,
     RMSNorm,
     VocabEmbedding,
+    WholeQKNorm,
+    accept_stacked,
     column_linear,
     row_linear,
     vocab_rows,
@@ -36,7 +38,7 @@ from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
 from pdserve.model.mla import MLA
 from pdserve.model.parallel import Parallel, SingleRank
-from pdserve.model.params import ParamSlots
+from pdserve.model.params import Param, ParamSlots
 from pdserve.model.placement import ExpertMap
 from pdserve.model.rope import RopeSpec
 
@@ -90,7 +92,7 @@ class Decoder:
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
         if embedding is not None and coord.is_first_stage:
-            self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel)
+            self.embedding = VocabEmbedding(embedding, spec.vocab_size, self.parallel, spec.embedding_scale)
         norm = f"{spec.names.norm}.weight"
         if coord.is_last_stage:
             weight = self.params.new(norm, spec.hidden_size)
@@ -152,12 +154,21 @@ class Decoder:
             return x
         if on_hidden is not None:
             on_hidden(x)
-        return self.head(self.norm(x.index_select(0, batch.sample_index)))
+        return self._logits(x.index_select(0, batch.sample_index))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See `Model.logits`."""
+        return self._logits(hidden).float()
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden states before the final norm to this rank's logits: `[N, hidden]` to `[N, share]`."""
         assert self.norm is not None and self.head is not None, "only the last stage has a head"
-        return self.head(self.norm(hidden)).float()
+        logits, spec = self.head(self.norm(hidden)), self.spec
+        if spec.logit_scale != 1.0:
+            logits = logits * spec.logit_scale
+        if spec.logit_softcap is not None:
+            logits = self._kernels.softcap(logits, spec.logit_softcap)
+        return logits
 
     def _embedding_rows(self) -> Tensor | None:
         """Allocate embedding rows on the first stage, and on the last when the head is tied; None elsewhere."""
@@ -183,16 +194,17 @@ Angles = tuple[Tensor, Tensor]
 class Attention:
     """Attention of this rank's heads, with the projections before and after it.
 
-    `local` is the layer's index on this rank; `rotary` the index of its angles in `Decoder.rotaries`. `q_norm` and
-    `k_norm` are per-head norms, both or neither None. With `reads_embeddings` its inputs are twice as wide: those of
-    the embeddings, then those of the hidden states.
+    `local` is the layer's index on this rank; `rotary` the index of its angles in `Decoder.rotaries`; None: nothing is
+    rotated. `q_norm` and `k_norm` are per-head norms, both or neither None; `whole_norms` is what the layer has instead
+    with `AttentionSpec.whole_qk_norm`. `sinks` float32 `[num_heads]`: see `AttentionSpec`. With `reads_embeddings` its
+    inputs are twice as wide: those of the embeddings, then those of the hidden states.
     """
 
     def __init__(
         self,
         spec: AttentionSpec,
         local: int,
-        rotary: int,
+        rotary: int | None,
         hidden_size: int,
         eps: float,
         norm_offset: float,
@@ -208,25 +220,43 @@ class Attention:
         self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
-        outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads)
+        order = head_order(spec)
+        outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads, order)
         queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
-        qkv = (outputs, *(_by_head(name, spec.num_kv_heads, kv, spec.head_dim) for name in (names.k, names.v)))
+        keys = _by_head(names.k, spec.num_kv_heads, kv, spec.head_dim, order)
+        qkv = (outputs, keys, _by_head(names.v, spec.num_kv_heads, kv, spec.head_dim))
         num_in = 2 * hidden_size if reads_embeddings else hidden_size
         self.qkv = column_linear(kernels, params, qkv, num_in, spec.qkv_bias)
+        accept_stacked(params, names.qkv, qkv, num_in, spec.qkv_bias)
         first = parallel.coord.tp_rank == 0
         self.out = row_linear(kernels, params, names.o, hidden_size, queries, bias=spec.o_bias, adds_bias=first)
         self.q_norm = self.k_norm = None
-        if spec.qk_norm:
+        self.whole_norms: WholeQKNorm | None = None
+        if spec.qk_norm and spec.whole_qk_norm:
+            q_weight, k_weight = (
+                params.stacked(Param(f"{name}.weight", (part.total,), 0, part.held, order=order))
+                for name, part in ((names.q_norm, queries), (names.k_norm, keys))
+            )
+            self.whole_norms = WholeQKNorm(q_weight, k_weight, eps, norm_offset, parallel)
+        elif spec.qk_norm:
             self.q_norm, self.k_norm = (
-                RMSNorm(params.new(f"{name}.weight", spec.head_dim), eps, kernels, norm_offset)
+                RMSNorm(
+                    params.stacked(Param(f"{name}.weight", (spec.head_dim,), order=order)), eps, kernels, norm_offset
+                )
                 for name in (names.q_norm, names.k_norm)
             )
+        self.sinks: Tensor | None = None
+        if spec.sinks:
+            self.sinks = params.stacked(Param(names.sinks, (spec.num_heads,), 0, q), dtype=torch.float32)
 
     def __call__(self, x: Tensor, angles: Sequence[Angles], attention: StepAttention) -> Tensor:
         """Map `[N, num_in]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
-        qkv, has_gates = self.qkv(x).view(x.shape[0], -1, self._head_dim), self.spec.output_gate
-        cos, sin = angles[self.rotary]
-        heads = Heads(qkv, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin, has_gates)
+        qkv, has_gates = self.qkv(x), self.spec.output_gate
+        if self.whole_norms is not None:
+            qkv = self.whole_norms(qkv)
+        qkv = qkv.view(x.shape[0], -1, self._head_dim)
+        cos, sin = (None, None) if self.rotary is None else angles[self.rotary]
+        heads = Heads(qkv, self.num_heads, self.num_kv_heads, self.q_norm, self.k_norm, cos, sin, has_gates, self.sinks)
         mixed = attention.attend(self._local, heads)
         if has_gates:
             gates = qkv[:, 1 : 2 * self.num_heads : 2]
@@ -236,11 +266,27 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Sublayer:
-    """Adds `op(norm(x))` to the hidden states `x`; see `SublayerSpec`."""
+    """Adds `residual_scale * post_norm(op(norm(x)))` to the hidden states `x`; see `SublayerSpec`."""
 
-    norm: RMSNorm
+    norm: RMSNorm | None
     op: Attention | MLA | GatedDeltaNet | FeedForward
     embedding_norm: RMSNorm | None = None
+    post_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
+
+    def normed(self, x: Tensor, rest: Tensor | None) -> Tensor:
+        """Return the operation's input for hidden states `x + rest`, `[N, hidden]`; overwrites `x` with the sum."""
+        if self.norm is None:
+            if rest is not None:
+                x += rest
+            return x
+        return self.norm(x) if rest is None else self.norm.of_sum(x, rest)
+
+    def finished(self, out: Tensor) -> Tensor:
+        """Return what is added to the hidden states for the operation's output."""
+        if self.post_norm is not None:
+            out = self.post_norm(out)
+        return out if self.residual_scale == 1.0 else out * self.residual_scale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,8 +314,7 @@ class DecoderLayer:
         two, which fuses the sum with the norm.
         """
         for sublayer in self.sublayers:
-            norm, op = sublayer.norm, sublayer.op
-            normed = norm(x) if rest is None else norm.of_sum(x, rest)
+            op, normed = sublayer.op, sublayer.normed(x, rest)
             if sublayer.embedding_norm is not None:
                 assert embeds is not None, "this layer reads embeddings"
                 normed = torch.cat((sublayer.embedding_norm(embeds), normed), -1)
@@ -279,6 +324,7 @@ class DecoderLayer:
                 rest = op(normed, states_of(attention, op.local))
             else:
                 rest = op(normed)
+            rest = sublayer.finished(rest)
         return rest
 
 
@@ -308,10 +354,11 @@ class _LayerBuilder:
         for sublayer in spec.layers[index].sublayers:
             reads_embeddings = sublayer.embedding_norm is not None
             op = self._operation(sublayer.op, index, local, names.layer.under(prefix), reads_embeddings)
-            embedding_norm = None
-            if sublayer.embedding_norm is not None:
-                embedding_norm = self._norm(prefix + sublayer.embedding_norm)
-            built.append(Sublayer(self._norm(prefix + sublayer.norm), op, embedding_norm))
+            norm, embedding_norm, post_norm = (
+                None if name is None else self._norm(prefix + name)
+                for name in (sublayer.norm, sublayer.embedding_norm, sublayer.post_norm)
+            )
+            built.append(Sublayer(norm, op, embedding_norm, post_norm, sublayer.residual_scale))
         return DecoderLayer(tuple(built))
 
     def _norm(self, name: str) -> RMSNorm:
@@ -331,7 +378,8 @@ class _LayerBuilder:
             self.parallel.dp_attention_group,
         )
         if isinstance(op, AttentionSpec):
-            rotary, spec = self.ropes.index((op.rope, op.head_dim)), self.spec
+            spec = self.spec
+            rotary = None if op.rope is None else self.ropes.index((op.rope, op.head_dim))
             return Attention(
                 op, local, rotary, hidden_size, spec.rms_norm_eps, spec.norm_offset, names, params, kernels,
                 self.parallel, reads_embeddings=reads_embeddings,
@@ -349,6 +397,18 @@ class _LayerBuilder:
         return ExpertParallelMoe(kernels, params, names, hidden_size, op, group, self.expert_map.rows[index])
 
 
-def _by_head(name: str, num_heads: int, held: range, head_dim: int) -> Outputs:
-    """Return the outputs of a projection to heads. The rank holds heads `held`."""
-    return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim))
+def _by_head(name: str, num_heads: int, held: range, head_dim: int, order: tuple[int, ...] | None = None) -> Outputs:
+    """Return the outputs of a projection to heads. The rank holds heads `held`. `order`: see `Outputs`."""
+    return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim), order)
+
+
+def head_order(spec: AttentionSpec) -> tuple[int, ...] | None:
+    """Return the checkpoint's dimension of each dimension of a head of Q and K; None: they are the same.
+
+    Of interleaved pairs the first dimensions come first, so that the halves of the rotated part are the pairs.
+    """
+    if spec.rope is None or not spec.rope.interleaved:
+        return None
+    assert not spec.output_gate, "q has gates between its heads"
+    rotated = spec.rope.rotary_dim(spec.head_dim)
+    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, spec.head_dim))

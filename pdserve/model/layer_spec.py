@@ -142,6 +142,10 @@ class MLPSpec(ModelFacts):
     act: Activation = option("silu")
 
 
+ExpertActivation = Literal["silu", "gpt_oss"]
+"""How an expert combines gate and up; see `MoeSpec`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MoeSpec(ModelFacts):
     """Mixture of `num_experts` gated feed-forwards of `intermediate_size` columns each.
@@ -150,11 +154,12 @@ class MoeSpec(ModelFacts):
     have a bias with `router_bias`. With `norm_top_k` the weights of a token add up to 1; they are then multiplied by
     `routed_scale`. With `correction_bias` the router has one more bias, which is added to the probabilities for the
     choice of experts only. The experts are `num_groups` groups of equal size, and a token's experts are those of its
-    `top_groups` best groups.
+    `top_groups` best groups: with sigmoid scores by the sum of a group's two best, with softmax by its best.
 
     `act` is the activation of an expert. "silu": `silu(gate) * up`. "gpt_oss": `(up + 1) * gate * sigmoid(1.702 *
-    gate)`. With `act_limit` gate is at most that, and up between it and its negative; None: no limit. With
-    `expert_bias` the linear layers of experts have biases.
+    gate)`, where with `act_limit` gate is at most that, and up between it and its negative; None: no limit. With
+    `expert_bias` the linear layers of experts have biases. With `interleaved` the checkpoint has all experts of a layer
+    in one tensor `[num_experts, in, out]` for gate and up, whose outputs are gate and up in turn, and one for down.
 
     Every token also goes through a shared expert of `shared_intermediate_size` columns; 0: there is none. With
     `shared_gate` its output is multiplied by the sigmoid of a linear layer with one output.
@@ -166,7 +171,7 @@ class MoeSpec(ModelFacts):
     norm_top_k: bool
     shared_intermediate_size: int = 0
     shared_gate: bool = False
-    act: Literal["silu", "gpt_oss"] = option("silu")
+    act: ExpertActivation = option("silu")
     act_limit: float | None = option(None)
     scoring: Literal["softmax", "sigmoid"] = option("softmax")
     correction_bias: bool = option(False)
@@ -175,6 +180,7 @@ class MoeSpec(ModelFacts):
     routed_scale: float = option(1.0)
     router_bias: bool = option(False)
     expert_bias: bool = option(False)
+    interleaved: bool = option(False)
 
 
 Operation = AttentionSpec | MLASpec | GatedDeltaSpec | MLPSpec | MoeSpec
@@ -215,26 +221,33 @@ class DecoderLayerSpec(ModelFacts):
 class LayerNames:
     """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's and Qwen's.
 
-    `{expert}` stands for the index of an expert. Complete names are `delta_a_log` and `delta_dt_bias`, and
-    `experts_gate_up` and `experts_down`, which some checkpoints have in place of one tensor for each expert. Norms of
-    sublayers are named in `SublayerSpec`.
+    `{expert}` stands for the index of an expert. Complete names are `sinks`, `correction`, `delta_a_log` and
+    `delta_dt_bias`, and the four that begin with `experts_`, which some checkpoints have in place of one tensor for
+    each expert. `qkv` and `gate_up` are layers that a checkpoint may have in place of `q`, `k` and `v`, and of `gate`
+    and `up`. Norms of sublayers are named in `SublayerSpec`.
     """
 
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
     o: str = "self_attn.o_proj"
+    qkv: str = "self_attn.qkv_proj"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
+    gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
     experts_gate_up: str = "mlp.experts.gate_up_proj"
     experts_down: str = "mlp.experts.down_proj"
+    experts_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    experts_down_bias: str = "mlp.experts.down_proj_bias"
     shared_gate: str = "mlp.shared_expert.gate_proj"
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_down: str = "mlp.shared_expert.down_proj"

@@ -11,17 +11,18 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from pdserve.errors import ModelError, UnsupportedModelError
-from pdserve.model.fields import ModelFacts, option, read_count, read_mapping, read_number
+from pdserve.model.fields import MAX_HEAD_DIM, ModelFacts, option, read_count, read_mapping, read_number
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
-_ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn")
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_ROPE_TYPES: tuple[RopeType, ...] = ("default", "linear", "llama3", "yarn", "longrope")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RopeSpec(ModelFacts):
     """Parameters of one RoPE variant. `attention_factor` multiplies cos and sin.
 
-    `freq_divisors` has one divisor per pair of dimensions; gguf files store llama3 scaling this way. None otherwise.
+    `freq_divisors` has one divisor per pair of dimensions; gguf files store llama3 scaling this way, and `longrope` is
+    nothing else. None otherwise.
     `partial_rotary_factor`: share of a head's dimensions that are rotated, from the first one on.
 
     With `interleaved` the checkpoint's pairs are the neighbouring dimensions 2i and 2i + 1. The rows of its Q and K
@@ -68,6 +69,8 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str, *, may_
         return RopeSpec(theta=theta, partial_rotary_factor=partial)
     key = "original_max_position_embeddings"
     original = read_count(config if config.get(key) else params, key, where, default=max_positions)
+    if kind == "longrope":
+        return _longrope(params, theta, partial, max_positions, original, where)
     needed = ("factor", "low_freq_factor", "high_freq_factor") if kind == "llama3" else ("factor",)
     missing = [] if kind == "yarn" else [key for key in needed if params.get(key) is None]
     if missing:
@@ -88,9 +91,54 @@ def read_rope(config: Mapping[str, Any], max_positions: int, where: str, *, may_
     )
 
 
+def read_rope_of_kind(
+    config: Mapping[str, Any], kind: str, max_positions: int, where: str, *, theta: float
+) -> RopeSpec:
+    """Read the variant of the layers of `kind`, a value of `layer_types`, from `rope_parameters` by kind.
+
+    `theta` is the base of a config that names none for these layers. Raises ModelError.
+    """
+    params = {"rope_theta": theta, **read_mapping(read_mapping(config, "rope_parameters", where), kind, where)}
+    return read_rope({"rope_parameters": params}, max_positions, where)
+
+
+def has_ropes_by_kind(config: Mapping[str, Any], where: str) -> bool:
+    """Whether `rope_parameters` has an object for each value of `layer_types`."""
+    return any(isinstance(value, dict) for value in read_mapping(config, "rope_parameters", where).values())
+
+
+def _longrope(
+    params: Mapping[str, Any], theta: float, partial: float, max_positions: int, original: int, where: str
+) -> RopeSpec:
+    """Return LongRoPE (arXiv:2402.13753) with its `long_factor` where the context is longer than the original one.
+
+    So all prompts have the same angles, whatever their length is. transformers takes `short_factor` for short ones.
+    """
+    name = "long_factor" if max_positions > original else "short_factor"
+    divisors = params.get(name)
+    if (
+        not isinstance(divisors, list | tuple)
+        or len(divisors) > MAX_HEAD_DIM
+        or not all(isinstance(value, int | float) and 0 < value < 1e30 for value in divisors)
+    ):
+        raise ModelError(f"{where}: rope_type 'longrope' needs {name}, a list of positive numbers")
+    factor = read_number(params, "factor", where, default=max_positions / original)
+    usual = 1.0 if factor <= 1.0 or original == 1 else math.sqrt(1.0 + math.log(factor) / math.log(original))
+    return RopeSpec(
+        type="longrope",
+        theta=theta,
+        factor=factor,
+        original_max_positions=original,
+        attention_factor=read_number(params, "attention_factor", where, default=usual),
+        freq_divisors=tuple(map(float, divisors)),
+        partial_rotary_factor=partial,
+    )
+
+
 def _rope_type(params: Mapping[str, Any], where: str) -> RopeType:
     """Return the variant's name. Raises ModelError for an unsupported one."""
     name = params.get("rope_type") or params.get("type") or "default"
+    name = "longrope" if name == "su" else name
     for kind in _ROPE_TYPES:
         if kind == name:
             return kind

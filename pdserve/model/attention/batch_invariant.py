@@ -18,12 +18,14 @@ import math
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.errors import ConfigError
-from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.interface import ALL_POSITIONS, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool, PageGather, RowSpans
 from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.layers.batch_invariant import tanh_capped
 from pdserve.model.layers.tiles import PROBE_ROWS, cut, safe_sizes, telling
 
 BLOCK = 128
@@ -71,15 +73,13 @@ class Gathered:
 class BatchInvariantAttention:
     """The deterministic attention backend over one KV pool.
 
-    `window`: positions that a token sees, its own included; None: all.
-
     Raises:
         ConfigError: no product size is batch-invariant on this device.
     """
 
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, window: int | None = None) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, rule: ScoreRule = ALL_POSITIONS) -> None:
         self._pool = pool
-        self._window = window
+        self._rule, self._window = rule, rule.window
         page_tokens = pool.group.page_tokens
         self._page_step = math.lcm(BLOCK, page_tokens) // page_tokens
         """Gathers begin at multiples of as many pages: at the start of a block and of a page."""
@@ -100,7 +100,7 @@ class BatchInvariantAttention:
         together = [self._together(rows, some) for some in self._gather.buckets(rows.lengths, decode)]
         alone = [self._together(rows, extend[i : i + 1]) for i in range(len(extend))]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
-        return BatchInvariantStep(self._pool, self._group, writes, together + alone)
+        return BatchInvariantStep(self._pool, self._group, self._rule, writes, together + alone)
 
     def _together(self, rows: RowSpans, some: IntArray) -> Gathered:
         """Plan one gather: rows with one new token each, or one row with several. `some` are sorted by length."""
@@ -153,12 +153,13 @@ class BatchInvariantAttention:
 class BatchInvariantStep:
     """Attention of one step in blocks of a fixed size."""
 
-    def __init__(self, pool: KVPool, group: int, writes: Tensor, gathered: list[Gathered]) -> None:
+    def __init__(self, pool: KVPool, group: int, rule: ScoreRule, writes: Tensor, gathered: list[Gathered]) -> None:
         self._pool = pool
         self._group = group
         self._writes = writes
         self._gathered = gathered
-        self._scale = pool.group.head_dim**-0.5
+        self._scale = pool.group.head_dim**-0.5 if rule.scale is None else rule.scale
+        self._softcap = rule.softcap
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
@@ -170,7 +171,8 @@ class BatchInvariantStep:
             for piece in gathered.pieces:
                 rows = self._query_rows(q, gathered.num_rows, piece)
                 seen = slice(piece.begin, piece.num_blocks)
-                mixed = _attend(rows, keys[:, :, seen], values[:, :, seen], piece)
+                sinks = None if heads.sinks is None else self._sink_rows(heads.sinks, piece)
+                mixed = _attend(rows, keys[:, :, seen], values[:, :, seen], piece, self._softcap, sinks)
                 out.index_copy_(0, piece.tokens, self._tokens(mixed, piece).to(q.dtype))
         return out.flatten(1)
 
@@ -190,6 +192,11 @@ class BatchInvariantStep:
         rows[:, :, :used] = heads.reshape(num_rows, spec.num_kv_heads, used, spec.head_dim)
         return rows
 
+    def _sink_rows(self, sinks: Tensor, piece: QueryPiece) -> Tensor:
+        """Return the sinks `[num_heads]` of the rows of `_query_rows`, `[kv_heads, size, 1]`; zero beyond tokens."""
+        of_heads = sinks.view(self._pool.group.num_kv_heads, -1).repeat(1, piece.num_tokens)
+        return F.pad(of_heads, (0, piece.size - of_heads.shape[1]))[:, :, None]
+
     def _tokens(self, mixed: Tensor, piece: QueryPiece) -> Tensor:
         """Invert `_query_rows`: `[B * T, num_heads, D]`."""
         used = mixed[:, :, : piece.num_tokens * self._group]
@@ -197,16 +204,29 @@ class BatchInvariantStep:
         return heads.reshape(len(piece.tokens), -1, mixed.shape[-1])
 
 
-def _attend(rows: Tensor, keys: Tensor, values: Tensor, piece: QueryPiece) -> Tensor:
-    """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, blocks, BLOCK, D]`)."""
+def _attend(
+    rows: Tensor, keys: Tensor, values: Tensor, piece: QueryPiece, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Compute softmax of `rows` `[B, H, size, D]` with `keys`, times `values` (`[B, H, blocks, BLOCK, D]`).
+
+    `sinks` `[H, size, 1]` are scores of a key without a value.
+    """
     batch = keys.shape[:3]
     shared = rows[:, :, None].expand(*batch, -1, -1).reshape(-1, *rows.shape[2:])
     scores = torch.bmm(shared, keys.reshape(-1, *keys.shape[3:]).transpose(1, 2)).view(*batch, piece.size, BLOCK)
+    if softcap is not None:
+        scores = tanh_capped(scores, softcap)
     if piece.first < piece.num_blocks:
         scores[:, :, piece.first - piece.begin :].masked_fill_(piece.hidden, float("-inf"))
-    weights = scores.sub_(scores.amax((2, 4), keepdim=True)).exp_()
+    highest = scores.amax((2, 4), keepdim=True)
+    if sinks is not None:
+        highest = torch.maximum(highest, sinks[None, :, None])
+    weights = scores.sub_(highest).exp_()
     mixed = torch.bmm(weights.view(-1, piece.size, BLOCK), values.reshape(-1, *values.shape[3:]))
-    return _in_order(mixed.view(*batch, piece.size, -1)) / _in_order(weights.sum(-1, keepdim=True))
+    total = _in_order(weights.sum(-1, keepdim=True))
+    if sinks is not None:
+        total = total + torch.exp(sinks - highest[:, :, 0])
+    return _in_order(mixed.view(*batch, piece.size, -1)) / total
 
 
 def _in_order(parts: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray
+from pdserve.model.layer_spec import AttentionSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.layers.kernels import rotate
@@ -29,8 +30,9 @@ class Heads:
 
     `qkv` is `[N, num_heads + 2 * num_kv_heads, head_dim]`, contiguous. With `has_gates` it is
     `[N, 2 * num_heads + 2 * num_kv_heads, head_dim]`: each query has a gate behind it, which backends skip. `q_norm`
-    and `k_norm` are per-head norms, both or neither None. `cos` and `sin` come from `Rotary.tables`. A backend may fuse
-    norm, rotation and the KV write.
+    and `k_norm` are per-head norms, both or neither None. `cos` and `sin` come from `Rotary.tables`; None: nothing is
+    rotated. A backend may fuse norm, rotation and the KV write. `sinks` float32 `[num_heads]` are scores of a key
+    without a value; None: there are none.
     """
 
     qkv: Tensor
@@ -38,9 +40,10 @@ class Heads:
     num_kv_heads: int
     q_norm: RMSNorm | None
     k_norm: RMSNorm | None
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     has_gates: bool = False
+    sinks: Tensor | None = None
 
     def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Apply norms and rotation in torch.
@@ -55,8 +58,29 @@ class Heads:
         if self.q_norm is not None and self.k_norm is not None:
             normed = self.q_norm(q_and_k[:, : self.num_heads]), self.k_norm(q_and_k[:, self.num_heads :])
             q_and_k = torch.cat(normed, 1)
-        q_and_k = rotate(q_and_k, self.cos, self.sin)
+        if self.cos is not None and self.sin is not None:
+            q_and_k = rotate(q_and_k, self.cos, self.sin)
         return q_and_k[:, : self.num_heads], q_and_k[:, self.num_heads :], v
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRule:
+    """How a backend makes scores; see `AttentionSpec`. `window` None: all positions are seen.
+
+    `scale` None stands for `head_dim ** -0.5`, and `softcap` None for no cap.
+    """
+
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+
+    @staticmethod
+    def of(op: AttentionSpec) -> ScoreRule:
+        """Return the rule of a kind of attention."""
+        return ScoreRule(window=op.window, scale=op.scale, softcap=op.softcap)
+
+
+ALL_POSITIONS = ScoreRule()
 
 
 class StateRows:

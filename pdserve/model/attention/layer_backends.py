@@ -19,6 +19,7 @@ from pdserve.model.attention.interface import (
     CapturedAttention,
     Heads,
     LayerStates,
+    ScoreRule,
     StateRows,
     StepAttention,
 )
@@ -84,7 +85,7 @@ def make_backends(
                 attended[local] = kinds[(index,)], at
                 continue
             assert isinstance(pool, KVPool)
-            kind = (index, op.num_heads, op.window, op.softcap)
+            kind = (index, op.num_heads, ScoreRule.of(op))
             if kind not in kinds:
                 kinds[kind] = len(groups)
                 groups.append(AttentionGroup(make(pool, op), pool.group, pool.null_page))

@@ -2,7 +2,8 @@
 
 Rows with few new tokens are gathered into groups of similar length, padded and masked. Rows with many new tokens are
 attended one by one. With a window the gather of a row begins at the first page that its first new token sees. Contents
-of unwritten slots never reach a result, not even as NaN.
+of unwritten slots never reach a result, not even as NaN. SDPA has neither soft caps nor sinks: with these the scores
+are computed by separate operations, in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.interface import ALL_POSITIONS, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool, PageGather, RowSpans
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 
@@ -81,16 +82,14 @@ class ExtendRow:
 
 
 class TorchAttention:
-    """The `torch` attention backend over one KV pool.
+    """The `torch` attention backend over one KV pool."""
 
-    `window`: positions that a token sees, its own included; None: all.
-    """
-
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, window: int | None = None) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, rule: ScoreRule = ALL_POSITIONS) -> None:
         self._pool = pool
         self._num_heads = num_heads
         self._queries = num_heads // pool.group.num_kv_heads
-        self._window = window
+        self._rule = rule
+        self._window = rule.window
         self._device = device
         self._gather = PageGather(pool, device)
 
@@ -112,7 +111,7 @@ class TorchAttention:
         ]
         by_themselves = [self._extend_row(rows, int(row)) for row in np.flatnonzero(alone)]
         writes = self._pool.slot_index(batch.write_pages, batch.write_slots)
-        return TorchStep(self._pool, self._num_heads, writes, groups, by_themselves)
+        return TorchStep(self._pool, self._num_heads, self._rule, writes, groups, by_themselves)
 
     def _together(self, rows: RowSpans, some: IntArray) -> Iterator[IntArray]:
         """Group the rows `some`, which have similar numbers of new tokens. Groups of decode rows have no size limit."""
@@ -159,32 +158,40 @@ class TorchAttention:
             pages = rows.pages(self._gather, np.array([row]), self._pool.group.pages_for(num_keys))
             blocks = self._gather.tensor(self._gather.block_index(pages))
         if blocks is not None or (self._window is not None and num_keys > self._window):
-            parts = self._query_blocks(start, num_keys)
+            parts = query_blocks(start, num_keys, self._window, self._device)
         return ExtendRow(int(rows.host.offsets[row]), num_keys - start, num_keys, blocks, parts)
 
-    def _query_blocks(self, start: int, num_keys: int) -> tuple[QueryBlock, ...]:
-        """Cut queries at the gathered positions `[start, num_keys)` into blocks."""
-        blocks, window = [], self._window
-        for first in range(0, num_keys - start, QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, num_keys - start)
-            low = 0 if window is None else max(0, start + first - window + 1)
-            high = start + last
-            diagonal = start + first - low
-            mask = torch.ones(last - first, high - low, dtype=torch.bool, device=self._device).tril(diagonal)
-            if window is not None:
-                mask = mask.triu(diagonal - window + 1)
-            blocks.append(QueryBlock(first, last, low, high, mask))
-        return tuple(blocks)
+
+def query_blocks(start: int, num_keys: int, window: int | None, device: torch.device) -> tuple[QueryBlock, ...]:
+    """Cut queries at the gathered positions `[start, num_keys)` into blocks."""
+    blocks = []
+    for first in range(0, num_keys - start, QUERY_BLOCK):
+        last = min(first + QUERY_BLOCK, num_keys - start)
+        low = 0 if window is None else max(0, start + first - window + 1)
+        high = start + last
+        diagonal = start + first - low
+        mask = torch.ones(last - first, high - low, dtype=torch.bool, device=device).tril(diagonal)
+        if window is not None:
+            mask = mask.triu(diagonal - window + 1)
+        blocks.append(QueryBlock(first, last, low, high, mask))
+    return tuple(blocks)
 
 
 class TorchStep:
     """Attention of one step through SDPA."""
 
     def __init__(
-        self, pool: KVPool, num_heads: int, writes: Tensor, groups: list[RowGroup], rows: list[ExtendRow]
+        self,
+        pool: KVPool,
+        num_heads: int,
+        rule: ScoreRule,
+        writes: Tensor,
+        groups: list[RowGroup],
+        rows: list[ExtendRow],
     ) -> None:
         self._pool = pool
         self._num_heads = num_heads
+        self._rule = rule
         self._writes = writes
         self._groups = groups
         self._rows = rows
@@ -195,24 +202,26 @@ class TorchStep:
         self._pool.write(layer, self._writes, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
-            out.index_copy_(0, group.into, self._together(layer, q, group))
+            out.index_copy_(0, group.into, self._together(layer, q, group, heads.sinks))
         for row in self._rows:
             new = slice(row.offset, row.offset + row.num_tokens)
-            out[new] = self._extend(layer, q[new], k[new], v[new], row)
+            out[new] = self._extend(layer, q[new], k[new], v[new], row, heads.sinks)
         return out.flatten(1)
 
-    def _together(self, layer: int, q: Tensor, group: RowGroup) -> Tensor:
+    def _together(self, layer: int, q: Tensor, group: RowGroup, sinks: Tensor | None) -> Tensor:
         """Attend one group: `[N, num_heads, head_dim]`. Query heads of a KV head are treated as query positions."""
         spec = self._pool.group
         gathered = self._pool.gathered(layer, group.blocks, group.num_rows, group.junk)
         k, v = gathered[:, :, :, : group.length]
         heads = (group.num_rows, -1, spec.num_kv_heads, self._num_heads // spec.num_kv_heads, spec.head_dim)
         queries = q.index_select(0, group.tokens).view(heads).transpose(1, 2)
-        out = F.scaled_dot_product_attention(queries.flatten(2, 3), k, v, attn_mask=group.mask)
+        if sinks is not None:
+            sinks = sinks.view(spec.num_kv_heads, 1, -1).expand(-1, queries.shape[2], -1).flatten(1)
+        out = _attend(queries.flatten(2, 3), k, v, group.mask, self._rule, sinks)
         out = out.reshape(queries.shape).transpose(1, 2).reshape(-1, self._num_heads, spec.head_dim)
         return out if group.kept is None else out.index_select(0, group.kept)
 
-    def _extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: ExtendRow) -> Tensor:
+    def _extend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, row: ExtendRow, sinks: Tensor | None) -> Tensor:
         """Attend one row: `[T, num_heads, head_dim]`. Query heads of a KV head are batches that share K and V."""
         spec = self._pool.group
         if row.blocks is None:
@@ -221,17 +230,51 @@ class TorchStep:
             keys, values = self._pool.gathered(layer, row.blocks, 1, None)[:, 0, :, : row.num_keys]
         queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
         shared = (queries.shape[0], -1, -1, -1)
-        out = _causal(queries, keys.expand(shared), values.expand(shared), row.parts)
+        if sinks is not None:
+            sinks = sinks.view(spec.num_kv_heads, -1).t()[:, :, None]
+        out = _causal(queries, keys.expand(shared), values.expand(shared), row.parts, self._rule, sinks)
         return out.permute(2, 1, 0, 3).reshape(row.num_tokens, self._num_heads, spec.head_dim)
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor, parts: tuple[QueryBlock, ...] | None) -> Tensor:
-    """Attend the queries `[_, _, T, D]` of a row to its keys. `parts` None: the queries are as many as the keys."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, rule: ScoreRule, sinks: Tensor | None) -> Tensor:
+    """Attend queries `[A, B, T, D]` to keys and values `[A, B, S, D]` where `mask` is true; None: everywhere.
+
+    `sinks` broadcasts to `[A, B, T]`.
+    """
+    if rule.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2))
+    scores *= q.shape[-1] ** -0.5 if rule.scale is None else rule.scale
+    if rule.softcap is not None:
+        scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask, float("-inf"))
+    if sinks is None:
+        return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    column = sinks[..., None].expand(*scores.shape[:-1], 1)
+    weights = torch.cat((scores, column), -1).softmax(-1)[..., :-1]
+    return torch.matmul(weights, v.float()).to(q.dtype)
+
+
+def _causal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    parts: tuple[QueryBlock, ...] | None,
+    rule: ScoreRule,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attend the queries `[_, _, T, D]` of a row to its keys. `parts` None: the queries are as many as the keys.
+
+    `sinks` broadcasts to `[_, _, T]`.
+    """
     if parts is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        if rule.softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale)
+        parts = query_blocks(0, k.shape[2], None, q.device)
     blocks = []
     for part in parts:
         keys, values = k[:, :, part.low : part.high], v[:, :, part.low : part.high]
         queries = q[:, :, part.first : part.last]
-        blocks.append(F.scaled_dot_product_attention(queries, keys, values, attn_mask=part.mask))
+        blocks.append(_attend(queries, keys, values, part.mask, rule, sinks))
     return torch.cat(blocks, 2)

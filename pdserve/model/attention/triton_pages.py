@@ -193,6 +193,7 @@ def pack_to_device(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: t
 def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
     """Bundle `heads` and write targets as `FreshKV`: the attention kernel finishes the heads."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
+    assert heads.cos is not None and heads.sin is not None, "the kernels rotate"
     return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
@@ -203,6 +204,7 @@ def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
 def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:
     """Finish `heads`: write keys and values to the pages `kv` of their layer, and return the queries."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
+    assert heads.cos is not None and heads.sin is not None, "the kernels rotate"
     return place_heads(
         heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,

@@ -9,6 +9,7 @@ from typing import Any
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count, read_texts
 from pdserve.model.layer_spec import (
+    Activation,
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
@@ -29,15 +30,29 @@ WINDOW_LAYERS = frozenset({"full_attention", "sliding_attention"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Scales:
+    """Factors of embeddings and logits, and the soft cap of logits; see `ModelSpec`."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    logit_softcap: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """Models of one HF architecture.
 
     `read_layers(config, rope, where)` returns the layers of a model; its errors are ModelErrors that name the file
     `where` and the field. `max_positions` is the context length of a config that names none. `layer_types`: values of
-    the config's field of that name that `read_layers` knows. `norm_offset` is added to the weights of RMS norms.
-    `may_be_partial`: a part of each head may be rotated. With `text_config` the fields are those of that object, as in
-    vision-language models. `gguf`: name of the architecture in gguf files; None: such files are not read. With
-    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs.
+    the config's field of that name that `read_layers` knows. `activations`: values of `hidden_act` and
+    `hidden_activation`. `only`: fields of the config for which this value alone is supported. `defaults` are values of
+    fields that a config does not name. `norm_offset` is added to the weights of RMS norms. `read_scales(config, where)`
+    returns the scales of embeddings and logits.
+    `unread_layers`: the config's field with the number of layers that a checkpoint has behind those of the model, and
+    which are not read; None: there are none. `may_be_partial`: a part of each head may be rotated. With `text_config`
+    the fields are those of that object, as in vision-language models. `gguf`: name of the architecture in gguf files;
+    None: such files are not read. With `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation
+    of pairs.
     """
 
     architecture: str
@@ -46,7 +61,12 @@ class Family:
     read_layers: Callable[[HFConfig, RopeSpec, str], tuple[DecoderLayerSpec, ...]]
     names: WeightNames = WeightNames()
     layer_types: frozenset[str] = FULL_LAYERS
+    activations: frozenset[str] = frozenset({"silu"})
+    only: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
+    read_scales: Callable[[HFConfig, str], Scales] = lambda config, where: Scales()
+    unread_layers: str | None = None
     may_be_partial: bool = False
     text_config: bool = False
     gguf: str | None = None
@@ -99,9 +119,10 @@ def read_attention(
     )
 
 
-def read_mlp(config: HFConfig, where: str, *, bias: bool = False) -> MLPSpec:
+def read_mlp(config: HFConfig, where: str, *, bias: bool = False, act: Activation = "silu") -> MLPSpec:
     """Read a dense feed-forward."""
-    return MLPSpec(intermediate_size=read_count(config, "intermediate_size", where, most=MAX_WIDTH), bias=bias)
+    width = read_count(config, "intermediate_size", where, most=MAX_WIDTH)
+    return MLPSpec(intermediate_size=width, bias=bias, act=act)
 
 
 def read_moe(config: HFConfig, where: str) -> MoeSpec:
@@ -126,6 +147,36 @@ def pre_norm_layer(attention: AttentionSpec | GatedDeltaSpec, feed_forward: MLPS
     )
 
 
+def sandwich_layer(
+    attention: AttentionSpec, feed_forward: MLPSpec, names: tuple[str | None, str, str | None, str]
+) -> DecoderLayerSpec:
+    """Return a layer whose operations have norms behind them.
+
+    `names`: the norms before and behind attention, and before and behind the feed-forward; None: there is none.
+    """
+    return DecoderLayerSpec(
+        (
+            SublayerSpec(names[0], attention, post_norm=names[1]),
+            SublayerSpec(names[2], feed_forward, post_norm=names[3]),
+        )
+    )
+
+
+def read_layer_kinds(config: HFConfig, where: str, every: int) -> tuple[bool, ...]:
+    """Read which layers have a window: those that `layer_types` says, or without it all but each `every`-th.
+
+    Raises:
+        ModelError: the number of entries is wrong.
+    """
+    num_layers = read_num_layers(config, where)
+    kinds = read_texts(config, "layer_types", where)
+    if not kinds:
+        return tuple(bool((index + 1) % every) for index in range(num_layers))
+    if len(kinds) != num_layers:
+        raise ModelError(f"{where}: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
+    return tuple(kind == "sliding_attention" for kind in kinds)
+
+
 def read_window(config: HFConfig, where: str) -> int | None:
     """Read the window of layers that have one, `sliding_window`; None: the config sets none."""
     return None if config.get("sliding_window") is None else read_count(config, "sliding_window", where)
@@ -141,11 +192,8 @@ def read_windows(config: HFConfig, where: str) -> tuple[int | None, ...]:
     window = read_window(config, where) if config.get("use_sliding_window", False) else None
     if window is None:
         return (None,) * num_layers
-    kinds = read_texts(config, "layer_types", where)
-    if kinds:
-        if len(kinds) != num_layers:
-            raise ModelError(f"{where}: layer_types has {len(kinds)} entries, num_hidden_layers is {num_layers}")
-        return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if read_texts(config, "layer_types", where):
+        return tuple(window if has_window else None for has_window in read_layer_kinds(config, where, 1))
     first = read_count(config, "max_window_layers", where, default=28, least=0)
     return tuple(window if index >= first else None for index in range(num_layers))
 

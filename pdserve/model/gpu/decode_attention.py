@@ -54,14 +54,14 @@ EVERYTHING = AttentionMask()
 class FreshKV:
     """Unfinished heads and write targets of the new tokens; arguments as for `place_heads`.
 
-    The first dimensions of a head, as many as `cos` and `sin` have, are rotated.
+    The first dimensions of a head, as many as `cos` and `sin` have, are rotated; None: nothing is rotated.
     """
 
     qkv: Tensor
     write_pages: Tensor
     write_slots: Tensor
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
     eps: float
@@ -124,7 +124,7 @@ def attend_decode(
         BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, MOST_PARTS=_MAX_PARTS, IS_WHOLE=parts == 1,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
         QUERY_STEP=2 if fresh is not None and fresh.has_gates else 1,
-        ROTARY=dim if fresh is None else fresh.cos.shape[-1],
+        ROTARY=0 if fresh is None or fresh.cos is None else fresh.cos.shape[-1],
         HAS_NORM=fresh is not None and fresh.q_norm is not None,
         NORM_OFFSET=0.0 if fresh is None else fresh.norm_offset,
         num_warps=tiling.warps, num_stages=3, **chaining(out.device),
@@ -152,9 +152,10 @@ def _fresh_arguments(fresh: FreshKV | None, nothing: Tensor) -> tuple[Tensor | f
     """Return pages and slots, angles, norms and their epsilon, and the stride of angles."""
     if fresh is None:
         return (nothing,) * 6 + (0.0, 0)
-    q_norm, k_norm = (nothing if norm is None else norm for norm in (fresh.q_norm, fresh.k_norm))
-    stride = fresh.cos.stride(0)
-    return fresh.write_pages, fresh.write_slots, fresh.cos, fresh.sin, q_norm, k_norm, fresh.eps, stride
+    given = (fresh.cos, fresh.sin, fresh.q_norm, fresh.k_norm)
+    stride = 0 if fresh.cos is None else fresh.cos.stride(0)
+    tables = (nothing if each is None else each for each in given)
+    return fresh.write_pages, fresh.write_slots, *tables, fresh.eps, stride
 
 
 @triton.jit(

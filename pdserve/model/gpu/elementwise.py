@@ -1,4 +1,4 @@
-"""RMS norm, fused add and RMS norm, SwiGLU, and gates by a sigmoid, one pass over memory each.
+"""RMS norm, fused add and RMS norm, gates by SiLU, GELU or a sigmoid, one pass over memory each.
 
 For `layers/triton_kernels.py`.
 """
@@ -32,20 +32,23 @@ def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: f
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """Compute `silu(gate) * up`, `[N, width]` each; rows may have a stride."""
+    return _gated(gate, up, is_gelu=False)
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `gelu(gate) * up` with GELU's approximation by tanh; see `swiglu`."""
+    return _gated(gate, up, is_gelu=True)
+
+
+def _gated(gate: Tensor, up: Tensor, *, is_gelu: bool) -> Tensor:
+    """Launch one program per block of a row; nothing for zero rows."""
     num_rows, width = gate.shape
     out: Tensor = torch.empty(num_rows, width, dtype=gate.dtype, device=gate.device)
     if num_rows:
-        _swiglu[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
-            gate,
-            up,
-            out,
-            gate.stride(0),
-            up.stride(0),
-            width,
-            BLOCK=_BLOCK_GATE,
-            num_warps=4,
-            **chaining(gate.device),
-        )
+        _gate[(num_rows, triton.cdiv(width, _BLOCK_GATE))](
+            gate, up, out, gate.stride(0), up.stride(0), width,
+            BLOCK=_BLOCK_GATE, IS_GELU=is_gelu, num_warps=4, **chaining(gate.device),
+        )  # fmt: skip
     return out
 
 
@@ -105,7 +108,18 @@ def _rms_norm(
 
 
 @triton.jit
-def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, CHAINED: tl.constexpr):
+def activated(x, IS_GELU: tl.constexpr):
+    """SiLU of float32 values, or GELU by tanh: half of 1 + tanh(u) is sigmoid(2 u), which every backend has."""
+    inner = x
+    if IS_GELU:
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 * sqrt(2 / pi)
+    return x * tl.sigmoid(inner)
+
+
+@triton.jit
+def _gate(
+    gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, IS_GELU: tl.constexpr, CHAINED: tl.constexpr
+):  # fmt: skip
     """One block of one row."""
     if CHAINED:
         tl.extra.cuda.gdc_wait()
@@ -116,7 +130,7 @@ def _swiglu(gate, up, out, gate_stride, up_stride, width, BLOCK: tl.constexpr, C
     left = tl.load(gate + row * gate_stride + at, mask=mask, other=0.0)
     right = tl.load(up + row * up_stride + at, mask=mask, other=0.0).to(tl.float32)
     wide = left.to(tl.float32)
-    shone = (wide * tl.sigmoid(wide)).to(left.dtype).to(tl.float32)
+    shone = activated(wide, IS_GELU).to(left.dtype).to(tl.float32)
     tl.store(out + row * width + at, (shone * right).to(left.dtype), mask=mask)
 
 

@@ -23,8 +23,8 @@ def place_heads(
     kv: Tensor,
     write_pages: Tensor,
     write_slots: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
@@ -37,8 +37,8 @@ def place_heads(
     `qkv` is `[N, num_heads + 2 * num_kv_heads, D]`, the last two dimensions contiguous; with `has_gates` a gate, which
     is skipped, lies behind each query. `kv` as for `attend_decode`. Token n goes to slot `write_slots[n]`
     of page `write_pages[n]`; a negative page skips the write: int64 `[N]` each. `cos`, `sin` `[N, 1, rotary_dim]` come
-    from `Rotary.tables`; the other dimensions are not rotated. `q_norm`, `k_norm` `[D]` are weights of RMS norms with
-    `eps`, both or neither None; `norm_offset` is added to them.
+    from `Rotary.tables`; the other dimensions are not rotated, and with None nothing is. `q_norm`, `k_norm` `[D]` are
+    weights of RMS norms with `eps`, both or neither None; `norm_offset` is added to them.
     """
     num_tokens, _, dim = qkv.shape
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -46,12 +46,11 @@ def place_heads(
     q: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=qkv.dtype, device=qkv.device)
     has_norm = q_norm is not None
     _place[(num_tokens, triton.cdiv(all_heads, _BLOCK_HEADS))](
-        qkv, q, kv, write_pages, write_slots, cos, sin,
-        q_norm if q_norm is not None else cos, k_norm if k_norm is not None else cos, eps,
-        qkv.stride(0), cos.stride(0), kv.stride(0), kv.stride(1),
+        qkv, q, kv, write_pages, write_slots, *(qkv if each is None else each for each in (cos, sin, q_norm, k_norm)),
+        eps, qkv.stride(0), 0 if cos is None else cos.stride(0), kv.stride(0), kv.stride(1),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, QUERY_STEP=1 + has_gates, PAGE=page_tokens, DIM=dim,
-        ROTARY=cos.shape[-1], BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm,
-        NORM_OFFSET=norm_offset,
+        ROTARY=0 if cos is None else cos.shape[-1], BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS,
+        HAS_NORM=has_norm, NORM_OFFSET=norm_offset,
         num_warps=2, **chaining(qkv.device),
     )  # fmt: skip
     return q

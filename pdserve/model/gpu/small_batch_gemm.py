@@ -15,7 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
+from pdserve.model.gpu.elementwise import activated
 from pdserve.model.gpu.runtime import chaining, num_cores, shared_bytes
+from pdserve.model.layer_spec import Activation
 
 MAX_ROWS = 64
 """Above this, the rows are read from cache more often than the weights from memory, and cuBLAS is faster."""
@@ -69,12 +71,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return _launch(x, weight, bias, len(weight), is_gate=False)
 
 
-def gated(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute `silu(gate) * up`, the halves of `linear`: `[N, out / 2]`. Requires `fits`."""
-    return _launch(x, weight, bias, len(weight) // 2, is_gate=True)
+def gated(x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
+    """Compute `act(gate) * up`, the halves of `linear`: `[N, out / 2]`. Requires `fits`."""
+    return _launch(x, weight, bias, len(weight) // 2, is_gate=True, is_gelu=act == "gelu_tanh")
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is_gate: bool) -> Tensor:
+def _launch(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is_gate: bool, is_gelu: bool = False
+) -> Tensor:
     """Launch one product."""
     num_rows, num_in = x.shape
     out: Tensor = torch.empty(num_rows, num_outs, dtype=x.dtype, device=x.device)
@@ -82,7 +86,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
     _product[(triton.cdiv(num_outs, tiling.outs),)](
         x, weight, bias if bias is not None else weight, out, num_rows, num_outs, num_in, x.stride(0),
         ROWS=padded(num_rows), OUTS=tiling.outs, DEPTH=tiling.depth, IS_GATE=is_gate,
-        IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None,
+        IS_WHOLE=num_in % tiling.depth == 0, HAS_BIAS=bias is not None, IS_GELU=is_gelu,
         num_warps=tiling.warps, num_stages=tiling.stages, **chaining(x.device),
     )  # fmt: skip
     return out
@@ -92,7 +96,7 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, num_outs: int, *, is
 def _product(
     x, weight, bias, out, num_rows, num_outs, num_in, x_stride,
     ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr, IS_WHOLE: tl.constexpr, IS_GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr, CHAINED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_GELU: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """A block of outputs of all rows."""
     outs = tl.program_id(0) * OUTS + tl.arange(0, OUTS)
@@ -134,6 +138,6 @@ def _product(
         if HAS_BIAS:
             other += tl.load(bias + num_outs + held).to(tl.float32)[None, :]
         wide = total.to(dtype).to(tl.float32)
-        total = (wide * tl.sigmoid(wide)).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
+        total = activated(wide, IS_GELU).to(dtype).to(tl.float32) * other.to(dtype).to(tl.float32)
     at = out + rows[:, None] * num_outs + outs[None, :]
     tl.store(at, total.to(dtype), mask=is_row[:, None] & is_out[None, :])

@@ -6,6 +6,7 @@ Made by the executor factory when `enable_deterministic_inference` is set and to
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from torch import Tensor
 from pdserve.model.layers.kernels import TorchKernels
 from pdserve.model.layers.tiles import PROBE_ROWS, Tile, cut, padded, safe_sizes, telling
 
-Shape = tuple[int, int, bool]
-"""`(out, in, with bias)` of a linear layer."""
+Shape = tuple[int, int, bool, torch.dtype]
+"""`(out, in, with bias, dtype)` of a linear layer."""
 
 
 class BatchInvariantKernels(TorchKernels):
@@ -25,7 +26,7 @@ class BatchInvariantKernels(TorchKernels):
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
         """See `Kernels.prepare_linear`. Probes the tile sizes of this shape once."""
-        shape = (num_out, num_in, bias)
+        shape = (num_out, num_in, bias, dtype)
         if shape in self._sizes:
             return
         x, weight = telling(PROBE_ROWS, num_out, num_in, dtype, device)
@@ -35,7 +36,7 @@ class BatchInvariantKernels(TorchKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
-        tiles = cut(x.shape[0], self._sizes[weight.shape[0], weight.shape[1], bias is not None])
+        tiles = cut(x.shape[0], self._sizes[weight.shape[0], weight.shape[1], bias is not None, weight.dtype])
         x = x.contiguous()
         if len(tiles) == 1:
             return _one(x, tiles[0], weight, bias)[: x.shape[0]]
@@ -49,9 +50,24 @@ class BatchInvariantKernels(TorchKernels):
         wide = gate.float()
         return (wide / (1.0 + torch.exp(-wide))).to(gate.dtype) * up
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `TorchKernels.geglu`. By exp, for the reason given in `swiglu`."""
+        wide = gate.float()
+        inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide * wide * wide)
+        return (wide / (1.0 + torch.exp(-2.0 * inner))).to(gate.dtype) * up
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`. By exp, for the reason given in `swiglu`."""
+        return tanh_capped(x.float(), cap).to(x.dtype)
+
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`. By exp, for the reason given in `swiglu`."""
         return x * (1.0 / (1.0 + torch.exp(-gate.float()))).to(x.dtype)
+
+
+def tanh_capped(x: Tensor, cap: float) -> Tensor:
+    """Compute `cap * tanh(x / cap)` of float32 values by exp."""
+    return cap * (2.0 / (1.0 + torch.exp(x * (-2.0 / cap))) - 1.0)
 
 
 def _one(x: Tensor, tile: Tile, weight: Tensor, bias: Tensor | None) -> Tensor:

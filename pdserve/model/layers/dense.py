@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from pdserve.model.dp_attention import DPAttentionGroup
 from pdserve.model.layer_spec import LayerNames, MLPSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import Param, ParamSlots
+from pdserve.model.params import Param, ParamPiece, ParamSlots
 
 
 class Linear:
@@ -42,20 +43,39 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Outputs of the checkpoint's linear layer `name`: `total` in all, of which a rank computes `held`."""
+    """Outputs of the checkpoint's linear layer `name`: `total` in all. A rank computes `held`.
+
+    `order`: see `Param`.
+    """
 
     name: str
     total: int
     held: range
+    order: tuple[int, ...] | None = None
 
 
 def column_linear(kernels: Kernels, params: ParamSlots, parts: tuple[Outputs, ...], num_in: int, bias: bool) -> Linear:
     """Build one layer that stacks the held parts of `parts`: `[N, num_in]` to `[N, sum of held]`."""
-    weight = params.stacked(*(Param(f"{part.name}.weight", (part.total, num_in), 0, part.held) for part in parts))
+    weight = params.stacked(
+        *(Param(f"{part.name}.weight", (part.total, num_in), 0, part.held, order=part.order) for part in parts)
+    )
     biases = None
     if bias:
-        biases = params.stacked(*(Param(f"{part.name}.bias", (part.total,), 0, part.held) for part in parts))
+        biases = params.stacked(
+            *(Param(f"{part.name}.bias", (part.total,), 0, part.held, order=part.order) for part in parts)
+        )
     return Linear(kernels, weight, biases)
+
+
+def accept_stacked(params: ParamSlots, name: str, parts: tuple[Outputs, ...], num_in: int, bias: bool) -> None:
+    """Accept checkpoints that have `parts` as one linear layer `name`, one behind the other."""
+    total = sum(part.total for part in parts)
+    for kind, deep in (("weight", (num_in,)), *((("bias", ()),) if bias else ())):
+        pieces, first = [], 0
+        for part in parts:
+            pieces.append(ParamPiece(f"{part.name}.{kind}", (part.total, *deep), first))
+            first += part.total
+        params.divide(f"{name}.{kind}", (total, *deep), pieces)
 
 
 def row_linear(
@@ -92,6 +112,32 @@ class RMSNorm:
         return self._kernels.add_norm(x, more, self.weight, self.eps, self.offset)
 
 
+class WholeQKNorm:
+    """RMS norms of all heads of Q together and of all heads of K, which the ranks of a stage split.
+
+    `q_weight` and `k_weight` are this rank's parts. `eps` and `offset` as in `RMSNorm`.
+    """
+
+    def __init__(self, q_weight: Tensor, k_weight: Tensor, eps: float, offset: float, parallel: Parallel) -> None:
+        self.weights = (q_weight, k_weight)
+        self._eps, self._offset, self._parallel = eps, offset, parallel
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Return `[N, q and k and v]` with Q and K normalised in float32; keeps shape and dtype."""
+        widths = [len(weight) for weight in self.weights]
+        q, k, v = qkv.split((*widths, qkv.shape[1] - sum(widths)), 1)
+        wide = (q.float(), k.float())
+        # A head that several ranks hold counts once on each: the mean over ranks of the local means is exact.
+        means = torch.cat([part.square().mean(1, keepdim=True) for part in wide], 1)
+        means = self._parallel.all_reduce(means) / self._parallel.coord.shape.tp_size
+        scales = torch.rsqrt(means + self._eps).split(1, 1)
+        normed = (
+            (part * scale * (self._offset + weight.float())).to(qkv.dtype)
+            for part, scale, weight in zip(wide, scales, self.weights, strict=True)
+        )
+        return torch.cat((*normed, v), 1)
+
+
 def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int, coord: RankCoord) -> Tensor:
     """Allocate this rank's rows of the checkpoint's `[vocab, hidden]` matrix `name`: `[share, hidden]`."""
     tp_size = coord.shape.tp_size
@@ -101,15 +147,24 @@ def vocab_rows(params: ParamSlots, name: str, vocab_size: int, hidden_size: int,
 
 
 class VocabEmbedding:
-    """Vocab-parallel embedding. One rank has a token's row, and the other ranks add zero: the sum is exact."""
+    """Vocab-parallel embedding. One rank has a token's row, and the other ranks add zero: the sum is exact.
 
-    def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel) -> None:
+    Rows are multiplied by `scale`, rounded to their dtype.
+    """
+
+    def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel, scale: float = 1.0) -> None:
         self.weight = weight
         self._parallel = parallel
+        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
         self._held = vocab_of(vocab_size, parallel.coord.shape.tp_size, parallel.coord.tp_rank)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
+        rows = self._rows(ids)
+        return rows if self._scale == 1.0 else rows * self._scale
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Look the rows up."""
         if self._parallel.coord.shape.tp_size == 1:
             return F.embedding(ids, self.weight)
         local = ids - self._held.start
@@ -130,7 +185,7 @@ class FeedForward(Protocol):
 
 
 class DenseMLP:
-    """SiLU-gated MLP; the ranks of `group` split its columns. `names` are complete."""
+    """Gated MLP; the ranks of `group` split its columns. `names` are complete."""
 
     def __init__(
         self,
@@ -141,12 +196,13 @@ class DenseMLP:
         mlp: MLPSpec,
         group: DPAttentionGroup,
     ) -> None:
-        self._kernels, self.group = kernels, group
+        self._kernels, self.group, self.act = kernels, group, mlp.act
         self.product: Callable[[Tensor], Tensor] | None = None
         """Replacement for this rank's columns, `[N, hidden]` to a partial sum of `[N, hidden]`; None: use `kernels`."""
         inner = part_of(mlp.intermediate_size, group.size, group.rank)
         gate, up = (Outputs(name, mlp.intermediate_size, inner) for name in (names.gate, names.up))
         self.gate_up = column_linear(kernels, params, (gate, up), hidden_size, mlp.bias)
+        accept_stacked(params, names.gate_up, (gate, up), hidden_size, mlp.bias)
         first = group.rank == 0
         self.down = row_linear(kernels, params, names.down, hidden_size, gate, bias=mlp.bias, adds_bias=first)
 
@@ -155,5 +211,5 @@ class DenseMLP:
         x = self.group.gather(x)
         if self.product is not None:
             return self.group.reduce_sum(self.product(x))
-        gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias)
+        gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias, self.act)
         return self.group.reduce_sum(self.down(gated))

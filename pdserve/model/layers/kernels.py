@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.model.expert_math import ExpertWeights, choose_experts, clamped_gate
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.rope import RopeSpec
 
 
@@ -100,8 +102,8 @@ class Kernels(Protocol):
         """Compute `x @ weight.T + bias`: `[N, in]`, `[out, in]` and `[out]` to `[N, out]`."""
         ...
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute `swiglu` of the halves of `linear`: `[N, out / 2]`."""
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
+        """Compute `act(gate) * up` of the halves of `linear`: `[N, out / 2]`."""
         ...
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -110,6 +112,10 @@ class Kernels(Protocol):
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Compute `x * sigmoid(gate)`: `[N, width]` or `[N, heads, width]`, contiguous; `gate` broadcasts to it."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """Compute `cap * tanh(x / cap)`."""
         ...
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
@@ -127,17 +133,18 @@ class Kernels(Protocol):
         """See `angle_tables`."""
         ...
 
-    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """Return the `top_k` likeliest experts of `[N, E]`, best first, int64 `[N, top_k]`, and float32 probabilities.
+    def route(self, logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token from the outputs `[N, E]` of a router.
 
-        With `normalise` the probabilities of a token add up to 1.
+        `correction` float32 `[E]` is the bias of `MoeSpec.correction_bias`. Returns the experts, best first, int64
+        `[N, top_k]`, and their weights, float32 `[N, top_k]`.
         """
         ...
 
-    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """Run row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. Row r is row `r // (R / N)` of `x`.
 
-        `x` is `[N, hidden]`. `gate_up` `[E, 2 * inner, hidden]` and `down` `[E, hidden, inner]` are the weights.
+        `x` is `[N, hidden]`.
         """
         ...
 
@@ -158,13 +165,21 @@ class TorchKernels(abc.ABC):
         """See `Kernels.swiglu`."""
 
     @abc.abstractmethod
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `gelu(gate) * up` with GELU's approximation by tanh, all of one shape and dtype."""
+
+    @abc.abstractmethod
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""
 
-    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    @abc.abstractmethod
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`."""
+
+    def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
         """See `Kernels.gated`."""
         gate, up = self.linear(x, weight, bias).chunk(2, -1)
-        return self.swiglu(gate, up)
+        return self.swiglu(gate, up) if act == "silu" else self.geglu(gate, up)
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
         """See `Kernels.norm`."""
@@ -183,13 +198,11 @@ class TorchKernels(abc.ABC):
         """See `Kernels.angles`."""
         return angle_tables(positions, inverse, factor, dtype)
 
-    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernels.route`."""
-        best = logits.softmax(-1, dtype=torch.float32).topk(top_k, -1)
-        weights = best.values / best.values.sum(-1, keepdim=True) if normalise else best.values
-        return best.indices, weights
+        return choose_experts(logits, moe, correction)
 
-    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """See `Kernels.experts`. Computes rows of one expert together; experts without rows cost nothing.
 
         Blocks until the device has counted each expert's rows.
@@ -197,13 +210,23 @@ class TorchKernels(abc.ABC):
         if not len(slots):
             return x.new_empty(0, x.shape[1])
         order = slots.argsort(stable=True)
-        sizes = torch.bincount(slots, minlength=len(gate_up)).tolist()
+        sizes = torch.bincount(slots, minlength=len(weights.gate_up)).tolist()
         rows = x.index_select(0, order // (len(slots) // len(x)))
         parts = []
         for slot, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                parts.append(self.linear(self.gated(part, gate_up[slot], None), down[slot], None))
+                parts.append(self._expert(part, slot, weights))
         return torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+
+    def _expert(self, x: Tensor, slot: int, weights: ExpertWeights) -> Tensor:
+        """Run rows `[N, hidden]` through one expert."""
+        wide, deep = (None if bias is None else bias[slot] for bias in (weights.gate_up_bias, weights.down_bias))
+        if weights.act == "silu":
+            inner = self.gated(x, weights.gate_up[slot], wide)
+        else:
+            gate, up = self.linear(x, weights.gate_up[slot], wide).chunk(2, -1)
+            inner = clamped_gate(gate, up, weights.act_limit)
+        return self.linear(inner, weights.down[slot], deep)
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """See `Kernels.weighted_sum`. Adds in float32, in the order of the routes."""
@@ -227,6 +250,14 @@ class FastKernels(TorchKernels):
         """See `Kernels.swiglu`."""
         return F.silu(gate).mul_(up)
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `TorchKernels.geglu`."""
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""
         return x * gate.sigmoid()
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """See `Kernels.softcap`."""
+        return (x / cap).tanh_().mul_(cap)

@@ -10,9 +10,11 @@ buffers, and the program continues.
         attention   qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [all_reduce]
         MLA         q, latent = norm(x) W   absorb, place: latents into pages   mixed = attention W   x += mixed W
         delta       inputs = norm(x) W   mixed = convolution, delta rule, gated norm   x += mixed W      [all_reduce]
-        MLP         h = silu(norm(x) Wg) * norm(x) Wu   x += h W                                         [reduce_sum]
+        MLP         h = act(norm(x) Wg) * norm(x) Wu   x += h W                                          [reduce_sum]
         MoE         routes = top k of norm(x) W   x += sum of experts                                    [reduce_sum]
     samples = x at sample_index   logits = norm(samples) W
+
+An output that has a norm of its own, or a sum over ranks, first goes to the buffer `part`, and is added then.
 
 A new kind of operation needs a packed form in `packer` and a method here that records it.
 """
@@ -38,7 +40,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
-from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
+from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.mla import MLA
 from pdserve.model.native.delta import DeltaShape, DeltaStates
@@ -187,7 +189,7 @@ class NativeDecoder:
                 if isinstance(op, Attention | MLA):
                     self._add_heads(local, op)
         if self._embeds_itself and model.embedding is not None:
-            program.embed(self._x, model.embedding.weight)
+            program.embed(self._x, model.embedding.weight, scale=model.embedding.scale)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
             for sublayer, weights in zip(layer.sublayers, packed, strict=True):
                 self._record(local, sublayer, weights)
@@ -197,7 +199,10 @@ class NativeDecoder:
             program.select(self._x, self._samples)
             self._head_from = program.num_ops
             self._logits = program.buffer(self._head.num_out, of_samples=True)
-            program.linear(self._samples, self._head, self._logits, norm=_weight(model.norm), eps=model.norm.eps)
+            weight, eps = _norm_of(model.norm)
+            program.linear(self._samples, self._head, self._logits, norm=weight, eps=eps)
+            if spec.logit_scale != 1.0 or spec.logit_softcap is not None:
+                program.cap(self._logits, scale=spec.logit_scale, softcap=spec.logit_softcap or 0.0)
             self._chosen = program.buffer(1, torch.int64, of_samples=True)
             self._head_to = program.num_ops
             program.argmax(self._logits, self._chosen)
@@ -313,76 +318,97 @@ class NativeDecoder:
 
     def _record(self, local: int, sublayer: Sublayer, weights: PackedOperation) -> None:
         """Record one sublayer of this rank's layer `local`."""
-        norm = sublayer.norm
         if isinstance(weights, PackedAttention):
             self._record_attention(local, sublayer, weights)
             return
         if isinstance(weights, PackedMLA):
             heads, (_, index) = self._add_heads(local, weights.op), self._places[local]
-            mixed = record_latents(self._program, self._buffer, self._x, norm, weights, heads, index)
+            mixed = record_latents(self._program, self._buffer, self._x, _norm_of(sublayer.norm), weights, heads, index)
             self._kv_write_ends.append(mixed.written)
-            self._record_output(mixed.buffer, weights.out)
+            self._record_output(sublayer, mixed.buffer, weights.out)
             return
         if isinstance(weights, PackedDelta):
-            self._record_delta(local, norm, weights)
+            self._record_delta(local, sublayer, weights)
             return
+        weight, eps = _norm_of(sublayer.norm)
         if isinstance(weights, PackedOutside):
-            self._program.norm(self._x, _weight(norm), norm.eps, self._normed)
-            self._add_sync_point(partial(self._add_outside, weights.op))
+            if weight is not None:
+                self._program.norm(self._x, weight, eps, self._normed)
+            self._add_sync_point(partial(self._add_outside, sublayer, weights.op))
             return
-        alone = self.parallel.dp_attention_group.size == 1
-        out = self._x if alone else self._part
+        group, scale = self.parallel.dp_attention_group, sublayer.residual_scale
+        add = group.size == 1 and sublayer.post_norm is None and (isinstance(weights, PackedMLP) or scale == 1.0)
+        out = self._x if add else self._part
         if isinstance(weights, PackedMLP):
-            self._program.gated(self._x, weights.gate_up, norm=_weight(norm), eps=norm.eps)
-            self._program.linear(None, weights.down, out, add=alone)
+            self._program.gated(self._x, weights.gate_up, norm=weight, eps=eps, act=weights.act)
+            self._program.linear(None, weights.down, out, add=add, scale=scale if add else 1.0)
         else:
-            self._record_moe(norm, weights, out, add=alone)
-        if not alone:
-            self._add_sync_point(self._add_feed_forward)
+            self._record_moe(sublayer.norm, weights, out, add=add)
+        if not add:
+            self._add_part(sublayer, None if group.size == 1 else group.reduce_sum)
 
     def _record_attention(self, local: int, sublayer: Sublayer, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
-        program, op, norm = self._program, weights.op, sublayer.norm
+        program, op, offset = self._program, weights.op, self._model.spec.norm_offset
+        weight, eps = _norm_of(sublayer.norm)
         _, index = self._places[local]
         heads, width = self._add_heads(local, op), op.num_heads * op.spec.head_dim
         qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
         of_embeddings, embedding_norm = weights.of_embeddings, sublayer.embedding_norm
         if of_embeddings is not None and embedding_norm is not None:
-            program.linear(self._embeds, of_embeddings, qkv, norm=_weight(embedding_norm), eps=embedding_norm.eps)
-        add = of_embeddings is not None
-        program.linear(self._x, weights.qkv, qkv, norm=_weight(norm), eps=norm.eps, add=add)
-        q_norm, k_norm = (None if each is None else _weight(each) for each in (op.q_norm, op.k_norm))
-        program.place(qkv, index, q_norm, k_norm, norm.eps, heads=heads)
+            of_embedding, its_eps = _norm_of(embedding_norm)
+            program.linear(self._embeds, of_embeddings, qkv, norm=of_embedding, eps=its_eps)
+        program.linear(self._x, weights.qkv, qkv, norm=weight, eps=eps, add=of_embeddings is not None)
+        norms: list[Tensor | None] = [_norm_of(each)[0] for each in (op.q_norm, op.k_norm)]
+        whole = op.whole_norms
+        if whole is not None and self.parallel.coord.shape.tp_size == 1:
+            norms = [offset + each.float() if offset else each for each in whole.weights]
+        elif whole is not None:
+            self._add_sync_point(partial(self._norm_heads, whole, qkv))
+        eps = self._model.spec.rms_norm_eps
+        program.place(qkv, index, *norms, eps, whole=whole is not None, heads=heads)
         self._kv_write_ends.append(program.num_ops)
-        program.attend(index, mixed, window=op.spec.window or 0, softcap=op.spec.softcap or 0.0, heads=heads)
+        window, softcap = op.spec.window or 0, op.spec.softcap or 0.0
+        program.attend(index, mixed, window=window, softcap=softcap, sinks=op.sinks, heads=heads)
         if op.spec.output_gate:
             program.sigmoid(mixed, qkv, mixed, first=weights.qkv.num_out - width)
-        self._record_output(mixed, weights.out)
+        self._record_output(sublayer, mixed, weights.out)
 
-    def _record_delta(self, local: int, norm: RMSNorm, weights: PackedDelta) -> None:
+    def _record_delta(self, local: int, sublayer: Sublayer, weights: PackedDelta) -> None:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
         program, op = self._program, weights.op
+        weight, eps = _norm_of(sublayer.norm)
         pool, index = self._places[local]
         planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
         conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
         shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
         inputs, mixed = self._buffer("delta", shape.width), self._buffer("mixed", shape.value_width)
-        program.linear(self._x, weights.project, inputs, norm=_weight(norm), eps=norm.eps)
+        program.linear(self._x, weights.project, inputs, norm=weight, eps=eps)
         self._delta_ops.append(program.num_ops)
         program.delta(
             inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], self._pending[pool][index]),
             op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
         )  # fmt: skip
         self._kv_write_ends.append(program.num_ops)
-        self._record_output(mixed, weights.out)
+        self._record_output(sublayer, mixed, weights.out)
 
-    def _record_output(self, mixed: Buffer, out: Packed) -> None:
+    def _record_output(self, sublayer: Sublayer, mixed: Buffer, out: Packed) -> None:
         """Record the output projection of a layer's heads."""
-        if self.parallel.coord.shape.tp_size == 1:
-            self._program.linear(mixed, out, self._x, add=True)
+        is_whole = self.parallel.coord.shape.tp_size == 1
+        if is_whole and sublayer.post_norm is None:
+            self._program.linear(mixed, out, self._x, add=True, scale=sublayer.residual_scale)
         else:
             self._program.linear(mixed, out, self._part)
-            self._add_sync_point(self._add_attention)
+            self._add_part(sublayer, None if is_whole else self.parallel.all_reduce)
+
+    def _add_part(self, sublayer: Sublayer, reduce: Callable[[Tensor], Tensor] | None) -> None:
+        """Record: add `part`, which `reduce` sums over ranks before, to the hidden states; see `SublayerSpec`."""
+        weight, eps = _norm_of(sublayer.post_norm)
+        adds = reduce is None or weight is not None or sublayer.residual_scale != 1.0
+        if reduce is not None:
+            self._add_sync_point(partial(self._reduce_part, reduce, None if adds else self._x))
+        if adds:
+            self._program.add(self._part, self._x, norm=weight, eps=eps, scale=sublayer.residual_scale)
 
     def _add_heads(self, local: int, op: Attention | MLA) -> int:
         """Return the program's number of this layer's heads; layers with equal heads over one pool share it."""
@@ -393,8 +419,9 @@ class NativeDecoder:
         else:
             of_window = group.space is PageSpace.WINDOW
             shape = HeadShape(
-                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
-            )
+                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
+                op.spec.scale,
+            )  # fmt: skip
         key = (pool, shape, op.rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)
@@ -410,50 +437,61 @@ class NativeDecoder:
             self._buffers[role, width] = self._program.buffer(width)
         return self._buffers[role, width]
 
-    def _record_moe(self, norm: RMSNorm, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
+    def _record_moe(self, norm: RMSNorm | None, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
         """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
-        program, op, shared, weight = self._program, weights.op, weights.shared, _weight(norm)
-        program.linear(self._x, weights.router, self._scores, norm=weight, eps=norm.eps)
-        program.route(self._scores, self._routes, self._shares, normalise=op.router.moe.norm_top_k)
+        program, op, shared = self._program, weights.op, weights.shared
+        router, gate = op.router, None if shared is None else shared.router
+        weight, eps = _norm_of(norm)
+        program.linear(self._x, weights.router, self._scores, norm=weight, eps=eps)
+        program.route(self._scores, self._routes, self._shares, router.moe, router.correction)
         if shared is not None:
-            mixed, gate = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
-            program.gated(self._x, shared.gate_up, norm=weight, eps=norm.eps)
+            program.gated(self._x, shared.gate_up, norm=weight, eps=eps)
+        if shared is not None and gate is not None:
+            mixed, gates = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
             program.linear(None, shared.down, mixed)
-            program.linear(self._x, shared.router, gate, norm=weight, eps=norm.eps)
+            program.linear(self._x, gate, gates, norm=weight, eps=eps)
         program.experts(
             self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
-            norm=weight, eps=norm.eps, counts=op.counts, add=add,
+            norm=weight, eps=eps, act=router.moe.act, limit=router.moe.act_limit, counts=op.counts, add=add,
         )  # fmt: skip
-        if shared is not None:
-            program.sigmoid(mixed, gate, out, add=True)
+        if shared is not None and gate is None:
+            program.linear(None, shared.down, out, add=True)
+        elif shared is not None:
+            program.sigmoid(mixed, gates, out, add=True)
 
     def _add_sync_point(self, action: Callable[[int], None]) -> None:
         """Run `action` at this point of the program."""
         self._sync_points.append(SyncPoint(self._program.num_ops, action))
 
-    def _add_attention(self, num_tokens: int) -> None:
-        """Add the attention output, summed over the tensor ranks, to the hidden states."""
+    def _reduce_part(self, reduce: Callable[[Tensor], Tensor], to: Buffer | None, num_tokens: int) -> None:
+        """Sum `part` over ranks, and add the sum to `to`; None: leave it in `part`."""
         part = self._program.view(self._part, num_tokens)
-        self._program.view(self._x, num_tokens).add_(self.parallel.all_reduce(part))
+        if to is None:
+            part.copy_(reduce(part))
+        else:
+            self._program.view(to, num_tokens).add_(reduce(part))
 
-    def _add_feed_forward(self, num_tokens: int) -> None:
-        """Add the feed-forward output, summed over the ranks of `Parallel.dp_attention_group`, to the hidden states."""
-        part = self._program.view(self._part, num_tokens)
-        self._program.view(self._x, num_tokens).add_(self.parallel.dp_attention_group.reduce_sum(part))
+    def _norm_heads(self, norms: WholeQKNorm, qkv: Buffer, num_tokens: int) -> None:
+        """Normalise the queries and keys of all ranks together."""
+        heads = self._program.view(qkv, num_tokens)
+        heads.copy_(norms(heads))
 
     def _tap(self, taps: LayerTaps, layer: int, num_tokens: int) -> None:
         """Hand the output of a layer to `taps`."""
         taps.put(layer, self._program.view(self._x, num_tokens))
 
-    def _add_outside(self, op: FeedForward, num_tokens: int) -> None:
+    def _add_outside(self, sublayer: Sublayer, op: FeedForward, num_tokens: int) -> None:
         """Add a feed-forward output for which tokens travel between ranks."""
-        normed = self._program.view(self._normed, num_tokens)
-        self._program.view(self._x, num_tokens).add_(op(normed))
+        x = self._program.view(self._x, num_tokens)
+        normed = x.bfloat16() if sublayer.norm is None else self._program.view(self._normed, num_tokens)
+        x.add_(sublayer.finished(op(normed)))
 
 
-def _weight(norm: RMSNorm) -> Tensor:
-    """Return what a norm multiplies by."""
-    return norm.offset + norm.weight.float() if norm.offset else norm.weight
+def _norm_of(norm: RMSNorm | None) -> tuple[Tensor | None, float]:
+    """Return what a norm multiplies by, and its epsilon; None: there is no norm."""
+    if norm is None:
+        return None, 0.0
+    return norm.offset + norm.weight.float() if norm.offset else norm.weight, norm.eps
 
 
 def _report_layer(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:

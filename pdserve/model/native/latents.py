@@ -42,20 +42,26 @@ def latent_shape(group: KVGroup, op: MLA) -> HeadShape:
 
 
 def record_latents(
-    program: Program, buffer: MakeBuffer, x: Buffer, norm: RMSNorm, weights: PackedMLA, heads: int, index: int
+    program: Program,
+    buffer: MakeBuffer,
+    x: Buffer,
+    norm: tuple[Tensor | None, float],
+    weights: PackedMLA,
+    heads: int,
+    index: int,
 ) -> Mixed:
-    """Record a layer behind its norm, up to its output projection.
+    """Record a layer up to its output projection.
 
-    `heads` is the program's number of its heads, and `index` the layer's number in their pool.
+    `norm`: what the norm before the layer multiplies by, and its epsilon; None: there is no norm. `heads` is the program's number of its heads, and `index` the layer's number in their pool.
     """
-    op, spec, count, weight = weights.op, weights.op.spec, weights.op.num_heads, _weight(norm)
+    op, spec, count, (weight, eps) = weights.op, weights.op.spec, weights.op.num_heads, norm
     down, queries = buffer("latent", spec.latent_dim), buffer("queries", weights.q.num_out)
-    program.linear(x, weights.kv_a, down, norm=weight, eps=norm.eps)
+    program.linear(x, weights.kv_a, down, norm=weight, eps=eps)
     if weights.q_a is None or op.q_a_norm is None:
-        program.linear(x, weights.q, queries, norm=weight, eps=norm.eps)
+        program.linear(x, weights.q, queries, norm=weight, eps=eps)
     else:
         lower = buffer("q_a", weights.q_a.num_out)
-        program.linear(x, weights.q_a, lower, norm=weight, eps=norm.eps)
+        program.linear(x, weights.q_a, lower, norm=weight, eps=eps)
         program.linear(lower, weights.q, queries, norm=_weight(op.q_a_norm), eps=op.q_a_norm.eps)
     absorbed = buffer("absorbed", count * spec.kv_lora_rank)
     program.head_product(queries, weights.absorb, absorbed, num_heads=count)

@@ -17,7 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
@@ -68,24 +68,27 @@ class PackedDelta:
 
 @dataclasses.dataclass(frozen=True)
 class PackedMLP:
-    """Packed linear layers of a `DenseMLP`."""
+    """Packed linear layers of a `DenseMLP`, and its activation."""
 
     gate_up: Packed
     down: Packed
+    act: Activation
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedShared:
-    """Packed linear layers of a `SharedExpert` with a gate, whose linear layer is `router`."""
+    """Packed linear layers of a `SharedExpert`. `router` is that of its gate; None: it has no gate."""
 
     gate_up: Packed
     down: Packed
-    router: Packed
+    router: Packed | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to this rank's columns' part of `[N, hidden]`."""
         part = NativeFeedForward(self.gate_up, self.down)(x)
         router = self.router
+        if router is None:
+            return part
         gate: Tensor = torch.ops.pdserve.linear(x.float(), router.data, router.scale, router.bias, router.num_out)
         return part * gate.sigmoid().to(part.dtype)
 
@@ -136,21 +139,23 @@ class Packer:
         if isinstance(op, DenseMLP):
             gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
             if not op.group.spans_replicas:
-                return PackedMLP(gate_up, down)
-            op.product = NativeFeedForward(gate_up, down)
+                return PackedMLP(gate_up, down, op.act)
+            op.product = NativeFeedForward(gate_up, down, op.act)
             return PackedOutside(op)
         assert isinstance(op, TPMoE | ExpertParallelMoe) and isinstance(op.experts, Experts), op
         gate_up, down = self.experts(op.experts)
         router = self.linear(op.router.linear, format="bf16")
         shared: PackedShared | None = None
         if op.shared is not None:
-            assert isinstance(op.shared, SharedExpert) and op.shared.router is not None, op.shared
+            assert isinstance(op.shared, SharedExpert), op.shared
             shared_gate_up, shared_down = self.linear(op.shared.gate_up, num_parts=2), self.linear(op.shared.down)
-            shared = PackedShared(shared_gate_up, shared_down, self.linear(op.shared.router, format="bf16"))
+            gate = None if op.shared.router is None else self.linear(op.shared.router, format="bf16")
+            shared = PackedShared(shared_gate_up, shared_down, gate)
         if isinstance(op, TPMoE) and not op.group.spans_replicas:
             return PackedMoe(op, router, gate_up, down, shared)
         op.shared = shared
-        op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
+        op.route = PackedRouter(router, op.router.moe, op.router.correction)
+        op.experts = PackedExperts(gate_up, down, op.router.moe)
         return PackedOutside(op)
 
     def kv_b(self, op: MLA) -> tuple[Packed, Packed]:
@@ -172,19 +177,23 @@ class Packer:
 
     def experts(self, experts: Experts) -> tuple[Packed, Packed]:
         """Pack all experts' gate and up, and down. Drops the originals."""
-        count, wide, hidden_size = experts.gate_up.shape
-        gate_up = open_packed(self.arena, self.format, wide, hidden_size, num_parts=2, count=count)
-        down = open_packed(self.arena, self.format, hidden_size, wide // 2, count=count)
+        weights = experts.weights
+        count, wide, hidden_size = weights.gate_up.shape
+        inner, has_bias = wide // 2, weights.gate_up_bias is not None
+        gate_up = open_packed(self.arena, self.format, wide, hidden_size, has_bias=has_bias, num_parts=2, count=count)
+        has_bias = weights.down_bias is not None
+        down = open_packed(self.arena, self.format, hidden_size, inner, has_bias=has_bias, count=count)
 
         def take() -> None:
+            pairs = (gate_up, weights.gate_up, weights.gate_up_bias), (down, weights.down, weights.down_bias)
             with self.packing():
-                for packed, weights in ((gate_up, experts.gate_up), (down, experts.down)):
-                    for index, weight in enumerate(weights):
-                        packed.put(weight, index=index)
-                    self.params.release_weights(weights, packed.num_bytes)
+                for packed, each, biases in pairs:
+                    for index, weight in enumerate(each):
+                        packed.put(weight, None if biases is None else biases[index], index=index)
+                    self.params.release_weights(each, packed.num_bytes)
                 experts.release_weights()
 
-        self.params.when_given([experts.gate_up, experts.down], take)
+        self.params.when_given(weights.tensors, take)
         return gate_up, down
 
     def linear(
@@ -296,12 +305,13 @@ class NativeFeedForward:
 
     gate_up: Packed
     down: Packed
+    act: Activation = "silu"
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to a partial sum of `[N, hidden]`."""
         wide, deep = self.gate_up, self.down
         summand: Tensor = torch.ops.pdserve.feed_forward(
-            x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias
+            x, wide.data, wide.scale, wide.bias, deep.data, deep.scale, deep.bias, self.act
         )
         return summand
 
@@ -312,12 +322,18 @@ class PackedRouter:
 
     weight: Packed
     moe: MoeSpec
+    correction: Tensor | None
 
     def __call__(self, x: Tensor) -> Routes:
         """Return the routes of `[N, hidden]`. Scores are not rounded to the dtype of `x`."""
-        packed = self.weight
+        packed, moe = self.weight, self.moe
         scores = torch.ops.pdserve.linear(x.float(), packed.data, packed.scale, packed.bias, packed.num_out)
-        return Routes(*torch.ops.pdserve.route(scores, self.moe.top_k, self.moe.norm_top_k))
+        return Routes(
+            *torch.ops.pdserve.route(
+                scores, moe.top_k, moe.norm_top_k, moe.scoring == "sigmoid", self.correction, moe.num_groups,
+                moe.top_groups, moe.routed_scale,
+            )
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,6 +342,7 @@ class PackedExperts:
 
     gate_up: Packed
     down: Packed
+    moe: MoeSpec
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -340,6 +357,7 @@ class PackedExperts:
         """See `LocalExperts`."""
         wide, deep = self.gate_up, self.down
         mixed: Tensor = torch.ops.pdserve.experts(
-            x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale
-        )
+            x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale, wide.bias, deep.bias,
+            self.moe.act, self.moe.act_limit,
+        )  # fmt: skip
         return mixed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.model.config import ModelSpec
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MLPSpec, MoeSpec, Operation, SublayerSpec
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, Operation
 from pdserve.model.native.delta import DELTA_UNIT
 from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM
 
@@ -16,20 +16,7 @@ def cannot_run(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str
         return f"the kernels are for the CPU, and the device is {device.type}"
     if dtype != torch.bfloat16:
         return f"the kernels compute in bfloat16, and the model is in {str(dtype).removeprefix('torch.')}"
-    if (spec.embedding_scale, spec.logit_scale, spec.logit_softcap) != (1.0, 1.0, None):
-        return "it scales embeddings or logits"
-    sublayers = dict.fromkeys(sublayer for layer in dict.fromkeys(spec.layers) for sublayer in layer.sublayers)
-    reasons = (*map(_cannot_add, sublayers), *map(_cannot_compute, spec.operations))
-    return next(filter(None, reasons), None)
-
-
-def _cannot_add(sublayer: SublayerSpec) -> str | None:
-    """Return why the kernels cannot add the output of an operation as this sublayer does; None when they can."""
-    if sublayer.norm is None or sublayer.post_norm is not None:
-        return "its layers have norms behind their operations"
-    if sublayer.residual_scale != 1.0:
-        return "its layers scale what they add"
-    return None
+    return next(filter(None, map(_cannot_compute, spec.operations)), None)
 
 
 def _cannot_compute(op: Operation) -> str | None:
@@ -39,31 +26,11 @@ def _cannot_compute(op: Operation) -> str | None:
             return f"heads of {op.head_dim} are odd or larger than {MAX_HEAD_DIM}"
         if op.num_heads > MAX_GROUP * op.num_kv_heads:
             return f"{op.num_heads // op.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
-        if op.sinks:
-            return "its attention has sinks, whose weights the kernels do not get"
-        if op.rope is None:
-            return "it has attention without a rotary embedding"
-        if op.scale is not None:
-            return "its attention has a scale of its own"
-        if op.whole_qk_norm:
-            return "the norms of its queries and keys are over all heads"
     if isinstance(op, MLASpec):
         if op.latent_dim % 2 or op.latent_dim > MAX_HEAD_DIM:
             return f"latents of {op.latent_dim} are odd or larger than {MAX_HEAD_DIM}"
         if op.num_heads > MAX_GROUP:
             return f"{op.num_heads} heads share its latents, more than {MAX_GROUP}"
-    if isinstance(op, MLPSpec) and op.act != "silu":
-        return f"its feed-forward has the activation {op.act}"
     if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
         return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
-    if isinstance(op, MoeSpec) and op.shared_intermediate_size and not op.shared_gate:
-        return "it has a shared expert without a gate"
-    if isinstance(op, MoeSpec) and (op.act, op.act_limit) != ("silu", None):
-        return f"its experts have the activation {op.act}"
-    if isinstance(op, MoeSpec) and (op.router_bias or op.expert_bias):
-        return "its router or its experts have biases"
-    if isinstance(op, MoeSpec) and (op.scoring, op.correction_bias, op.num_groups) != ("softmax", False, 1):
-        return f"its router has {op.scoring} scores, a correction bias or groups"
-    if isinstance(op, MoeSpec) and op.routed_scale != 1.0:
-        return "it scales the outputs of its experts"
     return None

@@ -26,7 +26,7 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
         "_extend",
         "_place",
         "_rms_norm",
-        "_swiglu",
+        "_gate",
         "_gate_up",
         "_down",
         "_weigh",

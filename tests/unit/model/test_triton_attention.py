@@ -94,14 +94,14 @@ def test_parts_of_long_rows_are_added_up() -> None:
 @given(
     lengths=st.lists(st.integers(1, 200), min_size=1, max_size=3),
     heads=HEADS, dim=DIMS, page=PAGES, mask=MASKS, dtype=DTYPES, parts=st.sampled_from([1, 2, 8]),
-    with_norm=st.booleans(), offset=st.sampled_from([0.0, 1.0]), part=st.sampled_from([1, 1, 2]),
+    with_norm=st.booleans(), offset=st.sampled_from([0.0, 1.0]), part=st.sampled_from([1, 1, 2, None]),
     has_gates=st.booleans(), keys=st.sampled_from([16, 64]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     lengths: list[int], heads: tuple[int, int], dim: int, page: int, mask: AttentionMask, dtype: torch.dtype,
-    parts: int, with_norm: bool, offset: float, part: int, has_gates: bool, keys: int, seed: int,
+    parts: int, with_norm: bool, offset: float, part: int | None, has_gates: bool, keys: int, seed: int,
 ) -> None:  # fmt: skip
-    """Norms, rotation of all or the first dimensions, and K and V in their pages, or nowhere, too."""
+    """Norms, rotation of all, the first or no dimensions, and K and V in their pages, or nowhere, too."""
     generator = torch.Generator().manual_seed(seed)
     rows = paged(lengths, heads[1], dim, page, dtype, seed)
     num_rows, device = len(lengths), torch.device(DEVICE)
@@ -110,7 +110,10 @@ def test_attention_of_fresh_tokens_is_that_of_placed_ones(
     at = torch.tensor(lengths, device=DEVICE) - 1
     pages, slots = rows.table[torch.arange(num_rows, device=DEVICE), at // page].long(), at % page
     norms = [torch.linspace(low, 1.5, dim, device=DEVICE).to(dtype) if with_norm else None for low in (0.5, 1.0)]
-    cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // part // 2, device=DEVICE), 1.0, dtype)
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    if part is not None:
+        cos, sin = angle_tables(at, torch.linspace(1.0, 0.01, dim // part // 2, device=DEVICE), 1.0, dtype)
     fresh = FreshKV(qkv, pages, slots, cos, sin, norms[0], norms[1], 1e-6, offset, has_gates)
     through, tokens = counters(num_rows, heads[1], device), torch.arange(num_rows, dtype=torch.int32, device=DEVICE)
     theirs, mine = rows.kv.clone(), rows.kv.clone()

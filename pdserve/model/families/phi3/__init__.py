@@ -1,0 +1,39 @@
+"""Phi-3 and Phi-4: one linear layer for Q, K and V, and one for gate and up; LongRoPE in long-context checkpoints."""
+
+from __future__ import annotations
+
+from pdserve.errors import ModelError
+from pdserve.model.families.family import (
+    Family,
+    HFConfig,
+    pre_norm_layer,
+    read_attention,
+    read_mlp,
+    read_num_layers,
+    read_window,
+)
+from pdserve.model.layer_spec import DecoderLayerSpec
+from pdserve.model.rope import RopeSpec
+
+
+def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
+    window = read_window(config, where)
+    attention = read_attention(config, rope, where, qkv_bias=False, o_bias=False, window=window)
+    num_pairs = rope.rotary_dim(attention.head_dim) // 2
+    if rope.freq_divisors is not None and len(rope.freq_divisors) != num_pairs:
+        raise ModelError(
+            f"{where}: rope_type {rope.type!r} has {len(rope.freq_divisors)} factors, expected {num_pairs}"
+        )
+    return (pre_norm_layer(attention, read_mlp(config, where)),) * read_num_layers(config, where)
+
+
+FAMILIES = (
+    Family(
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        max_positions=4096,
+        read_layers=_layers,
+        defaults={"rms_norm_eps": 1e-5},
+        may_be_partial=True,
+    ),
+)
