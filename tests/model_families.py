@@ -274,6 +274,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
+LATENT = ("deepseek_v3", "deepseek_v2")
+"""Families with latent attention that run natively."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 

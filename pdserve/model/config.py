@@ -327,7 +327,8 @@ def _names(config: Mapping[str, Any], family: Family, num_layers: int, where: st
         return family.names
     num_unread = read_count(config, family.unread_layers, where, default=1, least=0, most=MAX_LAYERS)
     behind = (family.names.layers.format(layer=num_layers + index) for index in range(num_unread))
-    return dataclasses.replace(family.names, ignored=(*family.names.ignored, *behind))
+    mtp = family.names.mtp.at(num_layers) if family.names.mtp is not None and num_unread else None
+    return dataclasses.replace(family.names, ignored=(*family.names.ignored, *behind), mtp=mtp)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[str, ...]]:

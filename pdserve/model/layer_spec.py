@@ -279,7 +279,9 @@ class LayerNames:
 class MTPNames:
     """Checkpoint names of the module for multi-token prediction (MTP), without `.weight`. The defaults are Qwen's.
 
-    `prefix` begins all of them. `layers`, as in `WeightNames`, is the prefix of its layers.
+    `prefix` begins all of them. `layers`, as in `WeightNames`, is the prefix of its layers. `ignored`: prefixes of
+    tensors that are not read. Where the module is the layer behind the model's last one, `{layer}` stands for its
+    number in all of them; see `at`.
     """
 
     prefix: str = "mtp."
@@ -288,6 +290,12 @@ class MTPNames:
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
     layers: str = "mtp.layers.{layer}."
+    ignored: tuple[str, ...] = ()
+
+    def at(self, layer: int) -> MTPNames:
+        """Return the names of a module that is layer `layer` of the checkpoint."""
+        texts = {name: value.format(layer=layer) for name, value in vars(self).items() if isinstance(value, str)}
+        return MTPNames(**texts, ignored=tuple(prefix.format(layer=layer) for prefix in self.ignored))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
+    MLASpec,
     MLPSpec,
     MoeSpec,
     SublayerSpec,
@@ -140,8 +141,10 @@ def read_moe(config: HFConfig, where: str) -> MoeSpec:
     )
 
 
-def pre_norm_layer(attention: AttentionSpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
-    """Return Llama's layer: attention of either kind, then the feed-forward, each behind a norm of its own."""
+def pre_norm_layer(
+    attention: AttentionSpec | MLASpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec
+) -> DecoderLayerSpec:
+    """Return Llama's layer: attention of any kind, then the feed-forward, each behind a norm of its own."""
     return DecoderLayerSpec(
         (SublayerSpec("input_layernorm", attention), SublayerSpec("post_attention_layernorm", feed_forward))
     )

@@ -7,7 +7,24 @@ import dataclasses
 from pdserve.errors import ModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_num_layers
 from pdserve.model.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count, read_counts, read_number
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLPSpec, MoeSpec
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, LayerNames, MLASpec, MLPSpec, MoeSpec, MTPNames
+
+SHARED_EXPERTS = LayerNames(
+    shared_gate="mlp.shared_experts.gate_proj",
+    shared_up="mlp.shared_experts.up_proj",
+    shared_down="mlp.shared_experts.down_proj",
+)
+"""Checkpoint names of a layer with DeepSeek's names of the shared experts."""
+MTP_NAMES = MTPNames(
+    prefix="model.layers.{layer}.",
+    project="model.layers.{layer}.eh_proj",
+    embedding_norm="model.layers.{layer}.enorm",
+    hidden_norm="model.layers.{layer}.hnorm",
+    norm="model.layers.{layer}.shared_head.norm",
+    layers="model.layers.{layer}.",
+    ignored=("model.layers.{layer}.embed_tokens.", "model.layers.{layer}.shared_head.head."),
+)
+"""Names of the MTP module, which is the layer behind the last one. Its embedding and head repeat the model's."""
 
 
 def read_local_experts(config: HFConfig, where: str, *, norm_top_k: bool) -> MoeSpec:
@@ -68,7 +85,7 @@ def read_grouped_moe(config: HFConfig, where: str) -> MoeSpec:
 
 
 def first_dense_layers(
-    config: HFConfig, where: str, attention: AttentionSpec, dense: MLPSpec, moe: MoeSpec
+    config: HFConfig, where: str, attention: AttentionSpec | MLASpec, dense: MLPSpec, moe: MoeSpec
 ) -> tuple[DecoderLayerSpec, ...]:
     """Return Llama's layers, the first `first_k_dense_replace` of which have no experts."""
     num_layers = read_num_layers(config, where)

@@ -44,7 +44,7 @@ from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.mla import MLA
 from pdserve.model.native.delta import DeltaShape, DeltaStates
-from pdserve.model.native.latents import latent_shape, record_latents
+from pdserve.model.native.latents import LatentProgram, latent_shape, record_latents
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
@@ -56,7 +56,6 @@ from pdserve.model.native.packer import (
     PackedOutside,
     Packer,
 )
-from pdserve.model.native.program import Program
 from pdserve.model.native.resources import Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
@@ -169,7 +168,7 @@ class NativeDecoder:
         states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
         self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
-        self._program = program = Program(self._threads, self._level)
+        self._program = program = LatentProgram(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)

@@ -1,10 +1,8 @@
-"""Records an MLA layer as operations of a program: projections, absorption, attention over latents.
+"""Programs with MLA layers: projections, absorption, attention over latents. Made by `NativeDecoder`.
 
-Called by `NativeDecoder`.
-
-    down = norm(x) Wkv_a   queries = norm(x) Wq, or q_a_norm(norm(x) Wq_a) Wq_b
-    absorbed = queries Wk of each head   place: latents into pages, queries over latents into q
-    attended = attention with one KV head, the latent   mixed = attended Wv of each head
+down = norm(x) Wkv_a   queries = norm(x) Wq, or q_a_norm(norm(x) Wq_a) Wq_b
+absorbed = queries Wk of each head   place: latents into pages, queries over latents into q
+attended = attention with one KV head, the latent   mixed = attended Wv of each head
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from pdserve.memory.layout import KVGroup
@@ -20,9 +19,59 @@ from pdserve.model.mla import MLA
 from pdserve.model.native.packer import PackedMLA
 from pdserve.model.native.program import Program
 from pdserve.model.native.resources import Buffer, HeadShape
+from pdserve.model.native.weights import Packed
 
 MakeBuffer = Callable[[str, int], Buffer]
 """Returns the buffer of a role with a width."""
+
+
+class LatentProgram(Program):
+    """A program that has the operations of MLA layers too."""
+
+    def head_product(self, source: Buffer, weights: Packed, out: Buffer, *, num_heads: int) -> None:
+        """Record: `out` = for each head, its items of `source` times its layer of `weights`.
+
+        `source` and `out` have equally many items of each head. The inputs of a head are its first `weights.num_in`.
+        """
+        assert len(weights.data) == num_heads and weights.bias is None and weights.num_parts == 1
+        stride = source.width // num_heads
+        assert source.width % num_heads == 0 and weights.num_in <= stride
+        assert out.width == num_heads * weights.num_out and out.dtype == source.dtype == torch.float32
+        assert not source.of_samples and not out.of_samples
+        self._op(
+            self._library.pdk_op_head_product(
+                self._handle, source.number, stride, weights.num_in, num_heads, self._weights(weights), out.number
+            )
+        )
+
+    def place_latents(
+        self,
+        absorbed: Buffer,
+        queries: Buffer,
+        down: Buffer,
+        layer: int,
+        norm: Tensor,
+        eps: float,
+        *,
+        pairs: int,
+        heads: int,
+    ) -> None:
+        """Record: normalise and rotate latents and queries over latents; write the latents to pages.
+
+        `absorbed` `[heads * rank]`, `queries` `[heads * (nope + rope)]`, `down` `[rank + rope]`, `norm` `[rank]`.
+        `pairs`: see `pdk_op_place_latents`. `layer`: number in the pool of the heads.
+        """
+        shape = self._heads[heads]
+        rank = absorbed.width // shape.num_heads
+        assert shape.of_latents and shape.num_kv_heads == 1 and 0 <= layer < shape.layers and pairs in (0, 1, 2)
+        assert absorbed.width == shape.num_heads * rank and rank < shape.dim == down.width
+        assert queries.width % shape.num_heads == 0 and queries.width // shape.num_heads >= shape.dim - rank
+        self._op(
+            self._library.pdk_op_place_latents(
+                self._handle, heads, absorbed.number, queries.number, down.number, layer, self._norm(norm, rank), eps,
+                pairs,
+            )
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +91,7 @@ def latent_shape(group: KVGroup, op: MLA) -> HeadShape:
 
 
 def record_latents(
-    program: Program,
+    program: LatentProgram,
     buffer: MakeBuffer,
     x: Buffer,
     norm: tuple[Tensor | None, float],
@@ -52,7 +101,8 @@ def record_latents(
 ) -> Mixed:
     """Record a layer up to its output projection.
 
-    `norm`: what the norm before the layer multiplies by, and its epsilon; None: there is no norm. `heads` is the program's number of its heads, and `index` the layer's number in their pool.
+    `norm`: what the norm before the layer multiplies by, and its epsilon; None: there is no norm. `heads` is the
+    program's number of its heads, and `index` the layer's number in their pool.
     """
     op, spec, count, (weight, eps) = weights.op, weights.op.spec, weights.op.num_heads, norm
     down, queries = buffer("latent", spec.latent_dim), buffer("queries", weights.q.num_out)

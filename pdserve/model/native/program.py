@@ -201,51 +201,6 @@ class Program:
         norms = self._norm(q_norm, q_heads * shape.dim), self._norm(k_norm, k_heads * shape.dim)
         self._op(self._library.pdk_op_place(self._handle, heads, qkv.number, layer, *norms, eps, whole))
 
-    def head_product(self, source: Buffer, weights: Packed, out: Buffer, *, num_heads: int) -> None:
-        """Record: `out` = for each head, its items of `source` times its layer of `weights`.
-
-        `source` and `out` have equally many items of each head. The inputs of a head are its first `weights.num_in`.
-        """
-        assert len(weights.data) == num_heads and weights.bias is None and weights.num_parts == 1
-        stride = source.width // num_heads
-        assert source.width % num_heads == 0 and weights.num_in <= stride
-        assert out.width == num_heads * weights.num_out and out.dtype == source.dtype == torch.float32
-        assert not source.of_samples and not out.of_samples
-        self._op(
-            self._library.pdk_op_head_product(
-                self._handle, source.number, stride, weights.num_in, num_heads, self._weights(weights), out.number
-            )
-        )
-
-    def place_latents(
-        self,
-        absorbed: Buffer,
-        queries: Buffer,
-        down: Buffer,
-        layer: int,
-        norm: Tensor,
-        eps: float,
-        *,
-        pairs: int,
-        heads: int,
-    ) -> None:
-        """Record: normalise and rotate latents and queries over latents; write the latents to pages.
-
-        `absorbed` `[heads * rank]`, `queries` `[heads * (nope + rope)]`, `down` `[rank + rope]`, `norm` `[rank]`.
-        `pairs`: see `pdk_op_place_latents`. `layer`: number in the pool of the heads.
-        """
-        shape = self._heads[heads]
-        rank = absorbed.width // shape.num_heads
-        assert shape.of_latents and shape.num_kv_heads == 1 and 0 <= layer < shape.layers and pairs in (0, 1, 2)
-        assert absorbed.width == shape.num_heads * rank and rank < shape.dim == down.width
-        assert queries.width % shape.num_heads == 0 and queries.width // shape.num_heads >= shape.dim - rank
-        self._op(
-            self._library.pdk_op_place_latents(
-                self._handle, heads, absorbed.number, queries.number, down.number, layer, self._norm(norm, rank), eps,
-                pairs,
-            )
-        )  # fmt: skip
-
     def attend(
         self,
         layer: int,

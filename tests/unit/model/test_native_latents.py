@@ -13,11 +13,11 @@ from torch import Tensor
 
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.native.program import Program
+from pdserve.model.native.latents import LatentProgram
 from pdserve.model.native.resources import HeadShape, Threads
 from pdserve.model.native.weights import Arena, Packed, open_packed
 from tests.unit.model.native_kit import batch_of, needs_kernels, part_of, rms, rotated
-from tests.unit.model.native_programs import FEW, begin, fenced, levels, poison, program, put, relative, taken
+from tests.unit.model.native_programs import FEW, begin, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
 SHAPES = [(4, 16, 8, 8, 12), (16, 64, 32, 16, 32), (3, 512, 128, 64, 128), (128, 32, 16, 8, 16), (2, 24, 10, 0, 6)]
@@ -61,7 +61,7 @@ def test_each_head_has_weights_of_its_own(
     x = torch.randn(rows, heads, inputs + behind)
     found = []
     for threads in (1, 3):
-        p = program(level, threads)
+        p = LatentProgram(Threads(threads), level)
         source, out = p.buffer(heads * (inputs + behind)), p.buffer(heads * outputs)
         p.head_product(source, by_head(weights), out, num_heads=heads)
         begin(p, rows)
@@ -93,7 +93,7 @@ class Layer:
         self.norm = torch.rand(rank, generator=generator) + 0.5
         self.inverse = 1e4 ** (-torch.arange(0, rope, 2) / max(1, rope))
         split = self.weight.view(heads, nope + value, rank)
-        self.program = p = Program(Threads(threads), level)
+        self.program = p = LatentProgram(Threads(threads), level)
         number = p.add_heads(HeadShape(2, heads, 1, page_tokens, dim, scale=SCALE, of_latents=True), pages)
         if rope:
             p.angles(self.inverse, 1.0, heads=number)

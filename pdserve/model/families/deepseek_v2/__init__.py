@@ -6,32 +6,26 @@ import dataclasses
 
 from pdserve.errors import UnsupportedModelError
 from pdserve.model.families.family import Family, HFConfig
-from pdserve.model.families.mla import LAYER_NAMES, deepseek_layers, read_deepseek_moe, read_mla, with_groups
-from pdserve.model.layer_spec import DecoderLayerSpec, MoeSpec, WeightNames
+from pdserve.model.families.mixture import read_grouped_moe
+from pdserve.model.families.mla import NAMES, deepseek_layers, read_mla
+from pdserve.model.layer_spec import DecoderLayerSpec, MoeSpec
 from pdserve.model.rope import RopeSpec
 
 _GREEDY, _BY_GROUP = "greedy", "group_limited_greedy"
 
 
 def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
-    return deepseek_layers(
-        config, read_mla(config, rope, where, caches_pairs=True), _moe(config, where), where, first_dense=0
-    )
+    return deepseek_layers(config, read_mla(config, rope, where, caches_pairs=True), _moe(config, where), where)
 
 
 def _moe(config: HFConfig, where: str) -> MoeSpec:
-    """Read the experts. The reference implementation does not use `norm_topk_prob`, so it must be off."""
     method = config.get("topk_method") or _GREEDY
     if method not in (_GREEDY, _BY_GROUP):
         raise UnsupportedModelError(
             f"{where}: topk_method {method!r} is not supported; supported: {_GREEDY}, {_BY_GROUP}"
         )
-    if config.get("norm_topk_prob"):
-        raise UnsupportedModelError(f"{where}: norm_topk_prob is not supported for this architecture")
-    if config.get("scoring_func", "softmax") != "softmax":
-        raise UnsupportedModelError(f"{where}: scoring_func {config['scoring_func']!r} is not supported: softmax is")
-    moe = dataclasses.replace(read_deepseek_moe(config, where, top_k=6), norm_top_k=False)
-    return with_groups(moe, config, where) if method == _BY_GROUP else moe
+    moe = dataclasses.replace(read_grouped_moe(config, where), norm_top_k=False)
+    return moe if method == _BY_GROUP else dataclasses.replace(moe, num_groups=1, top_groups=1)
 
 
 FAMILIES = (
@@ -40,6 +34,8 @@ FAMILIES = (
         model_type="deepseek_v2",
         max_positions=2048,
         read_layers=_layers,
-        names=WeightNames(layer=LAYER_NAMES),
+        names=NAMES,
+        only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+        defaults={"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0},
     ),
 )

@@ -1,31 +1,22 @@
-"""DeepSeek-V3 and R1: latent attention, experts routed by sigmoid scores with a correction bias, in groups."""
+"""DeepSeek-V3 and R1: latent attention, experts routed by sigmoid scores with a correction bias, in groups.
+
+Checkpoints may have a module for multi-token prediction behind the last layer.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 
-from pdserve.errors import UnsupportedModelError
 from pdserve.model.families.family import Family, HFConfig
-from pdserve.model.families.mla import LAYER_NAMES, deepseek_layers, read_deepseek_moe, read_mla, with_groups
-from pdserve.model.layer_spec import DecoderLayerSpec, MoeSpec, WeightNames
+from pdserve.model.families.mixture import MTP_NAMES, read_grouped_moe
+from pdserve.model.families.mla import NAMES, deepseek_layers, read_mla
+from pdserve.model.layer_spec import DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
 
 def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
-    return deepseek_layers(config, read_mla(config, rope, where), _moe(config, where), where, first_dense=3)
-
-
-def _moe(config: HFConfig, where: str) -> MoeSpec:
-    for field, only in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
-        if config.get(field) not in (None, only):
-            raise UnsupportedModelError(f"{where}: {field} {config[field]!r} is not supported; supported: {only}")
-    moe = dataclasses.replace(
-        read_deepseek_moe(config, where, top_k=8),
-        norm_top_k=bool(config.get("norm_topk_prob", True)),
-        scoring="sigmoid",
-        correction_bias=True,
-    )
-    return with_groups(moe, config, where)
+    moe = dataclasses.replace(read_grouped_moe(config, where), scoring="sigmoid", correction_bias=True)
+    return deepseek_layers(config, read_mla(config, rope, where), moe, where)
 
 
 FAMILIES = (
@@ -34,6 +25,12 @@ FAMILIES = (
         model_type="deepseek_v3",
         max_positions=4096,
         read_layers=_layers,
-        names=WeightNames(layer=LAYER_NAMES),
+        names=dataclasses.replace(NAMES, mtp=MTP_NAMES),
+        defaults={
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
+            "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048,
+        },
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        unread_layers="num_nextn_predict_layers",
     ),
-)
+)  # fmt: skip

@@ -1,7 +1,7 @@
 """GLM-4-MoE (GLM-4.5, GLM-4.6, GLM-4.7): half of each head is rotated; after dense layers experts with sigmoid scores.
 
-The router's correction bias decides the choice of experts, and a shared expert without a gate computes all tokens. The
-layers behind the last one, which draft tokens, are not read.
+The router's correction bias decides the choice of experts, and a shared expert without a gate computes all tokens.
+Checkpoints have a module for multi-token prediction behind the last layer.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from pdserve.model.families.family import Family, HFConfig, read_attention, read_mlp
-from pdserve.model.families.mixture import first_dense_layers, read_grouped_moe
-from pdserve.model.layer_spec import DecoderLayerSpec, LayerNames, WeightNames
+from pdserve.model.families.mixture import MTP_NAMES, SHARED_EXPERTS, first_dense_layers, read_grouped_moe
+from pdserve.model.layer_spec import DecoderLayerSpec, WeightNames
 from pdserve.model.rope import RopeSpec
 
 
@@ -29,13 +29,7 @@ FAMILIES = (
         model_type="glm4_moe",
         max_positions=131072,
         read_layers=_layers,
-        names=WeightNames(
-            layer=LayerNames(
-                shared_gate="mlp.shared_experts.gate_proj",
-                shared_up="mlp.shared_experts.up_proj",
-                shared_down="mlp.shared_experts.down_proj",
-            ),
-        ),
+        names=WeightNames(layer=SHARED_EXPERTS, mtp=MTP_NAMES),
         defaults={
             "partial_rotary_factor": 0.5, "n_routed_experts": 128, "n_shared_experts": 1, "first_k_dense_replace": 1,
             "num_experts_per_tok": 8,
