@@ -274,8 +274,10 @@ FAMILIES = {
 }  # fmt: skip
 
 
-LATENT = ("deepseek_v3", "deepseek_v2")
+LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2")
 """Families with latent attention that run natively."""
+SPARSE = ("deepseek_v32",)
+"""Those of them whose tokens attend to what an index selects."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 

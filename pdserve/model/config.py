@@ -34,6 +34,7 @@ from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
+    IndexSpec,
     MLASpec,
     MLPSpec,
     MoeSpec,
@@ -216,8 +217,9 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: layers that cache the same planes form a group.
 
     Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL, and layers
-    with latents groups of kind MLA. The attention layers of a model without any full attention keep all tokens,
-    whatever their window is. Layers with a recurrent state have groups of kind STATE.
+    with latents groups of kind MLA, with INDEX beside them where an index selects tokens. The attention layers of a
+    model without any full attention keep all tokens, whatever their window is. Layers with a recurrent state have
+    groups of kind STATE.
 
     Raises:
         UnsupportedModelError: the model has no attention.
@@ -240,6 +242,9 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                     num_layers=spec.num_layers,
                 ).planes  # fmt: skip
                 layers.setdefault((GroupKind.MLA, None, planes), []).append(index)
+                if op.index is not None:
+                    key = index_plane(op.index, page_tokens, dtype)
+                    layers.setdefault((GroupKind.INDEX, None, (key,)), []).append(index)
             elif isinstance(op, GatedDeltaSpec):
                 layers.setdefault((GroupKind.STATE, None, state_planes(op, dtype)), []).append(index)
     layout = layout_of_layers(layers, spec.num_layers, page_tokens)
@@ -268,6 +273,14 @@ def layout_of_layers(layers: Mapping[LayerKind, Sequence[int]], num_layers: int,
             )
         )
     return KVLayout(tuple(groups))
+
+
+def index_plane(op: IndexSpec, page_tokens: int, dtype: str) -> Plane:
+    """Return the plane of a layer's index keys."""
+    return Plane(
+        name="index", num_heads=1, num_heads_total=1, rows=page_tokens, width=op.head_dim, dtype=dtype,
+        shard=Shard.REPLICATED,
+    )  # fmt: skip
 
 
 def state_planes(op: GatedDeltaSpec, dtype: str) -> tuple[Plane, ...]:

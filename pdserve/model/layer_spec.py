@@ -90,6 +90,20 @@ class GatedDeltaSpec(ModelFacts):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class IndexSpec(ModelFacts):
+    """DeepSeek sparse attention (DSA): a token attends to the `top_k` earlier tokens with the highest index scores.
+
+    The score of a token is the sum over `num_heads` heads of `max(0, q k * head_dim ** -0.5)`, times a weight of the
+    head. Queries come from the normed `q_a(x)`, keys, which all heads share and which have a layer norm, and weights
+    from `x`. The first dimensions of queries and keys are rotated, as many as in the layer's own ones.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MLASpec(ModelFacts):
     """Multi-head latent attention (arXiv:2405.04434): one latent a token stands for the keys and values of all heads.
 
@@ -100,7 +114,8 @@ class MLASpec(ModelFacts):
 
     With `rope.interleaved` the checkpoint has the two dimensions of a pair side by side. They are parted in the
     rotation, or with `caches_pairs` they stay so in the cache. With `bias` the linear layers `q_a`, `kv_a` and `o` have
-    biases. `scale` multiplies the scores; `norm_eps` belongs to the norms of `q_a` and `kv_a`.
+    biases. `scale` multiplies the scores; `norm_eps` belongs to the norms of `q_a` and `kv_a`. With `index` a token
+    attends to the tokens that it selects.
     """
 
     num_heads: int
@@ -114,6 +129,7 @@ class MLASpec(ModelFacts):
     bias: bool = False
     caches_pairs: bool = False
     norm_eps: float = 1e-6
+    index: IndexSpec | None = option(None)
 
     @property
     def key_dim(self) -> int:
@@ -269,6 +285,10 @@ class LayerNames:
     kv_a: str = "self_attn.kv_a_proj_with_mqa"
     kv_a_norm: str = "self_attn.kv_a_layernorm"
     kv_b: str = "self_attn.kv_b_proj"
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_k_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
 
     def under(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""

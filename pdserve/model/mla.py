@@ -9,17 +9,51 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.base.parallel import part_of
 from pdserve.model.attention.interface import StepAttention
+from pdserve.model.attention.latent_index import IndexInputs
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.layer_backends import latents_of
-from pdserve.model.layer_spec import LayerNames, MLASpec
+from pdserve.model.layer_spec import IndexSpec, LayerNames, MLASpec
 from pdserve.model.layers.dense import Linear, Outputs, RMSNorm, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels, rotate
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots
+
+_INDEX_EPS = 1e-6
+"""Of the layer norm of index keys."""
+
+
+class Indexer:
+    """The projections of an index (DSA). Every tensor rank has all of them."""
+
+    def __init__(
+        self, spec: MLASpec, index: IndexSpec, hidden_size: int, names: LayerNames, params: ParamSlots, kernels: Kernels
+    ) -> None:
+        assert spec.q_lora_rank is not None, "an index reads the queries' lower rank"
+        self.spec = index
+        width, dim = index.num_heads * index.head_dim, index.head_dim
+        self._q = column_linear(
+            kernels, params, (Outputs(names.index_q, width, range(width)),), spec.q_lora_rank, bias=False
+        )
+        self._k = column_linear(kernels, params, (Outputs(names.index_k, dim, range(dim)),), hidden_size, bias=False)
+        self._norm = params.new(f"{names.index_k_norm}.weight", dim), params.new(f"{names.index_k_norm}.bias", dim)
+        heads = Outputs(names.index_weights, index.num_heads, range(index.num_heads))
+        self._weights = column_linear(kernels, params, (heads,), hidden_size, bias=False)
+
+    def __call__(self, x: Tensor, lower: Tensor, angles: tuple[Tensor, Tensor] | None) -> IndexInputs:
+        """Compute what selects the tokens of `x` `[N, hidden]`. `lower` `[N, q_lora_rank]`: the normed `q_a(x)`."""
+        spec = self.spec
+        query = self._q(lower).view(len(x), spec.num_heads, spec.head_dim)
+        key = F.layer_norm(self._k(x), (spec.head_dim,), *self._norm, eps=_INDEX_EPS)
+        both = torch.cat((query, key[:, None]), 1)
+        if angles is not None:
+            both = rotate(both, *angles)
+        weights = self._weights(x).float() * spec.num_heads**-0.5
+        return IndexInputs(both[:, :-1], both[:, -1], weights, spec.top_k)
 
 
 class MLA:
@@ -64,14 +98,17 @@ class MLA:
         first = coord.tp_rank == 0
         self.out = row_linear(kernels, params, names.o, hidden_size, values, bias=spec.bias, adds_bias=first)
         self._projection: LatentProjection | None = None
+        self.index: Indexer | None = None
+        if spec.index is not None:
+            self.index = Indexer(spec, spec.index, hidden_size, names, params, kernels)
 
     def __call__(self, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]], attention: StepAttention) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks. `angles`: those of `Decoder.rotaries`."""
         spec = self.spec
         if self._projection is None:
             self._projection = LatentProjection(self.kv_b, self.num_heads, spec.nope_dim, spec.value_dim, spec.rope_dim)
-        queries = self.q(x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x)))
-        queries = queries.view(len(x), self.num_heads, spec.key_dim)
+        lower = x if self.q_a is None or self.q_a_norm is None else self.q_a_norm(self.q_a(x))
+        queries = self.q(lower).view(len(x), self.num_heads, spec.key_dim)
         down = self.kv_a(x)
         latent = self.kv_a_norm(down[:, : spec.kv_lora_rank].contiguous())
         ropes = torch.cat((queries[..., spec.nope_dim :], down[:, None, spec.kv_lora_rank :]), 1)
@@ -79,8 +116,11 @@ class MLA:
             ropes = self._rotated(ropes, *angles[self.rotary])
         query = torch.cat((queries[..., : spec.nope_dim], ropes[:, :-1]), -1)
         latents = torch.cat((latent, ropes[:, -1]), -1)
+        index = None
+        if self.index is not None:
+            index = self.index(x, lower, None if self.rotary is None else angles[self.rotary])
         step = latents_of(attention)
-        mixed = step.attend_latents(self.local, query, latents, self._projection, spec.scale)
+        mixed = step.attend_latents(self.local, query, latents, self._projection, spec.scale, index)
         return self._parallel.all_reduce(self.out(mixed.flatten(1)))
 
     def release_kv_b(self) -> None:

@@ -1,5 +1,7 @@
 """`LatentPages`: attention of layers with latents (MLA), with torch, over the pool of an MLA group.
 
+Layers with an index (DSA) have a second pool, that of an INDEX group.
+
 All tensor ranks hold the latents of all tokens. Each attends with its own query heads.
 """
 
@@ -8,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.latent_index import IndexInputs, select_tokens
 from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.paged_attention import PagedPlane
@@ -33,11 +35,14 @@ class LatentOptions:
 class LatentPages:
     """Implements `AttentionBackend` over one pool of latents."""
 
-    def __init__(self, pool: GroupPool, device: torch.device) -> None:
-        self._pool, self._device = pool, device
-        self._planes = [
-            PagedPlane(pool.plane(layer, 0), pool.plane_blocks(layer, 0)) for layer in range(pool.group.num_layers)
-        ]
+    def __init__(self, pool: GroupPool, index: GroupPool | None = None) -> None:
+        self._pool = pool
+        self._planes = _planes(pool)
+        self._index: dict[int, PagedPlane] = {}
+        """Index keys by layer of the pool."""
+        if index is not None:
+            numbers = map(pool.group.layers.index, index.group.layers)
+            self._index = dict(zip(numbers, _planes(index), strict=True))
 
     def capturing(self) -> None:
         """See `AttentionBackend.capturing`. Returns None: tensor shapes depend on the rows' lengths."""
@@ -46,14 +51,26 @@ class LatentPages:
         """See `AttentionBackend.begin`."""
         every = np.arange(len(batch.host.starts))
         rows = PassRows(batch, every, self._pool.group.page_tokens, is_decode=False)
-        return LatentStep(self._planes, self._pool.null_page, batch, rows)
+        return LatentStep(self._planes, self._index, self._pool.null_page, batch, rows)
+
+
+def _planes(pool: GroupPool) -> list[PagedPlane]:
+    """Return the only plane of each layer of a pool."""
+    return [PagedPlane(pool.plane(layer, 0), pool.plane_blocks(layer, 0)) for layer in range(pool.group.num_layers)]
 
 
 class LatentStep:
     """Attention of one step over latents."""
 
-    def __init__(self, planes: list[PagedPlane], null_page: int, batch: ForwardBatch, rows: PassRows) -> None:
-        self._planes, self._null_page, self._rows = planes, null_page, rows
+    def __init__(
+        self,
+        planes: list[PagedPlane],
+        index: dict[int, PagedPlane],
+        null_page: int,
+        batch: ForwardBatch,
+        rows: PassRows,
+    ) -> None:
+        self._planes, self._index, self._null_page, self._rows = planes, index, null_page, rows
         self._pages, self._slots = batch.write_pages, batch.write_slots
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
@@ -61,15 +78,27 @@ class LatentStep:
         raise AssertionError("the layer has latents")
 
     def attend_latents(
-        self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        latents: Tensor,
+        projection: LatentProjection,
+        scale: float,
+        index: IndexInputs | None = None,
     ) -> Tensor:
         """Write the latents of the step's tokens into the pool, then attend over those of each token's row.
 
         `query` `[N, heads, key width]` and `latents` `[N, rank + rope width]` are rotated. `layer` counts the layers of
-        the pool. Every token sees its own row's positions up to and including itself. `scale` multiplies the scores.
-        Returns `[N, heads, v_width]`.
+        the pool. Every token sees its own row's positions up to and including itself, or with `index`, whose keys are
+        written too, those that it selects. `scale` multiplies the scores. Returns `[N, heads, v_width]`.
         """
         plane = self._planes[layer]
         plane.values[self._pages, 0, self._slots] = latents
         held = LatentPlane(plane, projection.rank, self._null_page, projection)
-        return attend_latents(query, latents, LatentOptions(scale), self._rows, held)
+        selected = None
+        if index is not None:
+            keys = self._index[layer]
+            keys.values[self._pages, 0, self._slots] = index.key
+            selected = select_tokens(index, self._rows, keys, self._null_page)
+        options = LatentOptions(scale, indices=None if selected is None else selected[None])
+        return attend_latents(query, latents, options, self._rows, held)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.memory.layout import KVGroup, PageSpace
+from pdserve.memory.layout import GroupKind, KVGroup, PageSpace
 from pdserve.model.attention.interface import (
     AttentionBackend,
     CapturedAttention,
@@ -23,6 +23,7 @@ from pdserve.model.attention.interface import (
     StateRows,
     StepAttention,
 )
+from pdserve.model.attention.latent_index import IndexInputs
 from pdserve.model.attention.latent_pages import LatentPages, LatentStep
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.page_gather import GroupPool, KVPool
@@ -75,13 +76,16 @@ def make_backends(
             stateful |= {local: (len(slots), at) for at, local in enumerate(numbers)}
             slots.append(StateSlots(pool, device, max_drafts))
             continue
+        if pool.group.kind is GroupKind.INDEX:
+            continue
         for at, local in enumerate(numbers):
             op = layers[local]
             assert op is not None, f"layer {local} caches keys and values, and has no attention"
             if isinstance(op, MLASpec):
                 if (index,) not in kinds:
                     kinds[(index,)] = len(groups)
-                    groups.append(AttentionGroup(LatentPages(pool, device), pool.group, pool.null_page))
+                    index_pool = None if op.index is None else _index_pool(pools, pool)
+                    groups.append(AttentionGroup(LatentPages(pool, index_pool), pool.group, pool.null_page))
                 attended[local] = kinds[(index,)], at
                 continue
             assert isinstance(pool, KVPool)
@@ -93,6 +97,15 @@ def make_backends(
     if len(groups) == 1 and not stateful and not groups[0].is_window:
         return groups[0].backend
     return LayerBackends(attended, stateful, groups, slots, device)
+
+
+def _index_pool(pools: Sequence[GroupPool], latents: GroupPool) -> GroupPool:
+    """Return the pool of the index keys of the layers of an MLA group."""
+    return next(
+        pool
+        for pool in pools
+        if pool.group.kind is GroupKind.INDEX and set(pool.group.layers) <= set(latents.group.layers)
+    )
 
 
 class LayerBackends:
@@ -160,13 +173,19 @@ class GroupedStep:
         return self._steps[index].attend(at, heads)
 
     def attend_latents(
-        self, layer: int, query: Tensor, latents: Tensor, projection: LatentProjection, scale: float
+        self,
+        layer: int,
+        query: Tensor,
+        latents: Tensor,
+        projection: LatentProjection,
+        scale: float,
+        index: IndexInputs | None = None,
     ) -> Tensor:
         """See `LatentStep.attend_latents`."""
         index, at = self._attended[layer]
         step = self._steps[index]
         assert isinstance(step, LatentStep), f"layer {layer} has no latents"
-        return step.attend_latents(at, query, latents, projection, scale)
+        return step.attend_latents(at, query, latents, projection, scale, index)
 
     def states(self, layer: int) -> LayerStates:
         """See `StepStates.states`."""

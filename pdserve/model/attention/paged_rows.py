@@ -135,6 +135,12 @@ class PassRows:
         return self._tensor(pages), self._tensor(slots)
 
     @functools.cached_property
+    def context_firsts(self) -> Tensor:
+        """For each new token, where its row's tokens begin in `context`: int64 `[tokens, 1]`."""
+        firsts = np.asarray(self.context_starts, dtype=np.int64)
+        return self._tensor(firsts[self._row_of])[:, None]
+
+    @functools.cached_property
     def decode_contexts(self) -> tuple[Tensor, Tensor, Tensor]:
         """Of the rows with one new token: its flat index `[rows]`, and the range of the row's tokens in `context`.
 

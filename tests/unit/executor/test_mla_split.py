@@ -31,6 +31,8 @@ CASES = {
     "pp2": ("deepseek_v3", ParallelConfig(pp_size=2)),
     "tp2 x pp2": ("deepseek_v2", ParallelConfig(tp_size=2, pp_size=2)),
     "tp2": ("deepseek_v3", ParallelConfig(tp_size=2)),
+    "tp2, index": ("deepseek_v32", ParallelConfig(tp_size=2)),
+    "pp2, index": ("deepseek_v32", ParallelConfig(pp_size=2)),
 }
 
 
@@ -57,6 +59,7 @@ PAIRS = {
     "tp 1 to 2": ("deepseek_v3", ParallelConfig(), ParallelConfig(tp_size=2)),
     "tp 2 to 1": ("deepseek_v2", ParallelConfig(tp_size=2), ParallelConfig()),
     "pp 2, tp 2 to tp 4": ("deepseek_v3", ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(tp_size=4)),
+    "tp 1 to 2, index": ("deepseek_v32", ParallelConfig(), ParallelConfig(tp_size=2)),
     "tp 4 to pp 2": ("deepseek_v2", ParallelConfig(tp_size=4), ParallelConfig(pp_size=2)),
 }
 
@@ -83,10 +86,10 @@ def test_ranks_that_receive_latents_go_on_with_the_whole_models_tokens(
 def test_each_rank_gets_its_latents_from_one_rank(
     sizes: tuple[int, int], family_checkpoint: Callable[[str], Path]
 ) -> None:
-    (group,) = kv_layout(read_spec(family_checkpoint("deepseek_v3")), 16, "float32").groups
     source, target = (ParallelShape(tp_size=size) for size in sizes)
-    flows = shard_flows(group, source, target)
-    assert sorted(flow.destination_rank for flow in flows) == list(range(sizes[1]))
+    for group in kv_layout(read_spec(family_checkpoint("deepseek_v32")), 16, "float32").groups:
+        flows = shard_flows(group, source, target)
+        assert sorted(flow.destination_rank for flow in flows) == list(range(sizes[1]))
 
 
 @pytest.mark.parametrize("ep_size", rest_slow([2, 1]))

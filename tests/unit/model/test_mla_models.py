@@ -18,7 +18,7 @@ from pdserve.model.layer_spec import MLASpec, MoeSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
-from tests.model_families import FAMILIES, LATENT, LENGTHS, prompts_of
+from tests.model_families import FAMILIES, LATENT, LENGTHS, SPARSE, prompts_of
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_logits
 from tests.share import rest_slow
@@ -114,12 +114,15 @@ def test_native_code_and_transformers_have_the_same_latents(
     source = read_source(path)
     native = kv_layout(read_spec(path), 16, "float32")
     assert native.fields() == source.layout(source.probe("float32"), 16).fields()
-    (group,) = native.groups
-    assert (group.kind, group.layers, group.head_dim, group.num_kv_heads) == (GroupKind.MLA, (0, 1), 24, 1)
+    latent, *index = native.groups
+    assert (latent.kind, latent.layers, latent.head_dim, latent.num_kv_heads) == (GroupKind.MLA, (0, 1), 24, 1)
+    assert [(group.kind, group.layers, group.head_dim) for group in index] == (
+        [(GroupKind.INDEX, (0, 1), 16)] if name in SPARSE else []
+    )
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", rest_slow(LATENT, keep=2))
+@pytest.mark.parametrize("name", [name for name in LATENT if name not in SPARSE])
 def test_logits_of_the_kernels_are_near_float32(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path = family_checkpoint(name)
     reference = load_reference(path)
@@ -155,7 +158,7 @@ def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-V2, V3 = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
+V2, V3, V32 = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +175,10 @@ V2, V3 = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM")
         (V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim is 63"),
         (V3, {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         (V2, {"q_lora_rank": "x"}, "q_lora_rank is 'x'"),
+        (V32, {"q_lora_rank": None}, "q_lora_rank null"),
+        (V32, {"index_head_dim": 32}, "qk_rope_head_dim 64 is more than index_head_dim 32"),
+        (V32, {"index_topk": 0}, "index_topk is 0"),
+        (V32, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
