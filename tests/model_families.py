@@ -199,7 +199,14 @@ FAMILIES = {
         TinyFamily("deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
         TinyFamily("deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
         TinyFamily("deepseek_v32", "DeepseekV32ForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
-        TinyFamily("glm_moe_dsa", "GlmMoeDsaForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
+        TinyFamily(
+            "glm_moe_dsa", "GlmMoeDsaForCausalLM",
+            {**_MLA, **_DEEPSEEK_MOE, **_DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+        ),
+        TinyFamily(
+            "glm4_moe_lite", "Glm4MoeLiteForCausalLM",
+            {**_MLA, **_DEEPSEEK_MOE, "mlp_layer_types": ["dense", "sparse"]},
+        ),
         TinyFamily(
             "qwen3_next", "Qwen3NextForCausalLM",
             {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16},
@@ -274,9 +281,9 @@ FAMILIES = {
 }  # fmt: skip
 
 
-LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2")
+LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2", "glm_moe_dsa", "glm4_moe_lite")
 """Families with latent attention that run natively."""
-SPARSE = ("deepseek_v32",)
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 """Those of them whose tokens attend to what an index selects."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.base.parallel import ParallelShape, check_split
+from pdserve.base.parallel import ParallelShape, check_split, layers_of
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
@@ -242,7 +242,7 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                     num_layers=spec.num_layers,
                 ).planes  # fmt: skip
                 layers.setdefault((GroupKind.MLA, None, planes), []).append(index)
-                if op.index is not None:
+                if op.index is not None and not op.index.shared:
                     key = index_plane(op.index, page_tokens, dtype)
                     layers.setdefault((GroupKind.INDEX, None, (key,)), []).append(index)
             elif isinstance(op, GatedDeltaSpec):
@@ -319,6 +319,14 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
                 f"--tp-size {tp} does not divide the model's {op.num_value_heads} value heads and {op.num_key_heads} "
                 "key heads",
                 field="tp_size",
+            )
+    for stage in range(shape.pp_size if shape.pp_size <= spec.num_layers else 0):
+        first = layers_of(spec.num_layers, shape.pp_size, stage).start
+        if any(isinstance(op, MLASpec) and op.index and op.index.shared for op in spec.layers[first].operations):
+            raise ConfigError(
+                f"--pp-size {shape.pp_size} begins a stage with layer {first}, whose tokens the index of an earlier layer "
+                "selects",
+                field="pp_size",
             )
     kinds = [(op.num_heads, op.num_kv_heads) for op in spec.attentions]
     kinds += [(op.num_heads, op.num_heads) for op in spec.operations if isinstance(op, MLASpec)]

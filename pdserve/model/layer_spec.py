@@ -95,12 +95,16 @@ class IndexSpec(ModelFacts):
 
     The score of a token is the sum over `num_heads` heads of `max(0, q k * head_dim ** -0.5)`, times a weight of the
     head. Queries come from the normed `q_a(x)`, keys, which all heads share and which have a layer norm, and weights
-    from `x`. The first dimensions of queries and keys are rotated, as many as in the layer's own ones.
+    from `x`. The first dimensions of queries and keys are rotated, as many as in the layer's own ones; `interleaved` is
+    that of `RopeSpec`. With `shared` the layer has no index, and its tokens attend to those that the last layer before
+    it with an index has selected.
     """
 
     num_heads: int
     head_dim: int
     top_k: int
+    interleaved: bool = False
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

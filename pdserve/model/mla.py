@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import part_of
 from pdserve.model.attention.interface import StepAttention
-from pdserve.model.attention.latent_index import IndexInputs
+from pdserve.model.attention.latent_index import REUSED, Index, IndexInputs
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.layer_backends import latents_of
 from pdserve.model.layer_spec import IndexSpec, LayerNames, MLASpec
@@ -50,6 +50,9 @@ class Indexer:
         query = self._q(lower).view(len(x), spec.num_heads, spec.head_dim)
         key = F.layer_norm(self._k(x), (spec.head_dim,), *self._norm, eps=_INDEX_EPS)
         both = torch.cat((query, key[:, None]), 1)
+        if angles is not None and spec.interleaved:
+            rotated = angles[0].shape[-1]
+            both = torch.cat((parted(both[..., :rotated]), both[..., rotated:]), -1)
         if angles is not None:
             both = rotate(both, *angles)
         weights = self._weights(x).float() * spec.num_heads**-0.5
@@ -99,7 +102,7 @@ class MLA:
         self.out = row_linear(kernels, params, names.o, hidden_size, values, bias=spec.bias, adds_bias=first)
         self._projection: LatentProjection | None = None
         self.index: Indexer | None = None
-        if spec.index is not None:
+        if spec.index is not None and not spec.index.shared:
             self.index = Indexer(spec, spec.index, hidden_size, names, params, kernels)
 
     def __call__(self, x: Tensor, angles: Sequence[tuple[Tensor, Tensor]], attention: StepAttention) -> Tensor:
@@ -116,7 +119,7 @@ class MLA:
             ropes = self._rotated(ropes, *angles[self.rotary])
         query = torch.cat((queries[..., : spec.nope_dim], ropes[:, :-1]), -1)
         latents = torch.cat((latent, ropes[:, -1]), -1)
-        index = None
+        index: Index | None = None if spec.index is None else REUSED
         if self.index is not None:
             index = self.index(x, lower, None if self.rotary is None else angles[self.rotary])
         step = latents_of(attention)
@@ -132,9 +135,13 @@ class MLA:
         rope = self.spec.rope
         if rope is None or not rope.interleaved:
             return rotate(heads, cos, sin)
-        halves = heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-        turned = rotate(halves, cos, sin)
+        turned = rotate(parted(heads), cos, sin)
         return turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.spec.caches_pairs else turned
+
+
+def parted(heads: Tensor) -> Tensor:
+    """Move the two dimensions of each pair, which are side by side, into the two halves of the last dimension."""
+    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def _by_head(name: str, spec: MLASpec, held: range, width: int) -> Outputs:

@@ -6,6 +6,7 @@ Scores are float32. All tensor ranks compute the same ones, and select the same 
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from pdserve.model.attention.latents import MAX_SCORES
 from pdserve.model.attention.paged_attention import PagedPlane, gather_bucket
 from pdserve.model.attention.paged_rows import PassRows, causal_mask
 
+REUSED: Literal["reused"] = "reused"
+"""Stands for the inputs of a layer whose tokens attend to those that an earlier layer has selected."""
 _NONE = -1
 """Stands for a token that is not selected, where a row has fewer tokens than are selected."""
 
@@ -30,6 +33,10 @@ class IndexInputs:
     key: Tensor
     weights: Tensor
     top_k: int
+
+
+Index = IndexInputs | Literal["reused"]
+"""Inputs of a layer's index, or REUSED."""
 
 
 def select_tokens(inputs: IndexInputs, rows: PassRows, plane: PagedPlane, null_page: int) -> Tensor | None:

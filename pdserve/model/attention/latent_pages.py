@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.latent_index import IndexInputs, select_tokens
+from pdserve.model.attention.latent_index import Index, IndexInputs, select_tokens
 from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.paged_attention import PagedPlane
@@ -72,6 +72,8 @@ class LatentStep:
     ) -> None:
         self._planes, self._index, self._null_page, self._rows = planes, index, null_page, rows
         self._pages, self._slots = batch.write_pages, batch.write_slots
+        self._selected: Tensor | None = None
+        """What the tokens select in the last layer with an index; None: all tokens that they may see."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Must not be called: the pool has no keys and values."""
@@ -84,21 +86,22 @@ class LatentStep:
         latents: Tensor,
         projection: LatentProjection,
         scale: float,
-        index: IndexInputs | None = None,
+        index: Index | None = None,
     ) -> Tensor:
         """Write the latents of the step's tokens into the pool, then attend over those of each token's row.
 
         `query` `[N, heads, key width]` and `latents` `[N, rank + rope width]` are rotated. `layer` counts the layers of
-        the pool. Every token sees its own row's positions up to and including itself, or with `index`, whose keys are
-        written too, those that it selects. `scale` multiplies the scores. Returns `[N, heads, v_width]`.
+        the pool. Every token sees its own row's positions up to and including itself. With `index`, whose keys are
+        written too, it attends to those of them that it selects, or has selected in an earlier layer. `scale`
+        multiplies the scores. Returns `[N, heads, v_width]`.
         """
         plane = self._planes[layer]
         plane.values[self._pages, 0, self._slots] = latents
         held = LatentPlane(plane, projection.rank, self._null_page, projection)
-        selected = None
-        if index is not None:
+        if isinstance(index, IndexInputs):
             keys = self._index[layer]
             keys.values[self._pages, 0, self._slots] = index.key
-            selected = select_tokens(index, self._rows, keys, self._null_page)
-        options = LatentOptions(scale, indices=None if selected is None else selected[None])
+            self._selected = select_tokens(index, self._rows, keys, self._null_page)
+        selected = None if index is None or self._selected is None else self._selected[None]
+        options = LatentOptions(scale, indices=selected)
         return attend_latents(query, latents, options, self._rows, held)

@@ -23,7 +23,7 @@ from pdserve.model.attention.interface import (
     StateRows,
     StepAttention,
 )
-from pdserve.model.attention.latent_index import IndexInputs
+from pdserve.model.attention.latent_index import Index
 from pdserve.model.attention.latent_pages import LatentPages, LatentStep
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.page_gather import GroupPool, KVPool
@@ -179,7 +179,7 @@ class GroupedStep:
         latents: Tensor,
         projection: LatentProjection,
         scale: float,
-        index: IndexInputs | None = None,
+        index: Index | None = None,
     ) -> Tensor:
         """See `LatentStep.attend_latents`."""
         index, at = self._attended[layer]

@@ -7,7 +7,7 @@ import dataclasses
 from pdserve.errors import ModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_num_layers
 from pdserve.model.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, read_count, read_counts, read_number
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, LayerNames, MLASpec, MLPSpec, MoeSpec, MTPNames
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, LayerNames, MLPSpec, MoeSpec, MTPNames
 
 SHARED_EXPERTS = LayerNames(
     shared_gate="mlp.shared_experts.gate_proj",
@@ -85,7 +85,7 @@ def read_grouped_moe(config: HFConfig, where: str) -> MoeSpec:
 
 
 def first_dense_layers(
-    config: HFConfig, where: str, attention: AttentionSpec | MLASpec, dense: MLPSpec, moe: MoeSpec
+    config: HFConfig, where: str, attention: AttentionSpec, dense: MLPSpec, moe: MoeSpec
 ) -> tuple[DecoderLayerSpec, ...]:
     """Return Llama's layers, the first `first_k_dense_replace` of which have no experts."""
     num_layers = read_num_layers(config, where)

@@ -32,7 +32,7 @@ CASES = {
     "tp2 x pp2": ("deepseek_v2", ParallelConfig(tp_size=2, pp_size=2)),
     "tp2": ("deepseek_v3", ParallelConfig(tp_size=2)),
     "tp2, index": ("deepseek_v32", ParallelConfig(tp_size=2)),
-    "pp2, index": ("deepseek_v32", ParallelConfig(pp_size=2)),
+    "pp2, shared index": ("glm_moe_dsa", ParallelConfig(pp_size=2)),
 }
 
 
@@ -116,6 +116,14 @@ def test_the_kernels_of_split_ranks_agree(tp_size: int, gang: Gang, family_check
     ranks = gang.run(ParallelShape(tp_size=tp_size), kernel_outcome, path, VOCAB_SIZE, "native")
     assert all(rank.greedy == ranks[0].greedy for rank in ranks)
     torch.testing.assert_close(ranks[0].logprobs, whole.logprobs, atol=0.25, rtol=0.1)
+
+
+def test_a_stage_needs_the_index_of_its_layers(family_checkpoint: Callable[[str], Path]) -> None:
+    spec = read_spec(family_checkpoint("glm_moe_dsa"))
+    check_spec(spec, ParallelShape(pp_size=2), 1)
+    with pytest.raises(ConfigError, match="begins a stage with layer 1") as error:
+        check_spec(spec, ParallelShape(pp_size=3), 1)
+    assert error.value.field == "pp_size"
 
 
 def test_heads_that_do_not_divide_are_refused_by_name(family_checkpoint: Callable[[str], Path]) -> None:

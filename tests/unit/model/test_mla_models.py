@@ -115,9 +115,12 @@ def test_native_code_and_transformers_have_the_same_latents(
     native = kv_layout(read_spec(path), 16, "float32")
     assert native.fields() == source.layout(source.probe("float32"), 16).fields()
     latent, *index = native.groups
-    assert (latent.kind, latent.layers, latent.head_dim, latent.num_kv_heads) == (GroupKind.MLA, (0, 1), 24, 1)
+    assert (latent.kind, latent.layers, latent.head_dim, latent.num_kv_heads) == (
+        GroupKind.MLA, tuple(range(native.num_layers)), 24, 1,
+    )  # fmt: skip
+    with_index = {"deepseek_v32": (0, 1), "glm_moe_dsa": (0, 2)}.get(name)
     assert [(group.kind, group.layers, group.head_dim) for group in index] == (
-        [(GroupKind.INDEX, (0, 1), 16)] if name in SPARSE else []
+        [] if with_index is None else [(GroupKind.INDEX, with_index, 16)]
     )
 
 
@@ -159,6 +162,7 @@ def config_of(architecture: str, **fields: Any) -> dict[str, Any]:
 
 
 V2, V3, V32 = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM")
+LITE, GLM = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +182,10 @@ V2, V3, V32 = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "DeepseekV32For
         (V32, {"q_lora_rank": None}, "q_lora_rank null"),
         (V32, {"index_head_dim": 32}, "qk_rope_head_dim 64 is more than index_head_dim 32"),
         (V32, {"index_topk": 0}, "index_topk is 0"),
-        (V32, {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types"),
+        (V32, {"mlp_layer_types": ["dense"]}, "mlp_layer_types has 1 entries"),
+        (LITE, {"mlp_layer_types": ["dense", "x"]}, "mlp_layer_types has x"),
+        (GLM, {"index_topk_pattern": "F"}, "indexer_types has 1 entries"),
+        (GLM, {"indexer_types": ["shared", "full"]}, "begins with shared"),
         (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     ],
 )
@@ -209,6 +216,15 @@ def test_a_sparse_config_has_the_usual_values() -> None:
     assert spec.names.ignored == ("model.layers.61.",)
     assert spec.names.mtp is not None and spec.names.mtp.project == "model.layers.61.eh_proj"
     assert kv_layout(spec, 64, "bfloat16").token_bytes == 61 * 576 * 2
+
+
+def test_a_period_names_the_layers_with_an_index() -> None:
+    config = config_of(GLM, num_hidden_layers=7, index_topk_freq=2, index_skip_topk_offset=3)
+    found = [layer.operations[0] for layer in spec_from_config(config, {}, where="here").layers]
+    shared = [isinstance(op, MLASpec) and op.index is not None and op.index.shared for op in found]
+    assert shared == [False, False, False, True, False, True, False]
+    other = spec_from_config(config_of(GLM, num_hidden_layers=7, index_topk_pattern="FFFSFSF"), {}, where="here")
+    assert other.layers == spec_from_config(config, {}, where="here").layers
 
 
 def test_deterministic_inference_needs_the_kernels(family_checkpoint: Callable[[str], Path]) -> None:

@@ -6,6 +6,7 @@ Checkpoints may have a module for multi-token prediction behind the last layer.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from pdserve.model.families.family import Family, HFConfig
 from pdserve.model.families.mixture import MTP_NAMES, read_grouped_moe
@@ -19,6 +20,13 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return deepseek_layers(config, read_mla(config, rope, where), moe, where)
 
 
+DEFAULTS: Mapping[str, object] = {
+    "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "moe_intermediate_size": 2048,
+}  # fmt: skip
+"""Values of fields that a config does not name."""
+ONLY: Mapping[str, object] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+"""Fields for which this value alone is supported."""
 FAMILIES = (
     Family(
         architecture="DeepseekV3ForCausalLM",
@@ -26,11 +34,8 @@ FAMILIES = (
         max_positions=4096,
         read_layers=_layers,
         names=dataclasses.replace(NAMES, mtp=MTP_NAMES),
-        defaults={
-            "n_routed_experts": 256, "num_experts_per_tok": 8, "n_shared_experts": 1, "first_k_dense_replace": 3,
-            "n_group": 8, "topk_group": 4, "moe_intermediate_size": 2048,
-        },
-        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+        defaults=DEFAULTS,
+        only=ONLY,
         unread_layers="num_nextn_predict_layers",
     ),
-)  # fmt: skip
+)
