@@ -324,8 +324,8 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
         first = layers_of(spec.num_layers, shape.pp_size, stage).start
         if any(isinstance(op, MLASpec) and op.index and op.index.shared for op in spec.layers[first].operations):
             raise ConfigError(
-                f"--pp-size {shape.pp_size} begins a stage with layer {first}, whose tokens are selected by an index in "
-                "an earlier layer",
+                f"--pp-size {shape.pp_size} begins a stage with layer {first}, whose tokens an index in "
+                "an earlier layer selects",
                 field="pp_size",
             )
     kinds = [(op.num_heads, op.num_kv_heads) for op in spec.attentions]
