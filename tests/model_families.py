@@ -275,6 +275,8 @@ DENSE = (
     "ministral",
 )  # fmt: skip
 """Dense families with options of their own that run natively, those with most options first."""
+SPARSE = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen2_moe", "granitemoe", "olmoe")
+"""Families with experts and options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 
