@@ -1,4 +1,4 @@
-"""Families with experts by the CPU kernels: near to torch in float32, the same bits however they run, over ranks too."""
+"""Families with experts by the CPU kernels: near to torch in float32, the same bits however they run, over ranks."""
 
 from __future__ import annotations
 
