@@ -137,15 +137,17 @@ class Driver:
         """Run one plan of `rows`."""
         plan = BatchPlan(next(self._steps), tuple(rows))
         windowed = self._leases if self.built.layout.window else {}
-        released = {row.row: self._cover(row.row, row.start, row.end) for row in plan.rows if row.row in windowed}
+        released = {row.row: self.cover(row.row, row.start, row.end) for row in plan.rows if row.row in windowed}
         result = run(self.built.executor, plan)
         assert result.step == plan.step
         for row, pages in released.items():
             self._groups.give_back(self._leases[row], pages)
         return result
 
-    def _cover(self, row: int, start: int, end: int) -> list[int]:
+    def cover(self, row: int, start: int, end: int) -> list[int]:
         """Give the row the window pages of a step; returns those that fell behind the window."""
+        if self.built.layout.window == 0:
+            return []
         lease = self._leases[row]
         new, released = self._groups.cover(lease, start, end)
         for index in new:

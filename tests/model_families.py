@@ -162,11 +162,7 @@ FAMILIES = {
         ),
         TinyFamily("glm", "GlmForCausalLM", {}),
         TinyFamily("glm4", "Glm4ForCausalLM", {}, random_norms=True),
-        TinyFamily("phi3", "Phi3ForCausalLM",
-            {"original_max_position_embeddings": 512, "partial_rotary_factor": 0.75, "rope_parameters": {
-                "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.5, 2.0],
-                "long_factor": [1.0, 4.0, 16.0]}},
-        ),
+        TinyFamily("phi3", "Phi3ForCausalLM", {"partial_rotary_factor": 0.75}),
         TinyFamily("olmo2", "Olmo2ForCausalLM", {}, random_norms=True),
         TinyFamily(
             "olmo3", "Olmo3ForCausalLM",
@@ -283,8 +279,15 @@ FAMILIES = {
 
 LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2", "glm_moe_dsa", "glm4_moe_lite")
 """Families with latent attention that run natively."""
-SPARSE = ("deepseek_v32", "glm_moe_dsa")
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 """Those of them whose tokens attend to what an index selects."""
+DENSE = (
+    "olmo3", "gemma2", "glm4", "smollm3", "granite", "gemma3_text", "gemma3", "glm", "phi3", "olmo2", "seed_oss",
+    "ministral",
+)  # fmt: skip
+"""Dense families with options of their own that run natively, those with most options first."""
+SPARSE = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen2_moe", "granitemoe", "olmoe")
+"""Families with experts and options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 

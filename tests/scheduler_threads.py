@@ -117,7 +117,8 @@ class SchedulerThread:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= memory["pages_evictable"]
-        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
+        for name in ("slots", "window_pages"):
+            lost[name] = lost.get(name, 0) - memory.get(f"{name}_cached", 0)
         live = ("rooms_live", "reqs_live", "keys_writing", "keys_published", "keys_early", "control_unacked")
         lost |= {name: memory[name] for name in live if name in memory}
         return {name: count for name, count in lost.items() if count}

@@ -32,7 +32,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks import report
 from benchmarks.gpu import delta_checks
 from benchmarks.gpu.delta_checks import DeltaShape
-from benchmarks.gpu.kernel_checks import QWEN3_NEXT, WINDOW, AttentionShape, attention_of
+from benchmarks.gpu.kernel_checks import GEMMA2, GPT_OSS, NOPE, QWEN3_NEXT, WINDOW, AttentionShape, attention_of
 from pdserve.executor.backend_choice import make_kernels
 from pdserve.memory.layout import attention_group
 from pdserve.model.attention.interface import Heads
@@ -158,6 +158,9 @@ def launches(compiler: Compiler) -> Iterator[str]:
         AttentionShape("Qwen3-8B, fp32", 32, 8, 128, 16, "float32"),
         QWEN3_NEXT,
         WINDOW,
+        GEMMA2,
+        GPT_OSS,
+        NOPE,
     ]
     for shape in shapes:
         for step, spans in {"decode": [(4095, 4096)], "decode 256": [(99, 100)] * 256, "prefill": [(0, 300)]}.items():
@@ -181,7 +184,8 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.add_norm(x, x, x[0], 1e-6)
         kernels.norm(x, x[0], 1e-6)
         kernels.add_norm(x, x, x[0], 1e-6, 1.0)
-        kernels.swiglu(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
+        for gate in (elementwise.swiglu, elementwise.geglu):
+            gate(*torch.empty(rows, 2 * inner, dtype=torch.bfloat16).chunk(2, -1))
         queries = torch.empty(rows, hidden // 256, 2, 256, dtype=torch.bfloat16)
         kernels.gate(queries[:, :, 0].contiguous(), queries[:, :, 1])
         kernels.gate(x, x[:, :1])
@@ -195,6 +199,7 @@ def launches(compiler: Compiler) -> Iterator[str]:
         kernels.linear(x, weight, None)
         kernels.linear(x, weight, weight[:, 0].contiguous())
         kernels.gated(x, weight, None)
+        kernels.gated(x, weight, None, "gelu_tanh")
     compiler.case = "angles, 64 tokens"
     yield compiler.case
     kernels.angles(torch.zeros(64, dtype=torch.int64), torch.empty(64), 1.0, torch.bfloat16)
@@ -241,8 +246,10 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels(), shape.norm_offset)
     num_heads = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
     qkv = torch.empty(len(zeros), num_heads, shape.head_dim, dtype=dtype)
-    angles = torch.empty(len(zeros), 1, int(shape.head_dim * shape.rotary), dtype=dtype)
-    heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles, shape.has_gates)
+    rotary = int(shape.head_dim * shape.rotary)
+    angles = torch.empty(len(zeros), 1, rotary, dtype=dtype) if rotary else None
+    sinks = torch.empty(shape.num_heads) if shape.has_sinks else None
+    heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles, shape.has_gates, sinks)
     attention_of("triton", KVPool(group, 4, cpu), shape, cpu).begin(batch).attend(1, heads)
 
 

@@ -35,7 +35,10 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-4}
 
 @dataclasses.dataclass(frozen=True)
 class AttentionShape:
-    """Heads and pages. `window`: tokens that a query sees; None: all. The first `rotary` dimensions are rotated."""
+    """Heads and pages. `window`: tokens that a query sees; None: all. A share `rotary` of the dimensions is rotated.
+
+    `scale`, `softcap` and `has_sinks`: see `AttentionSpec`.
+    """
 
     name: str
     num_heads: int
@@ -47,6 +50,9 @@ class AttentionShape:
     rotary: float = 1.0
     norm_offset: float = 0.0
     has_gates: bool = False
+    scale: float | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 SHAPES = (
@@ -58,11 +64,15 @@ SHAPES = (
 )
 QWEN3_NEXT = AttentionShape("Qwen3-Next", 16, 2, 256, 16, rotary=0.25, norm_offset=1.0, has_gates=True)
 WINDOW = AttentionShape("Qwen3-0.6B with a window", 16, 8, 128, 16, window=512)
-HYBRID_SHAPES = (QWEN3_NEXT, WINDOW)
+GEMMA2 = AttentionShape("Gemma-2-9B", 16, 8, 256, 16, scale=256**-0.5, softcap=50.0)
+GPT_OSS = AttentionShape("gpt-oss", 64, 8, 64, 16, window=128, has_sinks=True)
+NOPE = AttentionShape("SmolLM3-3B without rotation", 16, 4, 128, 16, rotary=0.0)
+HYBRID_SHAPES = (QWEN3_NEXT, WINDOW, GEMMA2, GPT_OSS, NOPE)
 TINY_SHAPES = (AttentionShape("tiny", 4, 2, 16, 4, "float32"),)
 TINY_HYBRID_SHAPES = (
     AttentionShape("tiny, a part rotated", 4, 2, 16, 4, "float32", rotary=0.5, norm_offset=1.0, has_gates=True),
     AttentionShape("tiny, a window", 4, 2, 16, 4, "float32", window=6),
+    AttentionShape("tiny, capped", 4, 2, 16, 4, "float32", rotary=0.0, scale=0.3, softcap=2.0, has_sinks=True),
 )
 STEPS: dict[str, tuple[Span, ...]] = {
     "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16), (8000, 8001)),
@@ -96,7 +106,7 @@ def checks(
 
 
 def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
-    """Checks for hybrid models: GatedDeltaNet, partial rotary embeddings, windows."""
+    """Checks for hybrid models and other options: GatedDeltaNet, rotations, windows, soft caps, sinks."""
 
     def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
         return lambda: check_attention("triton", shape, spans, device)
@@ -125,7 +135,8 @@ def check_attention(
 
 def attention_of(choice: Choice, pool: KVPool, shape: AttentionShape, device: torch.device) -> AttentionBackend:
     """The backend over `pool`."""
-    return make_attention(choice, pool, shape.num_heads, device, rule=ScoreRule(window=shape.window))
+    rule = ScoreRule(window=shape.window, scale=shape.scale, softcap=shape.softcap)
+    return make_attention(choice, pool, shape.num_heads, device, rule=rule)
 
 
 def check_experts(num_tokens: int, device: torch.device, *, tiny: bool) -> None:
@@ -193,8 +204,12 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
     """The same random projections every time, with norms."""
     device = batch.positions.device
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
-    rope = RopeSpec(theta=1e6, partial_rotary_factor=shape.rotary)
-    cos, sin = Rotary(rope, shape.head_dim, dtype, device).tables(batch.positions)
+    cos: Tensor | None = None
+    sin: Tensor | None = None
+    if shape.rotary:
+        rope = RopeSpec(theta=1e6, partial_rotary_factor=shape.rotary)
+        cos, sin = Rotary(rope, shape.head_dim, dtype, device).tables(batch.positions)
+    sinks = torch.linspace(-1.0, 2.0, shape.num_heads, device=device) if shape.has_sinks else None
     num = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
     generator = torch.Generator(device).manual_seed(5)
     qkv = torch.randn(len(batch.positions), num, shape.head_dim, generator=generator, device=device).to(dtype)
@@ -204,7 +219,7 @@ def heads_of(shape: AttentionShape, batch: ForwardBatch) -> Heads:
         )
         for low in (0.5, 1.0)
     ]
-    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin, shape.has_gates)
+    return Heads(qkv, shape.num_heads, shape.num_kv_heads, norms[0], norms[1], cos, sin, shape.has_gates, sinks)
 
 
 def _close(got: Tensor, expected: Tensor, dtype: str, what: str) -> None:

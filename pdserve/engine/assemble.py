@@ -171,12 +171,10 @@ def saturation_tokens(config: ServerConfig, built: LoadedEngine) -> int | None:
 def _caches_prefixes(config: ServerConfig, built: LoadedEngine) -> bool:
     """True when the server has a prefix cache; see `ServerConfig.wants_prefix_cache`.
 
-    A model with WINDOW groups has none, nor has a model with STATE groups whose prompts are computed in one chunk.
+    A model with STATE groups whose prompts are computed in one chunk has none.
     """
     why = None
-    if built.layout.window:
-        why = "the model has a WINDOW group"
-    elif built.layout.has_state and not built.can_split_prompts:
+    if built.layout.has_state and not built.can_split_prompts:
         why = "the model's code cannot continue a prompt from a recurrent state"
     if config.wants_prefix_cache and why is not None:
         log.warning("the prefix cache is off: %s", why)

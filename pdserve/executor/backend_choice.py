@@ -32,7 +32,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MLPSpec, MoeSpec
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MoeSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -68,11 +68,11 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if asked == "torch":
         return "torch"
     if asked == "auto":
-        if device.type != "cuda" or runtime.cannot_run(device) is not None or _beyond_triton(spec) is not None:
+        if device.type != "cuda" or runtime.cannot_run(device) is not None:
             return "torch"
         return "triton" if _no_flashinfer(spec, dtype, device) is not None else "flashinfer"
     reason = _no_flashinfer(spec, dtype, device) if asked == "flashinfer" else None
-    reason = reason or runtime.cannot_run(device) or _beyond_triton(spec)
+    reason = reason or runtime.cannot_run(device)
     if reason is not None:
         raise _refusal(asked, reason)
     return asked
@@ -108,9 +108,8 @@ def make_attention(
                 raise _refusal("flashinfer", f"{type(error).__name__}: {error}") from error
             _LOG.warning("flashinfer cannot run here, attention is by Triton: %s: %s", type(error).__name__, error)
     from pdserve.model.attention.triton_pages import TritonAttention
-    from pdserve.model.gpu.decode_attention import AttentionMask
 
-    return TritonAttention(pool, num_heads, device, AttentionMask(window=rule.window or 0))
+    return TritonAttention(pool, num_heads, device, rule)
 
 
 def make_kernels(choice: Choice) -> Kernels:
@@ -146,26 +145,8 @@ def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) ->
     return flashinfer_cannot_run(heads.head_dim, dtype)
 
 
-def _beyond_triton(spec: ModelSpec) -> str | None:
-    """Name the first feature of a model that the Triton kernels do not compute; None: there is none."""
-    for op in spec.attentions:
-        if op.rope is None:
-            return "it has attention without a rotary embedding"
-        if op.scale is not None or op.softcap is not None:
-            return "its attention scales or caps scores"
-        if op.sinks:
-            return "its attention has sinks"
-        if op.whole_qk_norm:
-            return "the norms of its queries and keys are over all heads"
-    if any(isinstance(op, MLPSpec) and op.act != "silu" for op in spec.operations):
-        return "its feed-forward has another activation than SiLU"
-    return None
-
-
 def _beyond_flashinfer(spec: ModelSpec) -> str | None:
     """Name the first feature of a model for which flashinfer is not called; None: there is none."""
-    if _beyond_triton(spec) is not None:
-        return _beyond_triton(spec)
     if len(spec.attentions) > 1:
         return f"its layers have {len(spec.attentions)} kinds of attention"
     for op in spec.operations:
@@ -180,7 +161,11 @@ def _beyond_flashinfer(spec: ModelSpec) -> str | None:
                 return f"its layers attend to a window of {op.window} tokens"
             if op.output_gate:
                 return "its attention has output gates"
-            if op.rope is not None and op.rope.partial_rotary_factor != 1.0:
+            if op.scale is not None or op.softcap is not None or op.sinks:
+                return "its attention has sinks, or scales or caps scores"
+            if op.rope is None:
+                return "it has attention without a rotary embedding"
+            if op.rope.partial_rotary_factor != 1.0:
                 return f"it rotates a part of each head (partial_rotary_factor {op.rope.partial_rotary_factor})"
     return "its norms add an offset to their weights" if spec.norm_offset else None
 

@@ -99,7 +99,7 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
     )  # fmt: skip
     groups = one
     if held.window or held.has_state:
-        caches_states = config.wants_prefix_cache and demand.can_split_prompts and not held.window
+        caches_states = config.wants_prefix_cache and demand.can_split_prompts and held.has_state
         wanted = max_rows * (1 + CACHED_STATES if caches_states else 1)
         most = most_requests(
             config.memory, held, one, device, num_sharing=demand.num_sharing, reserved_bytes=reserved_bytes

@@ -12,9 +12,11 @@ the request starts: a running request always finds its next page.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pdserve.memory.cached_states import CachedStates, RadixNode
+from pdserve.memory.cached_windows import CachedWindowPage, CachedWindows
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, PageAllocator
 
@@ -55,6 +57,8 @@ class GroupPools:
         self._live: dict[GroupLease, None] = {}
         self.states: CachedStates | None = None
         """States in the prefix cache, which have slots of this pool; None without a cache."""
+        self.windows: CachedWindows | None = None
+        """Window pages in the prefix cache, which are pages of this pool; None without a cache."""
         self._waiting: dict[GroupLease, int] = {}
         """Positions of kept states whose pages the cache lacks so far: requests that need a slot get theirs."""
         self.is_used = layout.window > 0 or layout.has_state
@@ -196,19 +200,65 @@ class GroupPools:
         behind = [index for index in lease.window if index < needed.start]
         released = [lease.window.pop(index) for index in behind]
         new = [index for index in needed if index not in lease.window]
-        pages = self._window.take(len(new))
-        assert pages is not None, "window pages are committed"
-        lease.window.update(zip(new, pages, strict=True))
-        lease.num_returning += len(released)
+        lease.window.update(zip(new, self._take_window(len(new)), strict=True))
+        lease.returning.update(zip(released, behind, strict=True))
         assert len(lease.window) + lease.num_returning <= lease.most_window_pages, "more window pages than committed"
         return new, released
 
     def give_back(self, lease: GroupLease, pages: Iterable[int]) -> None:
         """Free pages that `cover` released."""
         returned = list(pages)
-        lease.num_returning -= len(returned)
+        for page in returned:
+            lease.returning.pop(page, None)
         self._lower(lease)
-        self._free(PageSpace.WINDOW, self._window, returned)
+        self._leave_window(lease, returned)
+
+    def share_window(self, lease: GroupLease, pages: Mapping[int, CachedWindowPage]) -> None:
+        """Give a request that continues from a cached prefix window pages of the cache, by number; it locks them."""
+        assert self.windows is not None
+        for number, cached in pages.items():
+            self.windows.lock(cached)
+            lease.window[number] = cached.page
+            lease.cached[cached.page] = cached
+
+    def uncached_window(self, lease: GroupLease, num_pages: int) -> dict[int, int]:
+        """Return the window pages that only the request itself can find, by number below `num_pages`."""
+        numbers = {number: page for page, number in lease.returning.items()} | lease.window
+        found = {page for page, cached in lease.cached.items() if cached.token_page is not None}
+        return {n: page for n, page in numbers.items() if n < num_pages and page not in found}
+
+    def cache_window(self, lease: GroupLease, token_page: int, page: int) -> None:
+        """Give the cache the request's window page `page` of the tokens in `token_page`, if it has none of them."""
+        assert self.windows is not None
+        cached = self.windows.add(token_page, page, lease.cached.get(page))
+        if cached is not None:
+            lease.cached[page] = cached
+
+    def free_window(self, pages: list[int]) -> None:
+        """Free window pages that the caller owns."""
+        self._free(PageSpace.WINDOW, self._window, pages)
+
+    def _take_window(self, num_pages: int) -> list[int]:
+        """Take window pages that are committed to a request; evicts cached ones where too few are free."""
+        missing = num_pages - self._window.num_free
+        if missing > 0 and self.windows is not None:
+            evicted = [page for page in (self.windows.evict() for _ in range(missing)) if page is not None]
+            self.free_window(evicted)
+        pages = self._window.take(num_pages)
+        assert pages is not None, "window pages are committed"
+        return pages
+
+    def _leave_window(self, lease: GroupLease, pages: Iterable[int]) -> None:
+        """Free a request's own window pages, and unlock those of the cache."""
+        own = []
+        for page in pages:
+            cached = lease.cached.pop(page, None)
+            if cached is None:
+                own.append(page)
+            else:
+                assert self.windows is not None
+                self.windows.unlock(cached)
+        self.free_window(own)
 
     def end(self, lease: GroupLease) -> None:
         """Free all window pages and the slot of a request."""
@@ -218,7 +268,7 @@ class GroupPools:
             self.drop_kept(lease, position)
         del self._live[lease]
         self._num_committed -= lease.most_window_pages
-        self._free(PageSpace.WINDOW, self._window, list(lease.window.values()))
+        self._leave_window(lease, [page for _, page in sorted(lease.window.items())])
         if lease.slot is not None:
             self._free(PageSpace.SLOTS, self._slots, [lease.slot])
         lease.window, lease.slot = {}, None
@@ -236,22 +286,40 @@ class GroupPools:
             found |= {"slots_total": self._slots.num_pages, "slots_free": self._slots.num_free}
         if self.states is not None:
             found["slots_cached"] = len(self.states)
+        if self.windows is not None:
+            found["window_pages_cached"] = len(self.windows)
         return found
 
     def audit(self) -> list[str]:
         """Return one sentence for each inconsistency: every page and slot is free or belongs to one live lease."""
-        window = [page for lease in self._live for page in lease.window.values()]
+        held = [page for lease in self._live for page in (*lease.window.values(), *lease.returning)]
+        window = list(dict.fromkeys(page for lease in self._live for page in lease.cached))
+        if self.windows is not None:
+            window = list(dict.fromkeys((*window, *self.windows.pages())))
+        known = set(window)
+        window += [page for page in held if page not in known]
         slots = [lease.slot for lease in self._live if lease.slot is not None]
         slots += [slot for lease in self._live for slot in lease.kept.values()]
         if self.states is not None:
             slots += self.states.slots()
-        num_returning = sum(lease.num_returning for lease in self._live)
-        found = _audit("window pages", self._window, window, num_returning)
-        found += _audit("slots", self._slots, slots, 0)
+        found = _audit("window pages", self._window, window) + _audit("slots", self._slots, slots)
+        found += self._audit_cached()
         committed = sum(lease.most_window_pages for lease in self._live)
         if committed != self._num_committed:
             found.append(f"window pages: {self._num_committed} are committed, live requests have {committed}")
         return found
+
+    def _audit_cached(self) -> list[str]:
+        """Check that the locks of cached window pages belong to live leases, which hold the pages."""
+        expected = Counter[CachedWindowPage](cached for lease in self._live for cached in lease.cached.values())
+        wrong = [cached.page for cached, count in expected.items() if cached.locks != count]
+        if self.windows is not None:
+            wrong += [cached.page for cached in self.windows.locked() if cached not in expected]
+        wrong += [
+            page for lease in self._live for page in lease.cached
+            if page not in lease.returning and page not in lease.window.values()
+        ]  # fmt: skip
+        return [f"window pages: locks of {sorted(wrong)} in the cache are not those of live requests"] if wrong else []
 
     def holders(self) -> list[str]:
         """Return the owners of live leases."""
@@ -276,14 +344,14 @@ class GroupPools:
             self._on_free(space, pages)
 
 
-def _audit(name: str, allocator: PageAllocator, owned: Sequence[int], num_returning: int) -> list[str]:
+def _audit(name: str, allocator: PageAllocator, owned: Sequence[int]) -> list[str]:
     found = []
     free = set(allocator.free_pages()[0])
     if len(set(owned)) != len(owned):
         found.append(f"{name}: {len(owned) - len(set(owned))} have several owners")
     if both := free & set(owned):
         found.append(f"{name}: {sorted(both)} are both owned and free")
-    if (lost := allocator.num_pages - len(free | set(owned)) - num_returning) != 0:
+    if (lost := allocator.num_pages - len(free | set(owned))) != 0:
         found.append(f"{name}: {lost} of {allocator.num_pages} are lost")
     return found
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.memory.cached_states import CachedStates, RadixNode
+from pdserve.memory.audit import audit_pool
+from pdserve.memory.cached_states import CachedStates
+from pdserve.memory.cached_windows import CachedWindows
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview
@@ -25,8 +27,9 @@ class KVMemory:
     to `cache` stay after the lease's end, for prompts with the same prefix. Memory pressure evicts them in the order of
     `eviction`. `on_free` is called with all pages that become free, evicted ones included; `on_take` with all pages
     that are allocated. Token ids are int32 bytes (`token_bytes`). `group_sizes`: of window pages and state slots, whose
-    release `on_group_free` reports. The prefix cache keeps no window pages. With STATE groups it also keeps states, see
-    `CachedStates`, and a prefix can be used up to the deepest one.
+    release `on_group_free` reports. With STATE groups the prefix cache also keeps states, see `CachedStates`, and a
+    prefix can be used up to the deepest one. With WINDOW groups it keeps window pages, see `CachedWindows`, and a
+    prefix can be used up to a page behind which they are there.
     """
 
     def __init__(
@@ -44,10 +47,13 @@ class KVMemory:
         on_group_free: Callable[[PageSpace, list[int]], None] | None = None,
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
-        assert not (prefix_cache and layout.window), "no prefix cache with WINDOW groups"
         if prefix_cache and layout.has_state:
             self.groups.states = CachedStates(self.groups.free_slot)
-        tree = RadixTree(layout.page_tokens, eviction, self.groups.states) if prefix_cache else None
+        if prefix_cache and layout.window:
+            self.groups.windows = CachedWindows(self.groups.free_window)
+        tree = None
+        if prefix_cache:
+            tree = RadixTree(layout.page_tokens, eviction, self.groups.states, self.groups.windows)
         self.layout = layout
         self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
         self.aux = LeasePool(PageAllocator(num_aux))
@@ -72,7 +78,8 @@ class KVMemory:
         """
         if self.pages.tree is None:
             return 0
-        return self.pages.tree.version + (0 if self.groups.states is None else self.groups.states.version)
+        parts = (self.groups.states, self.groups.windows)
+        return self.pages.tree.version + sum(part.version for part in parts if part is not None)
 
     @property
     def has_cached_states(self) -> bool:
@@ -91,8 +98,8 @@ class KVMemory:
     def match_prefix(self, token_ids: bytes, max_tokens: int) -> int:
         """Return the number of leading tokens of `token_ids` that a request can take from the cache.
 
-        They are whole pages, at most `max_tokens`, up to the deepest state of a model with STATE groups. Changes
-        nothing.
+        They are whole pages, at most `max_tokens`. With STATE groups they end at a state, and with WINDOW groups at a
+        page behind which the window pages are cached. Changes nothing.
         """
         return self.layout.tokens_in(self._usable_pages(token_ids, self.layout.whole_pages(max_tokens)))
 
@@ -113,10 +120,29 @@ class KVMemory:
         tree = self.pages.tree
         if tree is None:
             return 0
-        if not self.has_cached_states:
-            return tree.peek(token_ids, max_pages)
-        node = tree.deepest_state(token_ids, max_pages)
-        return 0 if node is None else node.end
+        windows, num_pages = self.groups.windows, max_pages
+        while True:
+            if self.has_cached_states:
+                node = tree.deepest_state(token_ids, num_pages)
+                num_pages = 0 if node is None else node.end
+            else:
+                num_pages = tree.peek(token_ids, num_pages)
+            if windows is None or num_pages == 0:
+                return num_pages
+            usable = windows.usable(tree.backwards(token_ids, num_pages), num_pages, self._first_read)
+            if usable == num_pages or not self.has_cached_states:
+                return usable
+            num_pages = usable
+
+    def _first_read(self, num_pages: int) -> int:
+        """Return the number of the first page that layers with a window read for the token behind `num_pages`."""
+        num_tokens = self.layout.tokens_in(num_pages)
+        return self.layout.window_pages(num_tokens, num_tokens).start
+
+    @property
+    def _cuts_matches(self) -> bool:
+        """Whether a request may be able to use less of the cache than the pages of its longest cached prefix."""
+        return self.groups.states is not None or self.groups.windows is not None
 
     def num_taken(
         self, num_tokens: int, prefix: bytes, max_prefix_tokens: int, after: ReleasePreview | None = None
@@ -130,7 +156,7 @@ class KVMemory:
             return num_pages
         going = None if after is None else after.locks
         max_prefix_pages = self.layout.whole_pages(max_prefix_tokens)
-        if self.has_cached_states:
+        if self._cuts_matches:
             max_prefix_pages = self._usable_pages(prefix, max_prefix_pages)
         return num_pages - self.pages.tree.peek_locked(prefix, max_prefix_pages, going)
 
@@ -154,8 +180,9 @@ class KVMemory:
         Its first `num_prefix_pages` pages hold the KV of the longest cached prefix of `prefix`, at most
         `max_prefix_tokens`; they are read-only. The other pages are fresh; cached pages are evicted where needed. With
         WINDOW or STATE groups the lease has a slot and a commitment of window pages; see `GroupPools.reserve` for
-        `max_len` (at least `num_tokens`) and `decode_only`. The prefix ends at its deepest state, from which the
-        request continues, unless `needs_state` is False: a transfer then brings the state.
+        `max_len` (at least `num_tokens`) and `decode_only`. The prefix ends where `match_prefix` says, and the request
+        continues from the state and the window pages there, unless `needs_state` is False: a transfer then brings
+        both, and the caller asks for no page of the prefix that the transfer's window has.
         """
         max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
         if not self.groups.is_used:
@@ -164,14 +191,26 @@ class KVMemory:
         if not self.groups.fits(most, decode_only=decode_only):
             return None
         continues = self.has_cached_states and needs_state
-        if continues:
+        if self._cuts_matches and needs_state:
             max_prefix_pages = self._usable_pages(prefix or b"", max_prefix_pages)
         lease = self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
         if lease is not None:
             source = lease.node if continues else None
             lease.groups = self.groups.reserve(owner, most, decode_only=decode_only, source=source)
             assert lease.groups is not None, "it fits"
+            if needs_state and self.groups.windows is not None:
+                self._share_window(lease, self.groups.windows)
         return lease
+
+    def _share_window(self, lease: Lease, windows: CachedWindows) -> None:
+        """Give a lease that begins with a cached prefix the window pages that its first step reads."""
+        assert lease.groups is not None
+        found = {}
+        for number in range(self._first_read(lease.num_prefix_pages), lease.num_prefix_pages):
+            cached = windows.find(lease.pages[number])
+            assert cached is not None, "the match was cut back"
+            found[number] = cached
+        self.groups.share_window(lease.groups, found)
 
     def open_row(self, lease: Lease) -> int | None:
         """Take a page-table row for the pages and the slot of `lease`; None when no row is free."""
@@ -220,6 +259,25 @@ class KVMemory:
         self.pages.cache(lease, token_ids[:num_bytes], num_pages, priority, ending=ending)
         if lease.groups is not None and lease.groups.kept:
             self._cache_states(lease.groups, token_ids)
+        if lease.groups is not None and self.groups.windows is not None:
+            self._cache_window(lease.groups, token_ids[:num_bytes], num_pages)
+
+    def _cache_window(self, lease: GroupLease, token_ids: bytes, num_pages: int) -> None:
+        """Give the cache the window pages of a request whose first `num_pages` pages hold the KV of `token_ids`.
+
+        The pages of the tree may be those of another request with the same tokens.
+        """
+        assert self.pages.tree is not None
+        own = self.groups.uncached_window(lease, num_pages)
+        if not own:
+            return
+        first, number = min(own), self.pages.tree.peek(token_ids, num_pages)
+        for token_page in self.pages.tree.backwards(token_ids, num_pages):
+            number -= 1
+            if number in own:
+                self.groups.cache_window(lease, token_page, own[number])
+            if number <= first:
+                return
 
     def _cache_states(self, lease: GroupLease, token_ids: bytes) -> None:
         """Give the kept states of a request, whose computed tokens are `token_ids`, to the nodes that end there.
@@ -345,105 +403,3 @@ class PageTable:
         if closed - free:
             found.append(f"rows: {len(closed - free)} of {self.num_rows} are lost: {sorted(closed - free)}")
         return found
-
-
-NUM_NAMED = 8
-
-
-def audit_pool(name: str, pool: LeasePool) -> list[str]:
-    """Return one sentence for each inconsistency in `pool`, which is called `name`; empty when there is none."""
-    found = _audit_free_list(name, pool) + _audit_owners(name, pool)
-    for lease in pool.live_leases:
-        if not lease.alive:
-            found.append(f"{name}: {lease!r} has ended and still has {len(lease.pages)} pages")
-    if pool.tree is not None:
-        found += _audit_counts(name, pool.tree) + _audit_locks(name, pool, pool.tree)
-    return found
-
-
-def _audit_free_list(name: str, pool: LeasePool) -> list[str]:
-    listed, marked = pool.allocator.free_pages()
-    differs = sorted(set(listed) ^ set(marked))
-    if not differs:
-        return []
-    return [f"{name}: free list and free marks differ in {_some(differs, pool.num_total)}"]
-
-
-def _audit_owners(name: str, pool: LeasePool) -> list[str]:
-    """Check that every page has one owner: the free list, the cache, or one lease."""
-    parts: list[tuple[str, Sequence[int]]] = [("the free list", pool.allocator.free_pages()[0])]
-    if pool.tree is not None:
-        parts += [("the cache", node.pages) for node in pool.tree.nodes()]
-    parts += [(f"the {lease!r}", lease.owned) for lease in pool.live_leases]
-    pages = np.concatenate([np.asarray(part, np.int64) for _, part in parts])
-    part_of = np.repeat(np.arange(len(parts)), [len(part) for _, part in parts])
-    strange = (pages < 0) | (pages >= pool.num_total)
-    found = [
-        f"{name}: {parts[part_of[i]][0]} has page {pages[i]}, which does not exist" for i in np.flatnonzero(strange)
-    ]
-    num_owners = np.bincount(pages[~strange], minlength=pool.num_total)
-    lost = np.flatnonzero(num_owners == 0)
-    if len(lost):
-        found.append(f"{name}: no owner of {_some(lost.tolist(), pool.num_total)}")
-    for page in np.flatnonzero(num_owners > 1)[:NUM_NAMED]:
-        owners = " and ".join(parts[i][0] for i in part_of[pages == page])
-        found.append(f"{name}: page {page} of {pool.num_total} has {num_owners[page]} owners: {owners}")
-    if (num_more := int((num_owners > 1).sum()) - NUM_NAMED) > 0:
-        found.append(f"{name}: {num_more} more pages of {pool.num_total} have several owners")
-    return found
-
-
-def _audit_counts(name: str, tree: RadixTree) -> list[str]:
-    """Compare the cache's running counts with its nodes."""
-    num_cached = num_evictable = 0
-    for node in tree.nodes():
-        num_cached += len(node.pages)
-        num_evictable += 0 if node.locks else len(node.pages)
-    found = []
-    if num_cached != tree.num_cached:
-        found.append(f"{name}: the cache has {num_cached} pages and counts {tree.num_cached}")
-    if num_evictable != tree.num_evictable:
-        found.append(f"{name}: {num_evictable} cached pages are not locked, the cache counts {tree.num_evictable}")
-    return found
-
-
-def _audit_locks(name: str, pool: LeasePool, tree: RadixTree) -> list[str]:
-    """Check that locks belong to live leases, and that each lease locks the pages it uses without owning them."""
-    nodes = list(tree.nodes())
-    expected: dict[RadixNode, int] = dict.fromkeys(nodes, 0)
-    found = []
-    for lease in pool.live_leases:
-        if lease.node is None:
-            continue
-        if lease.node not in expected:
-            found.append(f"{name}: the {lease!r} locks {lease.num_locked_pages} pages that left the cache")
-            continue
-        expected[lease.node] += 1
-        found += _audit_path(name, lease, tree.pages_of(lease.node))
-    for node in reversed(nodes):  # children before their parents
-        if node.parent in expected:
-            expected[node.parent] += expected[node]
-        if node.locks != expected[node]:
-            found.append(
-                f"{name}: {len(node.pages)} cached pages ({_names(node.pages)}) have {node.locks} locks, "
-                f"live leases have {expected[node]}"
-            )
-    return found
-
-
-def _audit_path(name: str, lease: Lease, path: list[int]) -> list[str]:
-    if len(path) != lease.num_locked_pages or len(path) > len(lease.pages):
-        return [f"{name}: the {lease!r} counts {lease.num_locked_pages} locked pages and locks {len(path)}"]
-    ours, theirs = np.asarray(lease.pages[: len(path)]), np.asarray(path)
-    foreign = np.setdiff1d(ours[ours != theirs], np.asarray(lease.spares, np.int64))
-    if len(foreign) == 0:
-        return []
-    return [f"{name}: the {lease!r} uses {len(foreign)} pages ({_names(foreign.tolist())}) that it does not lock"]
-
-
-def _some(pages: list[int], num_total: int) -> str:
-    return f"{len(pages)} of {num_total} ({_names(pages)})"
-
-
-def _names(pages: Sequence[int]) -> str:
-    return ", ".join(str(page) for page in pages[:NUM_NAMED]) + (", ..." if len(pages) > NUM_NAMED else "")

@@ -36,6 +36,7 @@ from typing import Literal
 import numpy as np
 
 from pdserve.memory.cached_states import RadixNode
+from pdserve.memory.cached_windows import CachedWindowPage
 from pdserve.memory.prefix_cache import RadixTree, path_to
 
 
@@ -105,8 +106,10 @@ class GroupLease:
     slot: int | None
     most_window_pages: int
     window: dict[int, int] = dataclasses.field(default_factory=dict)
-    num_returning: int = 0
-    """Pages behind the window that a step under way may still read."""
+    returning: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Pages behind the window that a step under way may still read, and their numbers within the request."""
+    cached: dict[int, CachedWindowPage] = dataclasses.field(default_factory=dict)
+    """Those of the pages above that belong to the prefix cache, by page; the request locks each once."""
     most_in_decode: int | None = None
     """What the commitment falls to, page by page, once the prompt is complete; None before."""
     source: RadixNode | None = None
@@ -115,6 +118,11 @@ class GroupLease:
     """Slots with copies of the request's state for the prefix cache, by position; written by a step under way or
     ended.
     """
+
+    @property
+    def num_returning(self) -> int:
+        """Number of pages that will return once no step under way reads them."""
+        return len(self.returning)
 
 
 Hold = Literal["request", "remote", "send"]

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from pdserve.memory.cached_states import CachedStates, RadixNode
+from pdserve.memory.cached_windows import CachedWindows
 
 Eviction = Literal["lru", "lfu", "priority"]
 TOKEN_BYTES = 4
@@ -63,12 +64,20 @@ class Inserted:
 class RadixTree:
     """Cached pages by their tokens. Scheduler thread only. `num_evictable` counts the pages of unlocked nodes.
 
-    `version` changes whenever the content of the tree changes. `states`: of a model with STATE groups.
+    `version` changes whenever the content of the tree changes. `states`: of a model with STATE groups; `windows`: of a
+    model with WINDOW groups.
     """
 
-    def __init__(self, page_tokens: int, eviction: Eviction = "lru", states: CachedStates | None = None) -> None:
+    def __init__(
+        self,
+        page_tokens: int,
+        eviction: Eviction = "lru",
+        states: CachedStates | None = None,
+        windows: CachedWindows | None = None,
+    ) -> None:
         self.page_tokens = page_tokens
         self.states = states
+        self.windows = windows
         self.eviction: Eviction = eviction
         self.num_cached = 0
         self.num_evictable = 0
@@ -114,6 +123,13 @@ class RadixTree:
         while node is not None and node.state is None:
             node = node.parent
         return node
+
+    def backwards(self, tokens: bytes, max_pages: int) -> Iterator[int]:
+        """Yield the cached pages of `tokens`, at most the first `max_pages`, from the last to the first."""
+        found, used = self._walk(tokens, max_pages)
+        yield from reversed(found.pages[:used])
+        for node in path_to(found.parent):
+            yield from reversed(node.pages)
 
     def node_at(self, tokens: bytes) -> RadixNode | None:
         """Return the node that ends with the pages of `tokens`, all whole; None when they are not all cached.
@@ -195,7 +211,7 @@ class RadixTree:
             if (rank, stamp) == (self._rank(node), node.stamp):
                 freed += self._trim(node, num_pages - len(freed))
             self._queue(node)
-        self._dropped(len(freed))
+        self._dropped(freed)
         return freed
 
     def clear(self) -> list[int]:
@@ -215,7 +231,7 @@ class RadixTree:
             self._drop_state(node)
             node.pages, node.parent = [], None
         self._heap.clear()
-        self._dropped(len(freed))
+        self._dropped(freed)
         return freed
 
     @property
@@ -292,11 +308,13 @@ class RadixTree:
             self.num_evictable += num_pages
             self._queue(node)
 
-    def _dropped(self, num_pages: int) -> None:
+    def _dropped(self, pages: list[int]) -> None:
         """Update the counts after unlocked pages have left the tree."""
-        self.num_cached -= num_pages
-        self.num_evictable -= num_pages
-        self.version += num_pages > 0
+        self.num_cached -= len(pages)
+        self.num_evictable -= len(pages)
+        self.version += bool(pages)
+        if self.windows is not None:
+            self.windows.drop(pages)
 
     def _trim(self, node: RadixNode, num_pages: int) -> list[int]:
         """Take up to `num_pages` pages from the end of an unlocked leaf; removes the leaf when it has none left."""

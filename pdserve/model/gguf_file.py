@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +99,21 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
     shapes = {tensor.name: tensor.shape for tensor in reader.tensors}
     if "token_embd.weight" not in shapes:
         raise ModelError(f"{path} has no tensor token_embd.weight")
+    family = FAMILIES[ARCHITECTURES[arch]]
+    missing = [
+        key for key in ("block_count", "embedding_length", "attention.head_count") if f"{arch}.{key}" not in facts
+    ]
+    if missing:
+        raise ModelError(f"{path} has no field {arch}.{missing[0]}")
     config |= {
         "architectures": [ARCHITECTURES[arch]],
-        "model_type": arch,
+        "model_type": family.model_type,
         "vocab_size": int(shapes["token_embd.weight"][1]),
         "tie_word_embeddings": "output.weight" not in shapes,
         "attention_bias": "blk.0.attn_q.bias" in shapes,
         "dtype": _dtype(reader),
         "rope_parameters": _rope_parameters(facts, arch, str(path)),
+        **family.gguf_config({key.removeprefix(f"{arch}."): value for key, value in facts.items()}),
     }
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in facts:
@@ -122,7 +129,7 @@ def read_spec(path: Path, reader: GGUFReader | None = None) -> ModelSpec:
     eot = {"eos_token_id": facts.get("tokenizer.ggml.eot_token_id")}
     spec = spec_from_config(config, eot, where=str(path), freq_divisors=_freq_divisors(reader))
     head_dim = spec.attentions[0].head_dim
-    rotated = facts.get(f"{config['model_type']}.rope.dimension_count", head_dim)
+    rotated = facts.get(f"{facts['general.architecture']}.rope.dimension_count", head_dim)
     if rotated != head_dim:
         raise ModelError(f"{path}: rope.dimension_count {rotated} differs from the head size {head_dim}")
     return spec
@@ -141,12 +148,14 @@ class GgufSource:
     """One tensor of a gguf file by its HF name, dequantised on read. Implements `params.TensorSource`.
 
     `num_heads` is the head count used to undo llama.cpp's row reordering; None when the tensor is not reordered.
+    `offset` is subtracted from the values.
     """
 
     path: Path
     name: str
     tensor: ReaderTensor
     num_heads: int | None
+    offset: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -165,20 +174,22 @@ class GgufSource:
         if self.num_heads is not None:
             values = _unpermute(values, self.num_heads)
         whole = torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        if self.offset:
+            whole = whole - self.offset
         return whole if part is None else whole[part]
 
 
 def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
     """Yield every parameter unread. `reader` as in `read_spec`. Raises ModelError for unknown tensors."""
-    heads, is_reordered = spec.attentions[0], FAMILIES[spec.architectures[0]].gguf_rotates_pairs
+    heads, family = spec.attentions[0], FAMILIES[spec.architectures[0]]
     for tensor in (reader or open_gguf(path)).tensors:
         if tensor.name == ROPE_DIVISORS:
             continue
-        name = hf_name(tensor.name, path)
+        name = hf_name(tensor.name, path, family.gguf_names)
         num_heads = None
-        if is_reordered and ("q_proj" in name or "k_proj" in name):
+        if family.gguf_rotates_pairs and ("q_proj" in name or "k_proj" in name):
             num_heads = heads.num_heads if "q_proj" in name else heads.num_kv_heads
-        yield GgufSource(path, name, tensor, num_heads)
+        yield GgufSource(path, name, tensor, num_heads, family.norm_offset if name.endswith("norm.weight") else 0.0)
 
 
 def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -190,11 +201,11 @@ def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
         yield source.name, source.read(None)
 
 
-def hf_name(name: str, path: Path) -> str:
-    """Return the HF name of a gguf tensor. Raises ModelError for an unknown tensor."""
-    layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{layer[3]}"
+def hf_name(name: str, path: Path, own: Mapping[str, str]) -> str:
+    """Return the HF name of a gguf tensor. `own`: see `Family.gguf_names`. Raises ModelError for an unknown tensor."""
+    layer, names = _LAYER.fullmatch(name), {**LAYER_NAMES, **own}
+    if layer is not None and layer[2] in names:
+        return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
     if name not in TOP_NAMES:
         raise ModelError(f"{path} has a tensor {name} that pdserve does not use")
     return TOP_NAMES[name]

@@ -30,12 +30,19 @@ from pdserve.transfer.plan import RankShard
 
 
 def hash_layout(
-    page_tokens: int, num_layers: int = 3, num_heads: int = 1, window: int = 0, *, has_state: bool = False
+    page_tokens: int,
+    num_layers: int = 3,
+    num_heads: int = 1,
+    window: int = 0,
+    *,
+    has_state: bool = False,
+    is_hybrid: bool = True,
 ) -> KVLayout:
     """Return the KV layout of the hash model: heads of one 64-bit number.
 
     With `window` the model is a hybrid: its layers are full attention, attention over `window` tokens, and a recurrent
-    state, in turn. With `has_state` and no window they are full attention and a recurrent state, in turn.
+    state, in turn; without `is_hybrid` full attention and attention over `window` tokens only. With `has_state` and no
+    window they are full attention and a recurrent state, in turn.
     """
 
     def attention(layers: Sequence[int], kind: GroupKind, window: int | None = None) -> KVGroup:
@@ -53,6 +60,9 @@ def hash_layout(
     if not window and not has_state:
         return KVLayout((attention(range(num_layers), GroupKind.FULL),))
     assert num_layers >= 3, "a layer of each kind"
+    if window and not is_hybrid:
+        of_window = attention(range(1, num_layers, 2), GroupKind.WINDOW, window)
+        return KVLayout((attention(range(0, num_layers, 2), GroupKind.FULL), of_window))
     kinds = 3 if window else 2
     state = KVGroup(
         name="state",

@@ -104,7 +104,11 @@ class SimNode:
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
         self.layout = hash_layout(
-            shape.page_tokens, num_heads=shape.num_heads, window=shape.window, has_state=shape.has_state
+            shape.page_tokens,
+            num_heads=shape.num_heads,
+            window=shape.window,
+            has_state=shape.has_state,
+            is_hybrid=shape.is_hybrid,
         )
         table = PageTable(shape.num_rows, shape.num_pages, has_window=shape.window > 0)
         self.executor = self._model(table)
@@ -114,7 +118,7 @@ class SimNode:
             table,
             shape.num_aux,
             on_free=self._on_free,
-            prefix_cache=not shape.window and (shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache),
+            prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
             eviction=shape.eviction,
             group_sizes=GroupPoolSizes(
                 num_window_pages=shape.num_window_pages,
@@ -211,7 +215,8 @@ class SimNode:
         """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
-        counts["slots_free"] = counts.get("slots_free", 0) + counts.get("slots_cached", 0)
+        for name in ("slots", "window_pages"):
+            counts[f"{name}_free"] = counts.get(f"{name}_free", 0) + counts.get(f"{name}_cached", 0)
         names = [name.removesuffix("_total") for name in counts if name.endswith("_total")]
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
         lost |= dict.fromkeys(self.scheduler.audit(), 1)
@@ -364,6 +369,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
         num_heads=shape.num_heads,
         window=shape.window,
         has_state=shape.has_state,
+        is_hybrid=shape.is_hybrid,
         num_window_pages=4096,
         num_slots=64,
         echo=shape.echo,

@@ -78,6 +78,8 @@ class Shape:
     """Of priority scheduling."""
     window: int = 0
     """Tokens of the window of a hybrid model, see `hash_layout`; 0: full attention only."""
+    is_hybrid: bool = True
+    """Whether a model with a window has recurrent layers too."""
     num_window_pages: int = 0
     num_slots: int = 0
     has_state: bool = False

@@ -114,9 +114,10 @@ class Server:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= evictable
-        lost["slots"] = lost.get("slots", 0) - memory.get("slots_cached", 0)
+        for name in ("slots", "window_pages"):
+            lost[name] = lost.get(name, 0) - memory.get(f"{name}_cached", 0)
         lost["pages_locked"] = memory["pages_cached"] - evictable
-        cached = ("pages_cached", "pages_evictable", "slots_cached")
+        cached = ("pages_cached", "pages_evictable", "slots_cached", "window_pages_cached")
         lost |= {n: count for n, count in memory.items() if n not in cached and not n.endswith(("_total", "_free"))}
         wrong = {"audit": state["audit"], "audit_differences": state["counters"].get("audit_differences", 0)}
         return {name: what for name, what in (lost | wrong).items() if what}

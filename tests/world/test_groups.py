@@ -184,7 +184,7 @@ def a_window_page_returns_while_a_step_reads_it(patch: Patch) -> None:
         oldest = min(lease.window, default=0)
         if len(lease.window) > 1:
             released.append(lease.window.pop(oldest))
-            lease.num_returning += 1
+            lease.returning[released[-1]] = oldest
         return new, released
 
     patch.setattr(GroupPools, "cover", hasty)

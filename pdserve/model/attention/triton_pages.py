@@ -16,11 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.interface import ALL_POSITIONS, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.gpu.decode_attention import (
-    EVERYTHING,
     AttentionMask,
     FreshKV,
     attend_decode,
@@ -53,10 +52,10 @@ class PagedRows:
 class TritonAttention:
     """The `triton` attention backend over the pool of one FULL or WINDOW group. Implements `CapturableBackend`."""
 
-    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, mask: AttentionMask = EVERYTHING) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, device: torch.device, rule: ScoreRule = ALL_POSITIONS) -> None:
         self._pool = pool
         self._device = device
-        self._mask = mask
+        self._rule = rule
         self._layers = [pool.layer(layer) for layer in range(pool.group.num_layers)]
         self._through = counters(1, pool.group.num_kv_heads, device)
         self._captured: Tensor | None = None
@@ -65,7 +64,7 @@ class TritonAttention:
 
     def begin(self, batch: ForwardBatch) -> TritonStep:
         """See `AttentionBackend.begin`."""
-        return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots, self._mask)
+        return TritonStep(self._layers, self._rows(batch.host), batch.write_pages, batch.write_slots, self._rule)
 
     def capturing(self) -> TritonAttention:
         """See `AttentionBackend.capturing`."""
@@ -86,7 +85,7 @@ class TritonAttention:
             parts=self._parts(num_rows, self._pool.group.tokens_in(max_pages)),
             through=self._counters(num_rows),
         )
-        return TritonCaptured(self._layers, rows, write_pages, write_slots, self._mask)
+        return TritonCaptured(self._layers, rows, write_pages, write_slots, self._rule)
 
     def _rows(self, host: HostRows) -> PagedRows:
         """Send a step's rows to the device in one copy."""
@@ -130,8 +129,8 @@ class TritonAttention:
 
     def _parts(self, num_rows: int, max_tokens: int) -> int:
         """Return the number of programs that share a decode row."""
-        if self._mask.window:
-            max_tokens = min(max_tokens, self._mask.window)
+        if self._rule.window is not None:
+            max_tokens = min(max_tokens, self._rule.window)
         return num_parts(num_rows, self._pool.group.num_kv_heads, max_tokens, self._device)
 
 
@@ -139,18 +138,20 @@ class TritonStep:
     """Attention of one step by Triton kernels."""
 
     def __init__(
-        self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor, mask: AttentionMask
+        self, layers: list[Tensor], rows: PagedRows, write_pages: Tensor, write_slots: Tensor, rule: ScoreRule
     ) -> None:
         self._layers = layers
         self._rows = rows
-        self._mask = mask
+        self._mask = AttentionMask(window=rule.window or 0, softcap=rule.softcap or 0.0)
+        self._scale = rule.scale
         self._write_pages, self._write_slots = write_pages, write_slots
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
         rows, kv, num_decode = self._rows, self._layers[layer], self._rows.num_decode
         num_tokens, _, dim = heads.qkv.shape
-        out, scale = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), dim**-0.5
+        out, mask, sinks = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), self._mask, heads.sinks
+        scale = dim**-0.5 if self._scale is None else self._scale
         q: Tensor | FreshKV
         if len(rows.tiles) or rows.has_drafts:
             q = placed(heads, kv, self._write_pages, self._write_slots)
@@ -159,11 +160,13 @@ class TritonStep:
         if num_decode:
             ends, tokens = rows.ends[:num_decode], rows.offsets[:num_decode]
             attend_decode(
-                q, out, kv, rows.table, ends, tokens, rows.through, scale=scale, parts=rows.parts, mask=self._mask
+                q, out, kv, rows.table, ends, tokens, rows.through,
+                scale=scale, parts=rows.parts, mask=mask, sinks=sinks,
             )  # fmt: skip
         if isinstance(q, Tensor) and len(rows.tiles):
             attend_extend(
-                q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles, scale=scale, mask=self._mask
+                q, out, kv, rows.table, rows.starts, rows.ends, rows.offsets, rows.tiles,
+                scale=scale, mask=mask, sinks=sinks,
             )  # fmt: skip
         return out.flatten(1)
 
@@ -193,7 +196,6 @@ def pack_to_device(pieces: Sequence[npt.NDArray[np.int32 | np.int64]], device: t
 def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
     """Bundle `heads` and write targets as `FreshKV`: the attention kernel finishes the heads."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
-    assert heads.cos is not None and heads.sin is not None, "the kernels rotate"
     return FreshKV(
         heads.qkv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,
@@ -204,7 +206,6 @@ def fresh(heads: Heads, write_pages: Tensor, write_slots: Tensor) -> FreshKV:
 def placed(heads: Heads, kv: Tensor, write_pages: Tensor, write_slots: Tensor) -> Tensor:
     """Finish `heads`: write keys and values to the pages `kv` of their layer, and return the queries."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
-    assert heads.cos is not None and heads.sin is not None, "the kernels rotate"
     return place_heads(
         heads.qkv, heads.num_heads, kv, write_pages, write_slots, heads.cos, heads.sin,
         None if q_norm is None else q_norm.weight, None if k_norm is None else k_norm.weight,

@@ -53,7 +53,9 @@ class Family:
     which are not read; None: there are none. `may_be_partial`: a part of each head may be rotated. With `text_config`
     the fields are those of that object, as in vision-language models. `gguf`: name of the architecture in gguf files;
     None: such files are not read. With `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation
-    of pairs.
+    of pairs. `gguf_names`: HF names of tensors of a layer, by gguf name, where they are not those of other families.
+    `norm_offset` is part of the weights there. `gguf_config(facts)` returns fields of the HF config from the file's
+    metadata, whose keys lack the architecture.
     """
 
     architecture: str
@@ -72,6 +74,8 @@ class Family:
     text_config: bool = False
     gguf: str | None = None
     gguf_rotates_pairs: bool = False
+    gguf_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    gguf_config: Callable[[HFConfig], HFConfig] = lambda facts: {}
 
 
 def read_num_layers(config: HFConfig, where: str) -> int:
@@ -107,6 +111,16 @@ def read_attention(
     if num_heads % num_kv_heads:
         raise ModelError(
             f"{where}: num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}"
+        )
+    num_pairs = rope.rotary_dim(head_dim) // 2
+    if rope.freq_divisors is not None and len(rope.freq_divisors) != num_pairs:
+        raise ModelError(
+            f"{where}: the rotary embedding has factors of {len(rope.freq_divisors)} pairs, and a head has {num_pairs}"
+        )
+    if rope.rotary_dim(head_dim) % 2:
+        raise ModelError(
+            f"{where}: partial_rotary_factor {rope.partial_rotary_factor} rotates {rope.rotary_dim(head_dim)} of "
+            f"{head_dim} dimensions of a head, expected an even number"
         )
     return AttentionSpec(
         num_heads=num_heads,

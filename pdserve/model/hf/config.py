@@ -103,7 +103,11 @@ def _spec(path: Path, fields: Mapping[str, Any], config: Any, text: Any) -> Mode
     """Return the native spec where there is one, else one of the facts that the engine needs."""
     where = str(path)
     try:
-        return read_model_spec(path)
+        spec = read_model_spec(path)
+        if any(op.rope is not None and op.rope.interleaved for op in spec.attentions):
+            # Native code caches the dimensions of keys in another order, so a pair of both is refused by the digest.
+            spec = dataclasses.replace(spec, config_digest=_digest(config.to_dict()))
+        return spec
     except ModelError:
         pass
     generation = path / "generation_config.json"

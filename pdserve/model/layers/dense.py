@@ -155,13 +155,13 @@ class VocabEmbedding:
     def __init__(self, weight: Tensor, vocab_size: int, parallel: Parallel, scale: float = 1.0) -> None:
         self.weight = weight
         self._parallel = parallel
-        self._scale = float(torch.tensor(scale, dtype=weight.dtype))
+        self.scale = float(torch.tensor(scale, dtype=weight.dtype))
         self._held = vocab_of(vocab_size, parallel.coord.shape.tp_size, parallel.coord.tp_rank)
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
         rows = self._rows(ids)
-        return rows if self._scale == 1.0 else rows * self._scale
+        return rows if self.scale == 1.0 else rows * self.scale
 
     def _rows(self, ids: Tensor) -> Tensor:
         """Look the rows up."""

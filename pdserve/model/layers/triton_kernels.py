@@ -26,13 +26,17 @@ class TritonKernels(FastKernels):
 
     def gated(self, x: Tensor, weight: Tensor, bias: Tensor | None, act: Activation = "silu") -> Tensor:
         """See `Kernels.gated`."""
-        if act == "silu" and small_batch_gemm.fits(x, weight):
-            return small_batch_gemm.gated(x, weight, bias)
+        if small_batch_gemm.fits(x, weight):
+            return small_batch_gemm.gated(x, weight, bias, act)
         return super().gated(x, weight, bias, act)
 
     def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
         """See `Kernels.swiglu`."""
         return elementwise.swiglu(gate, up)
+
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See `TorchKernels.geglu`."""
+        return elementwise.geglu(gate, up)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """See `Kernels.gate`."""

@@ -280,6 +280,9 @@ class DecodeRole(MixedBatchRole):
             return False
         prompt = req.token_bytes(req.num_input_tokens)
         most_cached = req.num_input_tokens - memory.layout.has_state  # the state comes with the last page
+        if memory.layout.window:  # window pages come with the token pages of the same numbers
+            window = memory.layout.window_pages(req.num_input_tokens, req.num_input_tokens)
+            most_cached = min(most_cached, memory.layout.tokens_in(window.start))
         lease = memory.reserve_tokens(
             req.num_input_tokens,
             req.rid,

@@ -115,12 +115,16 @@ def prefill(parallel: Parallel, path: Path, vocab_size: int, split: ParallelConf
 
 
 def pages_of(built: LoadedEngine, row: int, num_tokens: int) -> dict[PageSpace, list[int]]:
-    """Return the pages of a row's first `num_tokens` tokens, and its slot."""
-    count = built.layout.pages_for(num_tokens)
-    return {
+    """Return the pages of a row's first `num_tokens` tokens that the next token reads, and its slot."""
+    count, layout = built.layout.pages_for(num_tokens), built.layout
+    found = {
         PageSpace.TOKENS: built.table.pages[row, :count].tolist(),
         PageSpace.SLOTS: [int(built.table.slots[row])],
     }
+    if layout.window:
+        numbers = layout.window_pages(num_tokens, num_tokens)
+        found[PageSpace.WINDOW] = built.table.window[row, numbers.start : numbers.stop].tolist()
+    return found
 
 
 def decode(
@@ -141,6 +145,8 @@ def decode(
         driver.open([*prompt, *first], len(prompt) + NUM_TOKENS, num_prompt=len(prompt))
         for prompt, first in zip(prompts, tokens, strict=True)
     ]
+    for row, prompt in zip(rows, prompts, strict=True):
+        driver.cover(row, len(prompt), len(prompt))
     pools = {pool.group.name: pool for pool in built.executor.pools}
     for group in kv_layout(built.spec, 16, "float32").groups:
         for flow in shard_flows(group, source, coord.shape):

@@ -18,6 +18,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from pdserve.executor.graphs import Padding
 from pdserve.executor.input_batch import build_batch
 from pdserve.executor.warm_up import Span, idle_batch, warm_up
+from pdserve.model.attention.interface import ScoreRule
 from pdserve.model.attention.layer_backends import make_backends
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.attention.triton_pages import TritonAttention
@@ -25,7 +26,6 @@ from pdserve.model.config import ModelSpec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.gpu import decode_attention, gated_delta
-from pdserve.model.gpu.decode_attention import AttentionMask
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, GatedDeltaSpec, MoeSpec, SublayerSpec
 from pdserve.model.layers.triton_kernels import TritonKernels
 from pdserve.model.loader import read_spec
@@ -94,7 +94,7 @@ class Serving:
         layers = [layer.operations[0] for layer in spec.layers]
         self._attention = make_backends(
             [op if isinstance(op, AttentionSpec) else None for op in layers], 0, self._pools,
-            lambda pool, op: TritonAttention(pool, op.num_heads, device, AttentionMask(op.window or 0)), device,
+            lambda pool, op: TritonAttention(pool, op.num_heads, device, ScoreRule.of(op)), device,
         )  # fmt: skip
         for layer in self._model.layers:
             for op in layer.operations:

@@ -172,6 +172,27 @@ def test_a_window_that_no_layer_uses_is_accepted() -> None:
     assert spec(use_sliding_window=False, sliding_window=8).num_layers == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "digest"),
+    [
+        ({}, "d33bd9e085b203e7"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": 8}, "e51c9be489b08c64"),
+        (
+            {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 4, "num_experts_per_tok": 2,
+             "moe_intermediate_size": 16},
+            "20f8b307df045aad",
+        ),
+    ],
+)  # fmt: skip
+def test_options_that_a_model_does_not_use_change_no_digest(changes: dict[str, Any], digest: str) -> None:
+    """Peers of versions without the options have these digests."""
+    config = {
+        "architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 512,
+    }  # fmt: skip
+    assert spec_from_config(config | changes, {}, where="here").digest() == digest
+
+
 def test_digest_is_of_the_model_and_not_of_the_number_format() -> None:
     assert spec(dtype="float32").digest() == spec(dtype="bfloat16").digest()
     assert spec().digest() != spec(rope_theta=2e4).digest()

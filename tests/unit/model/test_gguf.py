@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import gguf
@@ -16,6 +17,7 @@ from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES, prompts_of
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny
 
@@ -23,11 +25,20 @@ _TO_GGUF = {value: key for key, value in gguf_file.LAYER_NAMES.items()}
 _TOP_TO_GGUF = {value: key for key, value in gguf_file.TOP_NAMES.items()}
 
 
-def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None) -> Path:
+_GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(
+    checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None, theta: float | None = None
+) -> Path:
     """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer."""
     spec = read_spec(checkpoint)
     attention, mlp = spec.layers[0].operations
-    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec) and attention.rope is not None
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden_size)
@@ -36,9 +47,11 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
     writer.add_head_count(attention.num_heads)
     writer.add_head_count_kv(attention.num_kv_heads)
     writer.add_key_length(attention.head_dim)
-    writer.add_rope_freq_base(attention.rope.theta)
+    writer.add_rope_freq_base(theta or attention.rope.theta)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     writer.add_eos_token_id(1)
+    if attention.window is not None:
+        writer.add_sliding_window(attention.window)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
@@ -47,7 +60,9 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
             heads = attention.num_heads if "q_proj" in name else attention.num_kv_heads
             pairs = values.reshape(heads, 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
-        writer.add_tensor(_gguf_name(name), values)
+        if spec.norm_offset and name.endswith("norm.weight"):
+            values = values + 1.0
+        writer.add_tensor(_gguf_name(name, _GEMMA3 if arch == "gemma3" else {}), values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -55,11 +70,32 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
     return target
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, own: dict[str, str]) -> str:
     if name in _TOP_TO_GGUF:
         return _TOP_TO_GGUF[name]
     _, _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{_TO_GGUF['.'.join(middle)]}.{kind}"
+    return f"blk.{layer}.{(_TO_GGUF | own)['.'.join(middle)]}.{kind}"
+
+
+def test_gemma3_has_names_of_its_own_windows_and_norms_with_the_offset(tmp_path: Path) -> None:
+    """Two bases of the rotation and every sixth layer without a window are llama.cpp's, not the file's."""
+    changes = {
+        "num_hidden_layers": 6, "sliding_window": 24, "query_pre_attn_scalar": 8, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    }  # fmt: skip
+    family = dataclasses.replace(FAMILIES["gemma3_text"], changes=changes)
+    family.write(tmp_path / "hf")
+    attention = read_spec(tmp_path / "hf").layers[5].operations[0]
+    assert isinstance(attention, AttentionSpec) and attention.window is None
+    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", "gemma3", theta=1e6)
+    assert read_spec(path).layers == read_spec(tmp_path / "hf").layers
+    prompts = prompts_of((1, 70))
+    assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
+        tmp_path / "hf", prompts, 6
+    )
 
 
 @pytest.mark.parametrize("family", DENSE_FAMILIES)

@@ -18,7 +18,7 @@ from pdserve.model.layer_spec import MLASpec, MoeSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
-from tests.model_families import FAMILIES, LATENT, LENGTHS, SPARSE, prompts_of
+from tests.model_families import FAMILIES, INDEXED, LATENT, LENGTHS, prompts_of
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_logits
 from tests.share import rest_slow
@@ -125,7 +125,7 @@ def test_native_code_and_transformers_have_the_same_latents(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [name for name in LATENT if name not in SPARSE])
+@pytest.mark.parametrize("name", [name for name in LATENT if name not in INDEXED])
 def test_logits_of_the_kernels_are_near_float32(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path = family_checkpoint(name)
     reference = load_reference(path)

@@ -48,9 +48,10 @@ def layers(format: Format, count: int, width: int = WIDTH, inner: int = INNER) -
     return wide, deep, gate_up, down
 
 
-def gated(x: Tensor, wide: Tensor, deep: Tensor, format: Format) -> Tensor:
+def gated(x: Tensor, wide: Tensor, deep: Tensor, format: Format, act: str = "silu") -> Tensor:
     gate, up = F.linear(rounded(x, format), rounded_weight(wide, format)).chunk(2, -1)
-    return F.linear(rounded(F.silu(gate) * up, format), rounded_weight(deep, format))
+    shown = F.silu(gate) if act == "silu" else F.gelu(gate, approximate="tanh")
+    return F.linear(rounded(shown * up, format), rounded_weight(deep, format))
 
 
 def examples() -> dict[str, tuple[object, ...]]:
@@ -156,6 +157,10 @@ def test_feed_forward_and_experts(format: Format, rows: int, width: int, inner: 
     scales = [None if scale is None else scale[:1] for scale in (gate_up.scale, down.scale)]
     one = OPS.feed_forward(x, gate_up.data[:1], scales[0], None, down.data[:1], scales[1], None)
     assert relative(one, gated(x, wide[0], deep[0], format)) < 0.02
+    gelu = OPS.feed_forward(x, gate_up.data[:1], scales[0], None, down.data[:1], scales[1], None, "gelu_tanh")
+    assert relative(gelu, gated(x, wide[0], deep[0], format, "gelu_tanh")) < 0.02
+    with pytest.raises(ValueError, match="act is 'relu'"):
+        OPS.feed_forward(x, gate_up.data[:1], scales[0], None, down.data[:1], scales[1], None, "relu")
     chosen, shares = torch.rand(rows, 3).argsort(-1)[:, :2], torch.rand(rows, 2)
     mixed = OPS.experts(x, chosen, shares, gate_up.data, gate_up.scale, down.data, down.scale)
     every = torch.stack([gated(x, *pair, format) for pair in zip(wide, deep, strict=True)], 1)

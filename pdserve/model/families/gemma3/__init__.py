@@ -44,6 +44,28 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return tuple(kinds[has_window] for has_window in read_layer_kinds(config, where, every))
 
 
+_GGUF_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_27B_LAYERS = 62
+"""Layers of the one size whose scores have another scale than the size of a head gives: gguf files do not name it."""
+
+
+def _gguf_config(facts: HFConfig) -> HFConfig:
+    """Return what gguf files of Gemma-3 say beside the usual fields, or leave to llama.cpp's code."""
+    hidden, heads = facts["embedding_length"], facts["attention.head_count"]
+    has_own_scale = facts["block_count"] == _27B_LAYERS
+    return {
+        "sliding_window": facts.get("attention.sliding_window"),
+        "query_pre_attn_scalar": hidden // heads
+        if has_own_scale
+        else facts.get("attention.key_length", hidden // heads),
+        "final_logit_softcapping": facts.get("final_logit_softcapping"),
+    }
+
+
 def _family(architecture: str, model_type: str, *, text_config: bool = False, gguf: str | None = None) -> Family:
     return Family(
         architecture=architecture,
@@ -71,10 +93,12 @@ def _family(architecture: str, model_type: str, *, text_config: bool = False, gg
         read_scales=gemma.read_scales,
         text_config=text_config,
         gguf=gguf,
+        gguf_names=_GGUF_NAMES,
+        gguf_config=_gguf_config,
     )  # fmt: skip
 
 
 FAMILIES = (
-    _family("Gemma3ForCausalLM", "gemma3_text"),
+    _family("Gemma3ForCausalLM", "gemma3_text", gguf="gemma3"),
     _family("Gemma3ForConditionalGeneration", "gemma3", text_config=True),
 )

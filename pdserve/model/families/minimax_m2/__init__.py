@@ -49,7 +49,13 @@ FAMILIES = (
                 expert_down="block_sparse_moe.experts.{expert}.w2",
             )
         ),
+        only={
+            "scoring_func": "sigmoid",
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "shared_intermediate_size": 0,
+        },
         defaults={"head_dim": 128, "num_local_experts": 256, "num_experts_per_tok": 8, "rope_theta": 5000000.0},
         may_be_partial=True,
     ),
-)
+)  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pdserve.errors import ModelError
 from pdserve.model.families.family import (
     Family,
     HFConfig,
@@ -19,11 +18,6 @@ from pdserve.model.rope import RopeSpec
 def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:
     window = read_window(config, where)
     attention = read_attention(config, rope, where, qkv_bias=False, o_bias=False, window=window)
-    num_pairs = rope.rotary_dim(attention.head_dim) // 2
-    if rope.freq_divisors is not None and len(rope.freq_divisors) != num_pairs:
-        raise ModelError(
-            f"{where}: rope_type {rope.type!r} has {len(rope.freq_divisors)} factors, expected {num_pairs}"
-        )
     return (pre_norm_layer(attention, read_mlp(config, where)),) * read_num_layers(config, where)
 
 
