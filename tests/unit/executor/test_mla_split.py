@@ -22,6 +22,7 @@ from tests.tiny import VOCAB_SIZE
 from tests.unit.executor import sharing_ranks
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.hybrid_ranks import decode, outcome, prefill
+from tests.unit.executor.native_ranks import divergence
 from tests.unit.executor.native_ranks import outcome as kernel_outcome
 from tests.unit.model.native_kit import needs_kernels
 
@@ -114,8 +115,9 @@ def test_the_kernels_of_split_ranks_agree(tp_size: int, gang: Gang, family_check
     path = family_checkpoint("deepseek_v3")
     whole = kernel_outcome(SingleRank(), path, VOCAB_SIZE, "native")
     ranks = gang.run(ParallelShape(tp_size=tp_size), kernel_outcome, path, VOCAB_SIZE, "native")
-    assert all(rank.greedy == ranks[0].greedy for rank in ranks)
-    torch.testing.assert_close(ranks[0].logprobs, whole.logprobs, atol=0.25, rtol=0.1)
+    for rank in ranks:
+        assert rank.greedy == ranks[0].greedy
+        assert divergence(rank.logprobs, whole.logprobs) < 4e-3
 
 
 def test_a_stage_needs_the_index_of_its_layers(family_checkpoint: Callable[[str], Path]) -> None:

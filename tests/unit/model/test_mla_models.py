@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pdserve.errors import ConfigError, ModelError
 from pdserve.memory.layout import GroupKind
@@ -17,15 +16,12 @@ from pdserve.model.hf.config import read_source
 from pdserve.model.layer_spec import MLASpec, MoeSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
-from tests.driver import Driver, build, random_prompt
+from tests.driver import Driver, build
 from tests.model_families import FAMILIES, INDEXED, LATENT, LENGTHS, prompts_of
 from tests.model_pair import running_models
-from tests.reference import load_reference, reference_logits
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
-from tests.unit.executor.native_ranks import LENGTHS as FEW_LENGTHS
-from tests.unit.executor.native_ranks import outcome
-from tests.unit.executor.test_native_executor import divergence
+from tests.unit.executor.native_ranks import divergence, outcome
 from tests.unit.model.native_kit import needs_kernels
 
 NEW_TOKENS, LONG = 8, 60
@@ -128,12 +124,9 @@ def test_native_code_and_transformers_have_the_same_latents(
 @pytest.mark.parametrize("name", [name for name in LATENT if name not in INDEXED])
 def test_logits_of_the_kernels_are_near_float32(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path = family_checkpoint(name)
-    reference = load_reference(path)
-    wanted = torch.stack(
-        [reference_logits(reference, random_prompt(length, VOCAB_SIZE))[-1].log_softmax(-1) for length in FEW_LENGTHS]
-    )
-    mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels) for kernels in ("native", "torch"))
-    assert divergence(mine.logprobs, wanted) < max(2e-3, 1.2 * divergence(torchs.logprobs, wanted))
+    truth = outcome(SingleRank(), path, VOCAB_SIZE, "torch", "float32").logprobs
+    mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels).logprobs for kernels in ("native", "torch"))
+    assert divergence(mine, truth) < max(1e-3, 1.2 * divergence(torchs, truth))
 
 
 @needs_kernels
