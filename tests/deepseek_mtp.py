@@ -84,6 +84,8 @@ class NextLayerReference:
             if inside != name and (inside.startswith(("self_attn", "mlp")) or inside.endswith("layernorm.weight")):
                 alone[f"model.layers.0.{inside}"] = tensor
         one = {**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+        if "mlp_layer_types" in config:
+            one["mlp_layer_types"] = ["sparse"]
         models = []
         for part, tensors, of_part in (("target", whole, config), ("layer", alone, one)):
             (work / part).mkdir(parents=True)

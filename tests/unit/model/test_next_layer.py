@@ -26,7 +26,7 @@ from tests.unit.model.test_mtp import NEXTN, NUM_DRAFTS, drafting, generate
 NEW_TOKENS = 8
 FIXED = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=2, speculative_adaptive=False)
 Models = Callable[[str], tuple[Path, NextLayerReference]]
-NAMES = ("deepseek_v3", "glm4_moe")
+NAMES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return get
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_slow(NAMES, keep=2))
 def test_drafts_equal_the_reference_behind_prompts_and_decode_steps(name: str, model: Models) -> None:
     path, reference = model(name)
     prompts = [random_prompt(length, VOCAB_SIZE) for length in (1, 16, 40)]
@@ -53,7 +53,7 @@ def test_drafts_equal_the_reference_behind_prompts_and_decode_steps(name: str, m
         assert list(drafts) == reference.drafts(tokens, NUM_DRAFTS), len(tokens)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", rest_slow(NAMES, keep=2))
 def test_the_module_is_the_last_kind_of_layer_and_is_read_with_the_flag_only(name: str, model: Models) -> None:
     path, _ = model(name)
     spec = read_spec(path)
