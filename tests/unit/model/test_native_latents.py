@@ -20,9 +20,11 @@ from tests.unit.model.native_kit import batch_of, needs_kernels, part_of, rms, r
 from tests.unit.model.native_programs import FEW, begin, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
-SHAPES = [(4, 16, 8, 8, 12), (16, 64, 32, 16, 32), (3, 512, 128, 64, 128), (128, 32, 16, 8, 16), (2, 24, 10, 0, 6)]
+SHAPES = [(4, 16, 8, 8, 12), (16, 64, 32, 16, 32), (3, 512, 128, 64, 128), (128, 32, 16, 8, 16), (2, 24, 10, 6, 6)]
 """Heads, rank, unrotated and rotated dimensions of a key, dimensions of a value."""
 SCALE = 0.11
+UNROTATED = 3
+"""In place of `pairs`: nothing is rotated."""
 Shape = tuple[int, int, int, int, int]
 
 
@@ -45,7 +47,9 @@ def beside(x: Tensor) -> Tensor:
 
 
 def turned(x: Tensor, batch: ForwardBatch, inverse: Tensor, pairs: int) -> Tensor:
-    """Rotate `[tokens, heads, rope]`; `pairs` as in `Program.place_latents`."""
+    """Rotate `[tokens, heads, rope]`; `pairs` as in `LatentProgram.place_latents`, or UNROTATED."""
+    if pairs == UNROTATED:
+        return x
     out = rotated(parted(x) if pairs else x, batch.positions, inverse)
     return beside(out) if pairs == 2 else out
 
@@ -91,17 +95,19 @@ class Layer:
         generator = torch.Generator().manual_seed(1)
         self.weight = (torch.randn(heads * (nope + value), rank, generator=generator) / 6).bfloat16()
         self.norm = torch.rand(rank, generator=generator) + 0.5
-        self.inverse = 1e4 ** (-torch.arange(0, rope, 2) / max(1, rope))
+        self.inverse = 1e4 ** (-torch.arange(0, rope, 2) / rope)
         split = self.weight.view(heads, nope + value, rank)
         self.program = p = LatentProgram(Threads(threads), level)
         number = p.add_heads(HeadShape(2, heads, 1, page_tokens, dim, scale=SCALE, of_latents=True), pages)
-        if rope:
+        if pairs != UNROTATED:
             p.angles(self.inverse, 1.0, heads=number)
         self.queries, self.down = p.buffer(heads * (nope + rope)), p.buffer(dim)
         absorbed, attended = p.buffer(heads * rank), p.buffer(heads * dim)
         self.out = p.buffer(heads * value)
         p.head_product(self.queries, by_head(split[:, :nope].transpose(1, 2)), absorbed, num_heads=heads)
-        p.place_latents(absorbed, self.queries, self.down, 1, fenced(self.norm), 1e-6, pairs=pairs, heads=number)
+        p.place_latents(
+            absorbed, self.queries, self.down, 1, fenced(self.norm), 1e-6, pairs=pairs % UNROTATED, heads=number
+        )
         p.attend(1, attended, heads=number)
         p.head_product(attended, by_head(split[:, nope:]), self.out, num_heads=heads)
 
@@ -120,16 +126,15 @@ class Layer:
         """The latents of the step's tokens, by torch: `[tokens, rank + rope]`."""
         rank, rope = self.shape[1], self.shape[3]
         key = down[:, None, rank:]
-        key = turned(key, batch, self.inverse, self.pairs)[:, 0] if rope else key[:, 0]
+        key = turned(key, batch, self.inverse, self.pairs)[:, 0]
         return torch.cat((rms(down[:, :rank], self.norm, 1e-6), key), 1)
 
     def expected(self, batch: ForwardBatch, queries: Tensor, pages: Tensor, page_tokens: int) -> Tensor:
         """Attention over expanded keys and values, token by token."""
         heads, _, nope, rope, value = self.shape
         projection = LatentProjection(self.weight.float(), heads, nope, value, rope)
-        if rope:
-            ropes = turned(queries[..., nope:], batch, self.inverse, self.pairs)
-            queries = torch.cat((queries[..., :nope], ropes), -1)
+        ropes = turned(queries[..., nope:], batch, self.inverse, self.pairs)
+        queries = torch.cat((queries[..., :nope], ropes), -1)
         out = torch.empty(len(queries), heads, value)
         for line, (start, end) in enumerate(zip(batch.host.starts.tolist(), batch.host.ends.tolist(), strict=True)):
             tokens = np.arange(end)
@@ -161,7 +166,7 @@ def known_pages(batch: ForwardBatch, num_pages: int, page_tokens: int, dim: int)
     rows=st.lists(
         st.sampled_from([(0, 1), (0, 2), (0, 40), (17, 18), (255, 256), (300, 301), (130, 150)]), min_size=1, max_size=4
     ),
-    pairs=st.integers(0, 2),
+    pairs=st.integers(0, UNROTATED),
     threads=st.integers(1, 3),
 )
 def test_latents_are_written_and_attended(
