@@ -47,7 +47,7 @@ def write(directory: Path, name: str, **changes: Any) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("name", LATENT)
+@pytest.mark.parametrize("name", rest_slow(LATENT, keep=2))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
@@ -56,7 +56,7 @@ def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpo
     assert [driver.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected, "alone"
 
 
-@pytest.mark.parametrize("name", rest_slow(VARIANTS, keep=2))
+@pytest.mark.parametrize("name", rest_slow(VARIANTS))
 def test_variants_of_a_family_equal_transformers(name: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[name]
     path, prompts = write(tmp_path, family, **changes), prompts_of((1, 65, 300))

@@ -124,9 +124,8 @@ class Layer:
 
     def latents(self, batch: ForwardBatch, down: Tensor) -> Tensor:
         """The latents of the step's tokens, by torch: `[tokens, rank + rope]`."""
-        rank, rope = self.shape[1], self.shape[3]
-        key = down[:, None, rank:]
-        key = turned(key, batch, self.inverse, self.pairs)[:, 0]
+        rank = self.shape[1]
+        key = turned(down[:, None, rank:], batch, self.inverse, self.pairs)[:, 0]
         return torch.cat((rms(down[:, :rank], self.norm, 1e-6), key), 1)
 
     def expected(self, batch: ForwardBatch, queries: Tensor, pages: Tensor, page_tokens: int) -> Tensor:
