@@ -136,12 +136,17 @@ class MLA:
         if rope is None or not rope.interleaved:
             return rotate(heads, cos, sin)
         turned = rotate(parted(heads), cos, sin)
-        return turned.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2) if self.spec.caches_pairs else turned
+        return beside(turned) if self.spec.caches_pairs else turned
 
 
 def parted(heads: Tensor) -> Tensor:
     """Move the two dimensions of each pair, which are side by side, into the two halves of the last dimension."""
-    return heads.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return heads.view(*heads.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+
+
+def beside(heads: Tensor) -> Tensor:
+    """Move the two halves of the last dimension so that the dimensions of each pair are side by side."""
+    return heads.view(*heads.shape[:-1], 2, -1).transpose(-1, -2).flatten(-2)
 
 
 def _by_head(name: str, spec: MLASpec, held: range, width: int) -> Outputs:

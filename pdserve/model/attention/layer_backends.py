@@ -182,8 +182,8 @@ class GroupedStep:
         index: Index | None = None,
     ) -> Tensor:
         """See `LatentStep.attend_latents`."""
-        index, at = self._attended[layer]
-        step = self._steps[index]
+        number, at = self._attended[layer]
+        step = self._steps[number]
         assert isinstance(step, LatentStep), f"layer {layer} has no latents"
         return step.attend_latents(at, query, latents, projection, scale, index)
 
