@@ -45,7 +45,7 @@ class Router:
         self.moe = moe
         self._is_wide = moe.scoring == "sigmoid" and weight.dtype != torch.float32
         if self._is_wide:
-            kernels.prepare_linear(*weight.shape, torch.float32, weight.device, bias=bias is not None)
+            kernels.prepare_linear(moe.num_experts, hidden_size, torch.float32, weight.device, bias=bias is not None)
 
     def __call__(self, x: Tensor) -> Routes:
         """Return the routes of `[N, hidden]`. Sigmoid scores, which lie close together, come from float32 products."""
