@@ -45,7 +45,7 @@ class Router:
         self.moe = moe
         self._is_wide = moe.scoring == "sigmoid" and weight.dtype != torch.float32
         if self._is_wide:
-            kernels.prepare_linear(*weight.shape, torch.float32, weight.device, bias=bias is not None)
+            kernels.prepare_linear(moe.num_experts, hidden_size, torch.float32, weight.device, bias=bias is not None)
 
     def __call__(self, x: Tensor) -> Routes:
         """Return the routes of `[N, hidden]`. Sigmoid scores, which lie close together, come from float32 products."""
@@ -96,26 +96,22 @@ class Experts:
     ) -> None:
         self._kernels = kernels
         wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
-        pairs = [
-            Param(_weight(name, expert), wide, 0, inner, EXPERT_SAMPLES)
-            for expert in held
-            for name in (names.expert_gate, names.expert_up)
-        ]
-        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, EXPERT_SAMPLES) for expert in held]
+        gates, downs = (names.expert_gate, names.expert_up), (names.expert_down,)
         _accept_fused(params, names, hidden_size, moe)
-        gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
-        down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
+
+        def stacked(
+            of: Callable[[str, int], str], layers: Sequence[str], shape: tuple[int, ...], dim: int, part: range | None
+        ) -> Tensor:
+            every = (Param(of(name, expert), shape, dim, part, EXPERT_SAMPLES) for expert in held for name in layers)
+            return params.stacked(*every)
+
+        gate_up = stacked(_weight, gates, wide, 0, inner).view(len(held), 2 * len(inner), hidden_size)
+        down = stacked(_weight, downs, deep, 1, inner).view(len(held), hidden_size, len(inner))
         wide_bias = deep_bias = None
         if moe.expert_bias:
-            biases = [
-                Param(_bias(name, expert), wide[:1], 0, inner, EXPERT_SAMPLES)
-                for expert in held
-                for name in (names.expert_gate, names.expert_up)
-            ]
-            wide_bias = params.stacked(*biases).view(len(held), 2 * len(inner))
-            if adds_bias:
-                biases = [Param(_bias(names.expert_down, expert), deep[:1], 0, None, EXPERT_SAMPLES) for expert in held]
-                deep_bias = params.stacked(*biases).view(len(held), hidden_size)
+            wide_bias = stacked(_bias, gates, wide[:1], 0, inner).view(len(held), 2 * len(inner))
+        if moe.expert_bias and adds_bias:
+            deep_bias = stacked(_bias, downs, deep[:1], 0, None).view(len(held), hidden_size)
         self.weights = ExpertWeights(gate_up, down, wide_bias, deep_bias, moe.act, moe.act_limit)
         self._ignore_others(params, names, moe, held, adds_bias=adds_bias)
         for weight, bias in ((gate_up, wide_bias), (down, deep_bias)):
@@ -150,10 +146,11 @@ class Experts:
         for expert in elsewhere:
             for name in every:
                 params.ignore(_weight(name, expert))
-        if moe.expert_bias:
-            for expert in range(moe.num_experts):
-                for name in every if expert in elsewhere else () if adds_bias else (names.expert_down,):
+                if moe.expert_bias:
                     params.ignore(_bias(name, expert))
+        if moe.expert_bias and not adds_bias:
+            for expert in held:
+                params.ignore(_bias(names.expert_down, expert))
 
 
 class SharedExpert:

@@ -191,6 +191,8 @@ class Packer:
                     for index, weight in enumerate(each):
                         packed.put(weight, None if biases is None else biases[index], index=index)
                     self.params.release_weights(each, packed.num_bytes)
+                    if biases is not None:
+                        self.params.release_weights(biases, 0)
                 experts.release_weights()
 
         self.params.when_given(weights.tensors, take)
