@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import ParallelConfig
 from pdserve.model.loader import read_spec
 from pdserve.model.native.support import cannot_run
 from pdserve.model.parallel import SingleRank
@@ -17,6 +18,8 @@ from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.native_ranks import divergence, outcome
+from tests.unit.executor.sharing_ranks import Job
+from tests.unit.executor.sharing_ranks import outcome as shared
 from tests.unit.model.native_kit import needs_kernels
 
 pytestmark = needs_kernels
@@ -51,3 +54,19 @@ def test_a_split_model_is_near_to_the_whole_one(
     for rank in ranks:
         assert rank.greedy == ranks[0].greedy
         assert divergence(rank.logprobs, whole.logprobs) < 4e-3
+
+
+@pytest.mark.parametrize("name", rest_slow(["gemma2", "olmo2", "granite"]))
+def test_replicas_that_share_feed_forward_layers_are_near_to_the_whole_model(
+    name: str, gang: Gang, family_checkpoint: Callable[[str], Path]
+) -> None:
+    """The keys and values of prompts, whose feed-forward layers are computed outside of the program."""
+    path, jobs = family_checkpoint(name), [Job((40, 7), num_tokens=1), Job((90,), num_tokens=1)]
+    flags = ParallelConfig(tp_size=2, dp_size=2, enable_dp_attention=True)
+    wholes = [shared(SingleRank(), path, VOCAB_SIZE, ParallelConfig(), [job], False, "bfloat16") for job in jobs]
+    ranks = gang.run(ParallelShape(), shared, path, VOCAB_SIZE, flags, jobs, False, "bfloat16", num_sharing=2)
+    for rank, whole in zip(ranks, wholes, strict=True):
+        mine, theirs = rank.pages.float(), whole.pages.float()
+        assert torch.equal(mine.isnan(), theirs.isnan()) and not theirs.isnan().all()
+        difference = (mine - theirs).nan_to_num(0.0)
+        assert float(difference.norm() / theirs.nan_to_num(0.0).norm()) < 0.03

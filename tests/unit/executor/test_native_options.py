@@ -23,6 +23,7 @@ from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
 from pdserve.model.rope import RopeSpec
 from tests.driver import Driver, build, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 from tests.unit.executor.native_ranks import divergence, outcome
 from tests.unit.executor.same_bits import Answer, answer
@@ -147,7 +148,7 @@ def test_any_company_chunk_page_size_and_thread_gives_the_same_bits(path: Path) 
     assert answer(made(path, page_size=5, threads=2), others=3, chunk=64).same_bits(alone)
 
 
-@pytest.mark.parametrize("level", LEVELS_HERE[1:])
+@pytest.mark.parametrize("level", rest_slow(LEVELS_HERE[:0:-1]))
 def test_every_level_gives_the_same_bits_however_it_runs(
     level: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
