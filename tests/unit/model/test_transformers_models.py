@@ -87,7 +87,7 @@ def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
         ("NoSuchForCausalLM", "nosuch", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map names remote code"),
         ("BertModel", "bert", {}, "no language-model head"),
         (
-            "Olmo2ForCausalLM", "olmo2",
+            "HeliumForCausalLM", "helium",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'",
         ),
         ("Olmo2ForCausalLM", "olmo2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
