@@ -4,7 +4,7 @@
     python -m benchmarks.bench_cpu_step --cpu-threads 2 --shape Qwen3-30B-A3B --layers 2 [--write]
     python -m benchmarks.bench_cpu_step --batches 1,16 --kinds "torch bf16,transformers bf16"
     python -m benchmarks.bench_cpu_step --batches 1 --context 2048 --shape DeepSeek-V2-Lite --layers 1 \
-        --kinds "transformers bf16"
+        --kinds "transformers bf16,torch bf16,native bf16"
     python -m benchmarks.bench_cpu_step --batches 1 --context 512 --new-tokens 512 --shape Qwen3.5-0.8B --layers 4 \
         --kinds "transformers bf16,native bf16"
 

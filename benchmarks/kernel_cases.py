@@ -18,6 +18,7 @@ from pdserve.config.groups import MemoryConfig
 from pdserve.executor.input_batch import SamplingMetadata
 from pdserve.memory.shared import allocate_private
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.program import Program
 from pdserve.model.native.resources import HeadShape, Threads
@@ -195,8 +196,9 @@ def route_case(threads: Threads, num_rows: int) -> Case:
     program = program_without_heads(threads)
     logits, shares = program.buffer(ROUTED, of_samples=True), program.buffer(TOP_K, of_samples=True)
     chosen = program.buffer(TOP_K, torch.int64, of_samples=True)
+    moe = MoeSpec(num_experts=ROUTED, top_k=TOP_K, intermediate_size=EXPERT_OUT, norm_top_k=True)
     for _ in range(HEADS.layers):
-        program.route(logits, chosen, shares, normalise=True)
+        program.route(logits, chosen, shares, moe)
     program.begin_samples(num_rows)
     program.view(logits, num_rows).normal_()
     num_bytes = HEADS.layers * num_rows * (4 * ROUTED + (8 + 4) * TOP_K)

@@ -12,6 +12,7 @@
 #include "choose.h"
 #include "delta.h"
 #include "experts.h"
+#include "latent.h"
 #include "ops.h"
 #include "pdk.h"
 #include "weights.h"
@@ -207,6 +208,21 @@ int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, 
     return counted(
         [&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps, whole != 0)); });
 }
+int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
+                            const pdk_weights* w, int64_t out) {
+    return counted([&] {
+        const Weights weights = weights_of(*w);
+        p->need_operand(weights.k);
+        return p->add(std::make_unique<HeadProduct>(in, stride, columns, heads, weights, out));
+    });
+}
+int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
+                             int64_t layer, const float* norm, float eps, int64_t pairs) {
+    return counted([&] {
+        return p->add(std::make_unique<PlaceLatents>(heads, absorbed, queries, down, layer, norm, eps,
+                                                     static_cast<Pairs>(pairs)));
+    });
+}
 int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                       const float* sinks) {
     return counted([&] {
@@ -225,16 +241,22 @@ int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const
         return p->add(std::make_unique<DeltaNet>(*states, in, conv, decay, bias, norm, eps, out));
     });
 }
-int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,
-                     int64_t weights) {
-    return counted([&] { return p->add(std::make_unique<Route>(logits, top_k, normalise != 0, experts, weights)); });
+int64_t pdk_op_route(pdk_program* p, int64_t logits, const pdk_routing* how, int64_t experts, int64_t weights) {
+    return counted([&] {
+        const Routing routing{how->top_k, how->normalise != 0, how->sigmoid != 0, how->groups, how->top_groups,
+                              how->scale, how->correction};
+        const int64_t floats = Route::scratch_floats(routing, p->buffers[logits].width);
+        p->need_scratch(floats * static_cast<int64_t>(sizeof(float)));
+        return p->add(std::make_unique<Route>(logits, routing, experts, weights));
+    });
 }
 int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts, int64_t weights,
-                       int64_t num_experts, const pdk_weights* gate_up, const pdk_weights* down, int64_t* counts,
-                       int64_t out, int64_t add) {
+                       int64_t num_experts, const pdk_weights* gate_up, const pdk_weights* down, int64_t act,
+                       float limit, int64_t* counts, int64_t out, int64_t add) {
     return counted([&] {
         const Source source{in, p->buffers[in].width, norm, eps};
-        const Mixture mixture{num_experts, weights_of(*gate_up), weights_of(*down), counts};
+        const Activation activation{static_cast<Act>(act), limit};
+        const Mixture mixture{num_experts, weights_of(*gate_up), weights_of(*down), activation, counts};
         return p->add(std::make_unique<Experts>(source, experts, weights, mixture, out, add != 0));
     });
 }

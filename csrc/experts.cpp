@@ -20,7 +20,8 @@ Operand from(const Operand& x, int64_t row) {
 Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
     const int64_t blocks = w.blocks / count, items = expert * blocks * BLOCK;
     const int64_t item_bytes = w.format == Format::bf16 ? 2 : 1;
-    return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, w.scale ? w.scale + items : nullptr, nullptr};
+    float *scale = w.scale ? w.scale + items : nullptr, *bias = w.bias ? w.bias + items : nullptr;
+    return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, scale, bias};
 }
 
 // Returns where the first block of a part begins; `wide` is the number of blocks that count as one.
@@ -31,30 +32,82 @@ Soon block_of(const Weights& w, const Part& part, int64_t count, int64_t wide) {
 
 int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Writes the indices of the `most` largest of x [count] to `best`, largest first. Ties go to the lower index; NaN ranks
+// last.
+void largest(const float* x, int64_t count, int64_t most, int64_t* best) {
+    const auto above = [&](int64_t a, int64_t b) { return x[a] > x[b] || (std::isnan(x[b]) && !std::isnan(x[a])); };
+    for (int64_t e = 0, found = 0; e < count; e++) {
+        if (found == most && !above(e, best[most - 1])) continue;
+        int64_t at = found < most ? found++ : most - 1;
+        for (; at > 0 && above(e, best[at - 1]); at--) best[at] = best[at - 1];
+        best[at] = e;
+    }
+}
+
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// Returns the sum of the two largest of x [count], or its largest without `two`.
+float best_of(const float* x, int64_t count, bool two) {
+    float first = -INFINITY, second = -INFINITY;
+    for (int64_t e = 0; e < count; e++) {
+        if (x[e] > first) second = first, first = x[e];
+        else if (x[e] > second) second = x[e];
+    }
+    return two && count > 1 ? first + second : first;
+}
+
 }  // namespace
 
+void Route::score(const float* x, int64_t count, float* scores, float* choice, float* of_groups) const {
+    if (how.sigmoid) {
+        for (int64_t e = 0; e < count; e++) scores[e] = sigmoid(x[e]);
+    } else {
+        float most = -INFINITY, total = 0.0f;
+        for (int64_t e = 0; e < count; e++) most = std::fmax(most, x[e]);
+        for (int64_t e = 0; e < count; e++) total += scores[e] = std::exp(x[e] - most);
+        for (int64_t e = 0; e < count; e++) scores[e] /= total;
+    }
+    for (int64_t e = 0; e < count; e++) choice[e] = how.correction ? scores[e] + how.correction[e] : scores[e];
+    if (how.groups == 1) return;
+    const int64_t size = count / how.groups;
+    for (int64_t g = 0; g < how.groups; g++) of_groups[g] = best_of(choice + g * size, size, how.sigmoid);
+    for (int64_t left = how.top_groups; left > 0; left--) {  // a chosen group has the score NaN
+        int64_t best = 0;
+        for (int64_t g = 1; g < how.groups; g++)
+            if (std::isnan(of_groups[best]) || of_groups[g] > of_groups[best]) best = g;
+        of_groups[best] = NAN;
+    }
+    for (int64_t e = 0; e < count; e++)
+        if (!std::isnan(of_groups[e / size])) choice[e] = -INFINITY;
+}
+
 void Route::run(Program& p, int thread) {
-    const int64_t count = p.buffers[logits].width;
+    const int64_t count = p.buffers[logits].width, top_k = how.top_k;
+    float* scratch = p.scratch[thread]->as<float>();
+    float *scores = scratch, *choice = scratch + count;
     int64_t first, last;
     p.share(p.count(p.buffers[logits].of_samples), thread, first, last);
     for (int64_t i = first; i < last; i++) {
         const float* x = p.floats(logits) + i * count;
         int64_t* best = p.buffers[experts].room->as<int64_t>() + i * top_k;
         float* weight = p.floats(weights) + i * top_k;
-        const auto above = [&](int64_t a, int64_t b) { return x[a] > x[b] || (std::isnan(x[b]) && !std::isnan(x[a])); };
-        for (int64_t e = 0, found = 0; e < count; e++) {  // ties go to the lower index; NaN ranks last
-            if (found == top_k && !above(e, best[top_k - 1])) continue;
-            int64_t at = found < top_k ? found++ : top_k - 1;
-            for (; at > 0 && above(e, best[at - 1]); at--) best[at] = best[at - 1];
-            best[at] = e;
-        }
         float total = 0.0f;
-        for (int64_t j = 0; j < top_k; j++) weight[j] = std::exp(x[best[j]] - x[best[0]]);
-        if (normalise)
+        if (how.plain()) {
+            largest(x, count, top_k, best);
+            for (int64_t j = 0; j < top_k; j++)
+                weight[j] = how.sigmoid ? sigmoid(x[best[j]]) : std::exp(x[best[j]] - x[best[0]]);
+        } else {
+            score(x, count, scores, choice, choice + count);
+            largest(choice, count, top_k, best);
+            for (int64_t j = 0; j < top_k; j++) weight[j] = scores[best[j]];
+        }
+        if (how.normalise)
             for (int64_t j = 0; j < top_k; j++) total += weight[j];
+        else if (how.sigmoid || !how.plain()) total = 1.0f;
         else
             for (int64_t e = 0; e < count; e++) total += std::exp(x[e] - x[best[0]]);
-        for (int64_t j = 0; j < top_k; j++) weight[j] /= total;
+        if (how.sigmoid && how.normalise) total += 1e-20f;
+        for (int64_t j = 0; j < top_k; j++) weight[j] = weight[j] / total * how.scale;
     }
 }
 
@@ -124,7 +177,8 @@ void Experts::run(Program& p, int thread) {
                           source.eps, from(inputs, i), 0, 1);
     p.pool.meet();
     share_blocks(p, thread, wide.blocks / mixture.count / 2, [&](const Part& part, const Part* then) {
-        const Output to{Store::gated, nullptr, deep.k, deep.k, from(gated, part.row)};
+        const Output to{Store::gated, nullptr, deep.k, deep.k, from(gated, part.row), 1.0f, mixture.activation.act,
+                        mixture.activation.limit};
         const Weights w = of_expert(wide, part.expert, mixture.count);
         const Soon soon = then ? block_of(wide, *then, mixture.count, 2) : Soon{};
         p.kernels.linear(w, from(inputs, part.row), part.rows, part.begin, part.end, to, soon);

@@ -4,21 +4,39 @@
 
 namespace pdk {
 
-// Finds the likeliest experts of each token, best first, and their probabilities.
-struct Route : Op {
-    int64_t logits, top_k;
-    bool normalise;
-    int64_t experts, weights;
-    Route(int64_t logits, int64_t top_k, bool normalise, int64_t experts, int64_t weights)
-        : logits(logits), top_k(top_k), normalise(normalise), experts(experts), weights(weights) {}
-    void run(Program& p, int thread) override;
+// How experts are chosen: see pdk_routing. `correction` may be null.
+struct Routing {
+    int64_t top_k;
+    bool normalise, sigmoid;
+    int64_t groups, top_groups;
+    float scale;
+    const float* correction;
+    // Whether the order of the logits is that of the choice.
+    bool plain() const { return !correction && groups == 1; }
 };
 
-// The weights of `count` experts, one after the other; `gate_up` has the layout of a gated product. `counts`: see
-// pdk.h.
+// Finds the best experts of each token, best first, and their weights.
+struct Route : Op {
+    int64_t logits;
+    Routing how;
+    int64_t experts, weights;
+    Route(int64_t logits, const Routing& how, int64_t experts, int64_t weights)
+        : logits(logits), how(how), experts(experts), weights(weights) {}
+    void run(Program& p, int thread) override;
+    // Scratch floats of a thread.
+    static int64_t scratch_floats(const Routing& how, int64_t count) { return how.plain() ? 0 : 2 * count + how.groups; }
+
+  private:
+    // Writes the scores of a token's `count` experts to `scores`, and to `choice` what decides among them.
+    void score(const float* x, int64_t count, float* scores, float* choice, float* of_groups) const;
+};
+
+// The weights of `count` experts, one after the other; `gate_up` has the layout of a gated product, with `activation`.
+// `counts`: see pdk.h.
 struct Mixture {
     int64_t count;
     Weights gate_up, down;
+    Activation activation;
     int64_t* counts;
 };
 

@@ -11,8 +11,8 @@ using bf16 = uint16_t;
 
 constexpr int64_t BLOCK = 32;  // outputs of a linear layer computed together, and inputs per int8 group
 constexpr int64_t CHOICE_BLOCK = 512;  // token weights summed together
-constexpr int MAX_GROUP = 64;  // maximum query heads per KV head
-constexpr int64_t MAX_DIM = 512;  // maximum head dimension
+constexpr int MAX_GROUP = 128;  // maximum query heads per KV head
+constexpr int64_t MAX_DIM = 576;  // maximum head dimension
 constexpr int64_t RUN = 16;            // tokens whose keys and values are located together
 constexpr int64_t SEGMENT = 128;       // minimum keys of a decode softmax segment: see segment_of
 constexpr int64_t MOST_SEGMENTS = 32;  // approximate maximum per query
@@ -96,6 +96,24 @@ struct Heads {
     bf16* q;  // [kv_heads][tokens][heads / kv_heads][padded dim], scaled
 };
 
+// Where the two columns of a rotated pair lie: in the two halves; beside each other in the inputs and in the halves
+// afterwards; or always beside each other.
+enum class Pairs : int32_t { halves = 0, parted = 1, beside = 2 };
+
+// Outputs of the projections of an MLA layer, to be normalised, rotated, and written to the query buffer and the pages.
+struct Latents {
+    const float* absorbed;  // [tokens][heads][rank]: the unrotated part of the queries, as queries over latents
+    const float* queries;   // [tokens][heads][nope + rope]: the last `rope` columns are rotated
+    const float* down;      // [tokens][rank + rope]: latents before their norm, and the key that all heads share
+    int64_t heads, rank, nope, rope;
+    int64_t half;            // rope / 2, or 0: nothing is rotated
+    const float *cos, *sin;  // [tokens][half]
+    const float* norm;       // [rank]
+    float eps, scale;
+    Pairs pairs;
+    bf16* q;  // [tokens][heads][padded (rank + rope)], scaled
+};
+
 // One layer's keys and values. Element d of (page, head, token) of the keys is at
 // `base + page * page_stride + head * page_tokens * dim + token * dim + d`; values lie `value_offset` elements after.
 struct Pages {
@@ -170,6 +188,9 @@ struct Kernels {
                    const Soon& soon);
     void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
                   int64_t first, int64_t last);
+    // Writes latents, whose pages have one head of rank + rope columns and no values.
+    void (*place_latents)(const Latents& latents, const Pages& pages, const int64_t* write_pages,
+                          const int64_t* write_slots, int64_t first, int64_t last);
     // `then`: the decode piece that this thread likely computes next, or null for `soon`. `fresh`: this piece was not
     // announced as a `then`, so nothing of it is prefetched.
     void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then, const Soon& soon);

@@ -37,6 +37,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #endif
 #include "linear.h"
 #include "heads.h"
+#include "place_latents.h"
 #include "runs.h"
 #include "decode.h"
 #include "extend.h"
@@ -46,7 +47,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
-const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, decode, extend, merge,
+const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, place_latents, decode, extend, merge,
                          gate,            delta,   argmax,    weigh,  keep,  widen,  add,    cap,   mix};
 
 }  // namespace PDK_LEVEL

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 14
+#define PDK_VERSION 15
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -85,6 +85,17 @@ typedef struct {
     void* data;
     float *scale, *bias;
 } pdk_weights;
+
+/* How the experts of a token are chosen. The scores of experts are the softmax of their logits, or with `sigmoid` the
+   sigmoid of each. `correction` [experts] or NULL is added to them for the choice only. The experts are `groups` groups
+   of equal size, and the `top_groups` best of these are chosen from: by the largest score of a group, with `sigmoid` by
+   the sum of its two largest. With `normalise` the weights of a token, which are the scores of its experts, are divided
+   by their sum; then they are multiplied by `scale`. */
+typedef struct {
+    int64_t top_k, normalise, sigmoid, groups, top_groups;
+    float scale;
+    const float* correction;
+} pdk_routing;
 
 /* How a token is sampled: greedily, or by inverting the distribution at `point` in [0, 1). No filter: top_k at least
    the vocabulary size, top_p 1, min_p 0. */
@@ -171,6 +182,17 @@ PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float
    heads together and of all keys together. */
 PDK_API int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
                              const float* k_norm, float eps, int64_t whole);
+/* Of each of `heads` heads: columns [head * stride, head * stride + columns) of `in` times the head's part of `w`, whose
+   layers lie one after the other. `out` has equally many columns of each head. */
+PDK_API int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
+                                    const pdk_weights* w, int64_t out);
+/* Multi-head latent attention: `heads` has one KV head of rank + rope columns, whose values are its keys (value_offset
+   0). Queries are `absorbed` [heads][rank] with the last rope columns of `queries` [heads][nope + rope]; latents are
+   `down` [rank + rope], the first columns normalised by `norm` [rank]. The rope columns of both are rotated: pairs are
+   in the two halves (pairs 0), beside each other in the inputs and in the halves afterwards (1), or always beside each
+   other (2). Writes the latents to the pages of `layer`. */
+PDK_API int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
+                                     int64_t layer, const float* norm, float eps, int64_t pairs);
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 /* out = (with add +=) in * sigmoid(gate): `gate` has a column of buffer `gates` for each column of `in`, from `first`
@@ -184,17 +206,16 @@ PDK_API int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_
    zero. Key and value dims are multiples of 16. A row without tokens only folds. */
 PDK_API int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv,
                              const float* decay, const float* bias, const float* norm, float eps, int64_t out);
-/* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and `weights` [top_k], their probabilities.
-   With `normalise` the probabilities add up to 1. */
-PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, int64_t top_k, int64_t normalise, int64_t experts,
-                             int64_t weights);
-/* out = (with add +=) the sum of a token's `experts`, down(silu(gate) * up) of its row of `in`, times their `weights`.
+/* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and their `weights` [top_k]. */
+PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, const pdk_routing* how, int64_t experts, int64_t weights);
+/* out = (with add +=) the sum of a token's `experts`, down(act(gate, up)) of its row of `in`, times their `weights`.
    The row is normalised when `norm` is not NULL. `gate_up` and `down` have `num_experts` experts one after the other;
-   gate and up are the parts of `gate_up`. `counts` [num_experts] or NULL: incremented by the tokens routed to each
-   expert. */
+   gate and up are the parts of `gate_up`. act and limit: see pdk_op_gated. `counts` [num_experts] or NULL: incremented
+   by the tokens routed to each expert. */
 PDK_API int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps, int64_t experts,
                                int64_t weights, int64_t num_experts, const pdk_weights* gate_up,
-                               const pdk_weights* down, int64_t* counts, int64_t out, int64_t add);
+                               const pdk_weights* down, int64_t act, float limit, int64_t* counts, int64_t out,
+                               int64_t add);
 /* out += scale * in, `in` being normalised when `norm` is not NULL. */
 PDK_API int64_t pdk_op_add(pdk_program* p, int64_t in, const float* norm, float eps, float scale, int64_t out);
 /* x = softcap * tanh(scale * x / softcap) for all items of a buffer; softcap 0: x = scale * x. */

@@ -11,6 +11,7 @@ constexpr int64_t SHORTEST = 128;  // minimum keys of a decode piece; shorter pi
 constexpr int64_t MERGED = 32;     // cost of merging a piece, in keys
 constexpr int64_t MOST_CUTS = 4;   // maximum pieces per thread
 constexpr int64_t WIDEST = 256;    // maximum key columns of a piece: prefetched data must stay in the cache
+constexpr int64_t TOGETHER = 64;   // maximum query heads of a piece with several KV heads
 constexpr int64_t QUERY_ROWS = 192;
 
 // How decode rows are cut: KV heads per piece, adjacent and read together, and the maximum keys per piece.
@@ -19,7 +20,7 @@ struct Cut {
 };
 
 int64_t heads_together(int64_t kv_heads, int64_t group, int64_t dim) {
-    int64_t heads = std::max<int64_t>(1, std::min(WIDEST / padded(dim), MAX_GROUP / group));
+    int64_t heads = std::max<int64_t>(1, std::min(WIDEST / padded(dim), TOGETHER / group));
     while (kv_heads % heads) heads--;
     return heads;
 }

@@ -91,6 +91,9 @@ class TinyFamily:
                     parameter.normal_(0.0, 0.25, generator=generator)
                 elif self.random_norms and "norm" in name:
                     parameter.add_(torch.empty_like(parameter).normal_(0.0, 0.2, generator=generator))
+            for name, buffer in model.named_buffers():
+                if name.endswith("correction_bias"):
+                    buffer.normal_(0.0, 0.25, generator=generator)
         model.generation_config.eos_token_id = None
         model.save_pretrained(directory)
         tiny_tokenizer().save_pretrained(directory)
@@ -117,8 +120,28 @@ FAMILIES = {
         TinyFamily("mistral", "MistralForCausalLM", {"sliding_window": 24}),
         TinyFamily("qwen3_moe", "Qwen3MoeForCausalLM", _MOE),
         TinyFamily("mixtral", "MixtralForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-        TinyFamily("glm4_moe", "Glm4MoeForCausalLM", _DEEPSEEK_MOE),
-        TinyFamily("minimax_m2", "MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        TinyFamily(
+            "qwen2_moe", "Qwen2MoeForCausalLM",
+            {**_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "shared_expert_intermediate_size": 16},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "glm4_moe", "Glm4MoeForCausalLM",
+            {**_DEEPSEEK_MOE, "n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5,
+             "use_qk_norm": True, "attention_bias": True},
+            random_norms=True,
+        ),
+        TinyFamily(
+            "minimax_m2", "MiniMaxM2ForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 4}, random_norms=True,
+        ),
+        TinyFamily(
+            "granitemoe", "GraniteMoeForCausalLM",
+            {"num_local_experts": 4, "num_experts_per_tok": 2, "embedding_multiplier": 3.0,
+             "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 4.0},
+            random_norms=True,
+        ),
+        TinyFamily("olmoe", "OlmoeForCausalLM", {"num_experts": 4, "num_experts_per_tok": 2}, random_norms=True),
         TinyFamily("gemma2", "Gemma2ForCausalLM",
             {"sliding_window": 24, "query_pre_attn_scalar": 10, "attn_logit_softcapping": 5.0,
              "final_logit_softcapping": 8.0, "tie_word_embeddings": False},
@@ -172,7 +195,14 @@ FAMILIES = {
         TinyFamily("deepseek_v2", "DeepseekV2ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
         TinyFamily("deepseek_v3", "DeepseekV3ForCausalLM", {**_MLA, **_DEEPSEEK_MOE}),
         TinyFamily("deepseek_v32", "DeepseekV32ForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
-        TinyFamily("glm_moe_dsa", "GlmMoeDsaForCausalLM", {**_MLA, **_DEEPSEEK_MOE, **_DSA}),
+        TinyFamily(
+            "glm_moe_dsa", "GlmMoeDsaForCausalLM",
+            {**_MLA, **_DEEPSEEK_MOE, **_DSA, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+        ),
+        TinyFamily(
+            "glm4_moe_lite", "Glm4MoeLiteForCausalLM",
+            {**_MLA, **_DEEPSEEK_MOE, "mlp_layer_types": ["dense", "sparse"]},
+        ),
         TinyFamily(
             "qwen3_next", "Qwen3NextForCausalLM",
             {**_MOE, **_GDN, "layer_types": _HYBRID, "shared_expert_intermediate_size": 16},
@@ -247,11 +277,17 @@ FAMILIES = {
 }  # fmt: skip
 
 
+LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2", "glm_moe_dsa", "glm4_moe_lite")
+"""Families with latent attention that run natively."""
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
+"""Those of them whose tokens attend to what an index selects."""
 DENSE = (
     "olmo3", "gemma2", "glm4", "smollm3", "granite", "gemma3_text", "gemma3", "glm", "phi3", "olmo2", "seed_oss",
     "ministral",
 )  # fmt: skip
 """Dense families with options of their own that run natively, those with most options first."""
+SPARSE = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen2_moe", "granitemoe", "olmoe")
+"""Families with experts and options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 

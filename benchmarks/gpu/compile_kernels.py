@@ -37,6 +37,7 @@ from pdserve.executor.backend_choice import make_kernels
 from pdserve.memory.layout import attention_group
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.gpu import (
     causal_conv,
@@ -51,6 +52,7 @@ from pdserve.model.gpu import (
     small_batch_gemm,
 )
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
+from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.triton_delta import TritonDelta
@@ -213,8 +215,14 @@ def launches(compiler: Compiler) -> Iterator[str]:
         yield compiler.case
         x = torch.empty(tokens, 2048, dtype=torch.bfloat16)
         gate_up, down = (torch.empty(128, *s, dtype=torch.bfloat16) for s in ((1536, 2048), (2048, 768)))
-        out = kernels.experts(x, torch.zeros(tokens * 8, dtype=torch.int64), gate_up, down)
-        kernels.route(torch.empty(tokens, 128, dtype=torch.bfloat16), 8, normalise=True)
+        slots = torch.zeros(tokens * 8, dtype=torch.int64)
+        out = kernels.experts(x, slots, ExpertWeights(gate_up, down))
+        biases = (torch.empty(128, width, dtype=torch.bfloat16) for width in (1536, 2048))
+        kernels.experts(x, slots, ExpertWeights(gate_up, down, *biases, act="gpt_oss", act_limit=7.0))
+        moe = MoeSpec(num_experts=128, top_k=8, intermediate_size=768, norm_top_k=True)
+        kernels.route(torch.empty(tokens, 128, dtype=torch.bfloat16), moe)
+        moe = dataclasses.replace(moe, scoring="sigmoid", num_groups=8, top_groups=4, routed_scale=2.5)
+        kernels.route(torch.empty(tokens, 128), moe, torch.empty(128))
         kernels.weighted_sum(out.view(tokens, 8, 2048), torch.empty(tokens, 8))
 
 

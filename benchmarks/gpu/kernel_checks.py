@@ -22,6 +22,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, attention_group, pages_for
 from pdserve.model.attention.interface import AttentionBackend, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels, Rotary
@@ -152,7 +153,7 @@ def check_experts(num_tokens: int, device: torch.device, *, tiny: bool) -> None:
     down = normal(num_experts, hidden, inner, scale=inner**-0.5)
     slots = torch.randint(0, num_experts, (num_tokens * top_k,), generator=generator, device=device)
     mine, theirs = make_kernels("triton"), FastKernels()
-    got, expected = (one.experts(x, slots, gate_up, down) for one in (mine, theirs))
+    got, expected = (one.experts(x, slots, ExpertWeights(gate_up, down)) for one in (mine, theirs))
     _close(got, expected, dtype, "experts")
     weights = torch.rand(num_tokens, top_k, generator=generator, device=device)
     outputs = expected.view(num_tokens, top_k, hidden)

@@ -21,6 +21,7 @@ from benchmarks.gpu.kernel_checks import AttentionShape, attention_of, heads_of,
 from benchmarks.gpu.timings import Limits, delta_flop
 from pdserve.config.groups import AttentionBackendName
 from pdserve.executor.backend_choice import Choice, make_kernels
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu.sampling import top_p_threshold
 from pdserve.model.triton_delta import TritonDelta
 
@@ -211,7 +212,7 @@ def _experts(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Iterator
         num_bytes = chosen * 3 * inner * hidden * x.element_size() + rows * (1 + top_k) * hidden * x.element_size()
 
         def work(x: Tensor = x, slots: Tensor = slots) -> Tensor:
-            return kernels.experts(x, slots, gate_up, down)
+            return kernels.experts(x, slots, ExpertWeights(gate_up, down))
 
         yield Case(f"experts {rows}", work, num_bytes, 2.0 * rows * top_k * 3 * inner * hidden)
 

@@ -131,7 +131,7 @@ LATENT_MODELS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
-"""Models with MLA, which run through transformers."""
+"""Models with MLA."""
 HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3.5-0.8B": QWEN35_SMALL,
     "Qwen3-Next-8-layers": QWEN3_NEXT_SLICE,

@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 14
+VERSION = 15
 
 
 class Step(Structure):
@@ -86,6 +86,16 @@ class Weights(Structure):
     )
 
 
+class PdkRouting(Structure):
+    """`pdk_routing`."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("top_k", "normalise", "sigmoid", "groups", "top_groups")),
+        ("scale", c_float),
+        ("correction", c_void_p),
+    )
+
+
 _P, _I, _F = c_void_p, c_int64, c_float
 _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_version": (_I, ()),
@@ -114,11 +124,13 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _F)),
     "pdk_op_norm": (_I, (_P, _I, _P, _F, _I)),
     "pdk_op_place": (_I, (_P, _I, _I, _I, _P, _P, _F, _I)),
+    "pdk_op_head_product": (_I, (_P, _I, _I, _I, _I, POINTER(Weights), _I)),
+    "pdk_op_place_latents": (_I, (_P, _I, _I, _I, _I, _I, _P, _F, _I)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _I, _F, _P)),
     "pdk_op_sigmoid": (_I, (_P, _I, _I, _I, _I, _I, _I)),
     "pdk_op_delta": (_I, (_P, POINTER(PdkStates), _I, _P, _P, _P, _P, _F, _I)),
-    "pdk_op_route": (_I, (_P, _I, _I, _I, _I, _I)),
-    "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _P, _I, _I)),
+    "pdk_op_route": (_I, (_P, _I, POINTER(PdkRouting), _I, _I)),
+    "pdk_op_experts": (_I, (_P, _I, _P, _F, _I, _I, _I, POINTER(Weights), POINTER(Weights), _I, _F, _P, _I, _I)),
     "pdk_op_add": (_I, (_P, _I, _P, _F, _F, _I)),
     "pdk_op_cap": (_I, (_P, _I, _F, _F)),
     "pdk_op_select": (_I, (_P, _I, _I)),

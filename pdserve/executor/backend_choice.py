@@ -32,7 +32,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MoeSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
 from pdserve.model.native import ops
@@ -54,6 +54,11 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if kernels.enable_deterministic_inference:
         if asked not in ("auto", "torch"):
             raise _refusal(asked, "--enable-deterministic-inference has its own attention backend")
+        if any(isinstance(op, MLASpec) for op in spec.operations):
+            raise ConfigError(
+                "--enable-deterministic-inference: attention over latents rounds differently in other batches",
+                field="enable_deterministic_inference",
+            )
         if any(isinstance(op, GatedDeltaSpec) for op in spec.operations):
             raise ConfigError(
                 "--enable-deterministic-inference: the bits of gated delta layers depend on the chunks of a prompt",
@@ -145,6 +150,8 @@ def _beyond_flashinfer(spec: ModelSpec) -> str | None:
     if len(spec.attentions) > 1:
         return f"its layers have {len(spec.attentions)} kinds of attention"
     for op in spec.operations:
+        if isinstance(op, MLASpec):
+            return "it attends over latents"
         if isinstance(op, GatedDeltaSpec):
             return "it has gated delta layers"
         if isinstance(op, MoeSpec) and op.shared_intermediate_size:

@@ -13,7 +13,7 @@ from pdserve.errors import ConfigError
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.model.config import ModelSpec
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MLPSpec, Operation
 
 LIBRARIES_BYTES = 512 << 20
 """Workspaces of cuBLAS and attention, kernels loaded at first use, and fragmentation."""
@@ -60,6 +60,8 @@ def _columns(op: Operation, hidden_size: int) -> int:
     """Elements per token of the tensors inside one operation of a layer."""
     if isinstance(op, AttentionSpec):
         return op.qkv_width
+    if isinstance(op, MLASpec):
+        return op.num_heads * (op.key_dim + op.latent_dim + op.kv_lora_rank + op.value_dim) + 2 * op.latent_dim
     if isinstance(op, GatedDeltaSpec):
         return 4 * (2 * op.key_width + 2 * op.value_width)  # the projections, their convolution, and it in float32
     if isinstance(op, MLPSpec):

@@ -38,7 +38,7 @@ from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import Model
-from pdserve.model.layer_spec import AttentionSpec
+from pdserve.model.layer_spec import AttentionSpec, MLASpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
 from pdserve.model.native.decoder import NativeDecoder
@@ -214,7 +214,8 @@ def bind_decoder(
         return make_attention(choice, pool, num_heads, device, was_asked_for=was_asked_for, rule=ScoreRule.of(op))
 
     attended = [
-        next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec)), None) for i in mine
+        next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec | MLASpec)), None)
+        for i in mine
     ]
     return make_backends(attended, mine.start if first is None else first, pools, make, device, max_drafts)
 

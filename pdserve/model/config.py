@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.base.parallel import ParallelShape, check_split
+from pdserve.base.parallel import ParallelShape, check_split, layers_of
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.model.families import FAMILIES, Family
 from pdserve.model.fields import (
+    MAX_LAYERS,
     MAX_WIDTH,
     ModelFacts,
     option,
@@ -33,6 +34,8 @@ from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
+    IndexSpec,
+    MLASpec,
     MLPSpec,
     MoeSpec,
     Operation,
@@ -88,6 +91,17 @@ class ModelSpec(ModelFacts):
     def attentions(self) -> tuple[AttentionSpec, ...]:
         """The kinds of attention of the layers, each once, in the order of the layers."""
         return tuple(op for op in self.operations if isinstance(op, AttentionSpec))
+
+    @functools.cached_property
+    def rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
+        """The rotary embeddings of the layers, and the dimensions that each rotates, each pair once."""
+        found: dict[tuple[RopeSpec, int], None] = {}
+        for op in self.operations:
+            if isinstance(op, AttentionSpec) and op.rope is not None:
+                found[op.rope, op.head_dim] = None
+            elif isinstance(op, MLASpec) and op.rope is not None:
+                found[op.rope, op.rope_dim] = None
+        return tuple(found)
 
     @property
     def reads_embeddings(self) -> bool:
@@ -163,27 +177,24 @@ def spec_from_config(
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)
     scales = family.read_scales(config, where)
-    spec = ModelSpec(
+    layers = family.read_layers(config, rope, where)
+    return ModelSpec(
         model_type=family.model_type,
         architectures=architectures,
         vocab_size=read_count(config, "vocab_size", where),
         hidden_size=hidden_size,
-        layers=family.read_layers(config, rope, where),
+        layers=layers,
         rms_norm_eps=read_number(config, "rms_norm_eps", where, default=1e-6),
         tied_embeddings=bool(config.get("tie_word_embeddings", False)),
         max_positions=max_positions,
         eos_token_ids=read_token_ids((config.get("eos_token_id"), generation.get("eos_token_id")), where),
         dtype=read_dtype(config, where),
-        names=family.names,
+        names=_names(config, family, len(layers), where),
         norm_offset=family.norm_offset,
         embedding_scale=scales.embedding,
         logit_scale=scales.logits,
         logit_softcap=scales.logit_softcap,
     )
-    lacking = _not_implemented(spec)
-    if lacking is not None:
-        raise UnsupportedModelError(f"{where}: {lacking} is not supported")
-    return spec
 
 
 def resolve_context_length(asked: int | None, spec: ModelSpec) -> int:
@@ -205,9 +216,10 @@ _GROUP_ORDER = (GroupKind.FULL, GroupKind.MLA, GroupKind.INDEX, GroupKind.WINDOW
 def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
     """Return the KV layout of a model: layers that cache the same planes form a group.
 
-    Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL. The attention
-    layers of a model without any full attention keep all tokens, whatever their window is. Layers with a recurrent
-    state have groups of kind STATE.
+    Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL, and layers
+    with latents groups of kind MLA, with INDEX beside them where an index selects tokens. The attention layers of a
+    model without any full attention keep all tokens, whatever their window is. Layers with a recurrent state have
+    groups of kind STATE.
 
     Raises:
         UnsupportedModelError: the model has no attention.
@@ -224,10 +236,19 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                     num_layers=spec.num_layers,
                 ).planes  # fmt: skip
                 layers.setdefault((kind, window, planes), []).append(index)
+            elif isinstance(op, MLASpec):
+                planes = attention_group(
+                    kind=GroupKind.MLA, page_tokens=page_tokens, num_kv_heads=1, head_dim=op.latent_dim, dtype=dtype,
+                    num_layers=spec.num_layers,
+                ).planes  # fmt: skip
+                layers.setdefault((GroupKind.MLA, None, planes), []).append(index)
+                if op.index is not None and not op.index.shared:
+                    key = index_plane(op.index, page_tokens, dtype)
+                    layers.setdefault((GroupKind.INDEX, None, (key,)), []).append(index)
             elif isinstance(op, GatedDeltaSpec):
                 layers.setdefault((GroupKind.STATE, None, state_planes(op, dtype)), []).append(index)
     layout = layout_of_layers(layers, spec.num_layers, page_tokens)
-    if not layout.groups or layout.groups[0].kind is not GroupKind.FULL:
+    if not layout.groups or layout.groups[0].kind not in (GroupKind.FULL, GroupKind.MLA):
         raise UnsupportedModelError("the model has recurrent layers only; at least one attention layer is needed")
     return layout
 
@@ -252,6 +273,14 @@ def layout_of_layers(layers: Mapping[LayerKind, Sequence[int]], num_layers: int,
             )
         )
     return KVLayout(tuple(groups))
+
+
+def index_plane(op: IndexSpec, page_tokens: int, dtype: str) -> Plane:
+    """Return the plane of a layer's index keys."""
+    return Plane(
+        name="index", num_heads=1, num_heads_total=1, rows=page_tokens, width=op.head_dim, dtype=dtype,
+        shard=Shard.REPLICATED,
+    )  # fmt: skip
 
 
 def state_planes(op: GatedDeltaSpec, dtype: str) -> tuple[Plane, ...]:
@@ -291,25 +320,36 @@ def check_spec(spec: ModelSpec, shape: ParallelShape, ep_size: int, num_sharing:
                 "key heads",
                 field="tp_size",
             )
-    for heads in spec.attentions:
+    for stage in range(shape.pp_size if shape.pp_size <= spec.num_layers else 0):
+        first = layers_of(spec.num_layers, shape.pp_size, stage).start
+        if any(isinstance(op, MLASpec) and op.index and op.index.shared for op in spec.layers[first].operations):
+            raise ConfigError(
+                f"--pp-size {shape.pp_size} begins a stage with layer {first}, whose tokens an index in "
+                "an earlier layer selects",
+                field="pp_size",
+            )
+    kinds = [(op.num_heads, op.num_kv_heads) for op in spec.attentions]
+    kinds += [(op.num_heads, op.num_heads) for op in spec.operations if isinstance(op, MLASpec)]
+    for num_heads, num_kv_heads in kinds:
         for intermediate_size in columns or [wide]:
             check_split(
                 shape,
-                num_heads=heads.num_heads,
-                num_kv_heads=heads.num_kv_heads,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
                 num_layers=spec.num_layers,
                 intermediate_size=intermediate_size,
                 num_sharing=num_sharing,
             )
 
 
-def _not_implemented(spec: ModelSpec) -> str | None:
-    """Name the first feature of the layers that no native code has; None: there is none."""
-    plain = MoeSpec(num_experts=1, top_k=1, intermediate_size=1, norm_top_k=True)
-    for op in spec.operations:
-        if isinstance(op, MoeSpec) and unused_options(op) != unused_options(plain):
-            return "a router or experts of this kind"
-    return None
+def _names(config: Mapping[str, Any], family: Family, num_layers: int, where: str) -> WeightNames:
+    """Return the family's names, with the layers behind those of the model among the ignored ones."""
+    if family.unread_layers is None:
+        return family.names
+    num_unread = read_count(config, family.unread_layers, where, default=1, least=0, most=MAX_LAYERS)
+    behind = (family.names.layers.format(layer=num_layers + index) for index in range(num_unread))
+    mtp = family.names.mtp.at(num_layers) if family.names.mtp is not None and num_unread else None
+    return dataclasses.replace(family.names, ignored=(*family.names.ignored, *behind), mtp=mtp)
 
 
 def _architecture(config: Mapping[str, Any], where: str) -> tuple[Family, tuple[str, ...]]:

@@ -19,7 +19,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.interface import LayerTaps, MoELayer
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLPSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, LayerNames, MLASpec, MLPSpec, Operation
 from pdserve.model.layers.dense import (
     DenseMLP,
     FeedForward,
@@ -36,6 +36,7 @@ from pdserve.model.layers.dense import (
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.kernels import FastKernels, Kernels, Rotary
 from pdserve.model.layers.moe import TPMoE
+from pdserve.model.mla import MLA
 from pdserve.model.parallel import Parallel, SingleRank
 from pdserve.model.params import Param, ParamSlots
 from pdserve.model.placement import ExpertMap
@@ -67,12 +68,12 @@ class Decoder:
         self.params = ParamSlots(dtype, device)
         self.parallel = parallel or SingleRank()
         self._coord = coord = self.parallel.coord
-        ropes = dict.fromkeys((op.rope, op.head_dim) for op in spec.attentions if op.rope is not None)
+        ropes = spec.rotations
         self.rotaries = tuple(Rotary(rope, head_dim, dtype, device) for rope, head_dim in ropes)
         """Rotary angles of the kinds of attention, those that rotate alike once."""
         embedding = self._embedding_rows() if has_ends else None
         mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
-        build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, tuple(ropes))
+        build = _LayerBuilder(spec, self.params, kernels, self.parallel, expert_map, ropes)
         self.layers = [build.layer(index, local) for local, index in enumerate(mine)]
         self.moe_layers = {
             index: op
@@ -116,7 +117,7 @@ class Decoder:
         nothing = torch.empty(0, self.spec.hidden_size, dtype=self.dtype, device=self.params.device)
         for layer in self.layers:
             for op in layer.operations:
-                if not isinstance(op, Attention | GatedDeltaNet):
+                if not isinstance(op, Attention | MLA | GatedDeltaNet):
                     op(nothing)
 
     def forward(
@@ -268,7 +269,7 @@ class Sublayer:
     """Adds `residual_scale * post_norm(op(norm(x)))` to the hidden states `x`; see `SublayerSpec`."""
 
     norm: RMSNorm | None
-    op: Attention | GatedDeltaNet | FeedForward
+    op: Attention | MLA | GatedDeltaNet | FeedForward
     embedding_norm: RMSNorm | None = None
     post_norm: RMSNorm | None = None
     residual_scale: float = 1.0
@@ -295,7 +296,7 @@ class DecoderLayer:
     sublayers: tuple[Sublayer, ...]
 
     @property
-    def operations(self) -> tuple[Attention | GatedDeltaNet | FeedForward, ...]:
+    def operations(self) -> tuple[Attention | MLA | GatedDeltaNet | FeedForward, ...]:
         """The operations of the sublayers, in order."""
         return tuple(sublayer.op for sublayer in self.sublayers)
 
@@ -317,7 +318,7 @@ class DecoderLayer:
             if sublayer.embedding_norm is not None:
                 assert embeds is not None, "this layer reads embeddings"
                 normed = torch.cat((sublayer.embedding_norm(embeds), normed), -1)
-            if isinstance(op, Attention):
+            if isinstance(op, Attention | MLA):
                 rest = op(normed, angles, attention)
             elif isinstance(op, GatedDeltaNet):
                 rest = op(normed, states_of(attention, op.local))
@@ -368,7 +369,7 @@ class _LayerBuilder:
 
     def _operation(
         self, op: Operation, index: int, local: int, names: LayerNames, reads_embeddings: bool
-    ) -> Attention | GatedDeltaNet | FeedForward:
+    ) -> Attention | MLA | GatedDeltaNet | FeedForward:
         """Build one operation. `names` are complete."""
         params, kernels, hidden_size, group = (
             self.params,
@@ -383,6 +384,9 @@ class _LayerBuilder:
                 op, local, rotary, hidden_size, spec.rms_norm_eps, spec.norm_offset, names, params, kernels,
                 self.parallel, reads_embeddings=reads_embeddings,
             )  # fmt: skip
+        if isinstance(op, MLASpec):
+            turn = None if op.rope is None else self.ropes.index((op.rope, op.rope_dim))
+            return MLA(op, local, turn, hidden_size, names, params, kernels, self.parallel)
         if isinstance(op, GatedDeltaSpec):
             eps = self.spec.rms_norm_eps
             return GatedDeltaNet(op, local, hidden_size, eps, names, params, kernels, self.parallel)

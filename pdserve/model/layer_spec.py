@@ -89,6 +89,63 @@ class GatedDeltaSpec(ModelFacts):
         return self.num_value_heads * self.value_dim
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class IndexSpec(ModelFacts):
+    """DeepSeek sparse attention (DSA): a token attends to the `top_k` earlier tokens with the highest index scores.
+
+    The score of a token is the sum over `num_heads` heads of `max(0, q k * head_dim ** -0.5)`, times a weight of the
+    head. Queries come from the normed `q_a(x)`, keys, which all heads share and which have a layer norm, and weights
+    from `x`. The first dimensions of queries and keys are rotated, as many as in the layer's own ones; `interleaved` is
+    that of `RopeSpec`. With `shared` the layer has no index, and its tokens attend to those that the last layer before
+    it with an index has selected.
+    """
+
+    num_heads: int
+    head_dim: int
+    top_k: int
+    interleaved: bool = False
+    shared: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MLASpec(ModelFacts):
+    """Multi-head latent attention (arXiv:2405.04434): one latent a token stands for the keys and values of all heads.
+
+    A latent has two parts, `kv_a(x)` of `kv_lora_rank + rope_dim`. `kv_b` expands the first part, which has an RMS
+    norm, to `nope_dim` dimensions of a key and to the `value_dim` values of each head. The second part is `rope_dim`
+    rotated dimensions of the keys, the same for all heads. Queries are `q(x)`, or with `q_lora_rank` they are `q_b` of
+    the normed `q_a(x)`: `nope_dim + rope_dim` for each head, the last ones rotated. `rope` None: nothing is rotated.
+
+    With `rope.interleaved` the checkpoint has the two dimensions of a pair side by side. They are parted in the
+    rotation, or with `caches_pairs` they stay so in the cache. With `bias` the linear layers `q_a`, `kv_a` and `o` have
+    biases. `scale` multiplies the scores; `norm_eps` belongs to the norms of `q_a` and `kv_a`. With `index` a token
+    attends to the tokens that it selects.
+    """
+
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    rope: RopeSpec | None
+    scale: float
+    bias: bool = False
+    caches_pairs: bool = False
+    norm_eps: float = 1e-6
+    index: IndexSpec | None = option(None)
+
+    @property
+    def key_dim(self) -> int:
+        """Dimensions of a head's query and key."""
+        return self.nope_dim + self.rope_dim
+
+    @property
+    def latent_dim(self) -> int:
+        """Dimensions of a latent in the cache."""
+        return self.kv_lora_rank + self.rope_dim
+
+
 Activation = Literal["silu", "gelu_tanh"]
 """Activation of the gate of a feed-forward."""
 
@@ -105,6 +162,10 @@ class MLPSpec(ModelFacts):
     act: Activation = option("silu")
 
 
+ExpertActivation = Literal["silu", "gpt_oss"]
+"""How an expert combines gate and up; see `MoeSpec`."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MoeSpec(ModelFacts):
     """Mixture of `num_experts` gated feed-forwards of `intermediate_size` columns each.
@@ -113,11 +174,12 @@ class MoeSpec(ModelFacts):
     have a bias with `router_bias`. With `norm_top_k` the weights of a token add up to 1; they are then multiplied by
     `routed_scale`. With `correction_bias` the router has one more bias, which is added to the probabilities for the
     choice of experts only. The experts are `num_groups` groups of equal size, and a token's experts are those of its
-    `top_groups` best groups.
+    `top_groups` best groups: with sigmoid scores by the sum of a group's two best, with softmax by its best.
 
     `act` is the activation of an expert. "silu": `silu(gate) * up`. "gpt_oss": `(up + 1) * gate * sigmoid(1.702 *
-    gate)`. With `act_limit` gate is at most that, and up between it and its negative; None: no limit. With
-    `expert_bias` the linear layers of experts have biases.
+    gate)`, where with `act_limit` gate is at most that, and up between it and its negative; None: no limit. With
+    `expert_bias` the linear layers of experts have biases. With `interleaved` the checkpoint has all experts of a layer
+    in one tensor `[num_experts, in, out]` for gate and up, whose outputs are gate and up in turn, and one for down.
 
     Every token also goes through a shared expert of `shared_intermediate_size` columns; 0: there is none. With
     `shared_gate` its output is multiplied by the sigmoid of a linear layer with one output.
@@ -129,7 +191,7 @@ class MoeSpec(ModelFacts):
     norm_top_k: bool
     shared_intermediate_size: int = 0
     shared_gate: bool = False
-    act: Literal["silu", "gpt_oss"] = option("silu")
+    act: ExpertActivation = option("silu")
     act_limit: float | None = option(None)
     scoring: Literal["softmax", "sigmoid"] = option("softmax")
     correction_bias: bool = option(False)
@@ -138,9 +200,10 @@ class MoeSpec(ModelFacts):
     routed_scale: float = option(1.0)
     router_bias: bool = option(False)
     expert_bias: bool = option(False)
+    interleaved: bool = option(False)
 
 
-Operation = AttentionSpec | GatedDeltaSpec | MLPSpec | MoeSpec
+Operation = AttentionSpec | MLASpec | GatedDeltaSpec | MLPSpec | MoeSpec
 """What a sublayer computes."""
 
 
@@ -178,10 +241,10 @@ class DecoderLayerSpec(ModelFacts):
 class LayerNames:
     """Checkpoint names of the tensors of one layer, without `.weight` and `.bias`. The defaults are Llama's and Qwen's.
 
-    `{expert}` stands for the index of an expert. Complete names are `sinks`, `delta_a_log` and `delta_dt_bias`, and
-    `experts_gate_up` and `experts_down`, which some checkpoints have in place of one tensor for each expert. `qkv` and
-    `gate_up` are layers that a checkpoint may have in place of `q`, `k` and `v`, and of `gate` and `up`. Norms of
-    sublayers are named in `SublayerSpec`.
+    `{expert}` stands for the index of an expert. Complete names are `sinks`, `correction`, `delta_a_log` and
+    `delta_dt_bias`, and the four that begin with `experts_`, which some checkpoints have in place of one tensor for
+    each expert. `qkv` and `gate_up` are layers that a checkpoint may have in place of `q`, `k` and `v`, and of `gate`
+    and `up`. Norms of sublayers are named in `SublayerSpec`.
     """
 
     q: str = "self_attn.q_proj"
@@ -197,11 +260,14 @@ class LayerNames:
     gate_up: str = "mlp.gate_up_proj"
     down: str = "mlp.down_proj"
     router: str = "mlp.gate"
+    correction: str = "mlp.gate.e_score_correction_bias"
     expert_gate: str = "mlp.experts.{expert}.gate_proj"
     expert_up: str = "mlp.experts.{expert}.up_proj"
     expert_down: str = "mlp.experts.{expert}.down_proj"
     experts_gate_up: str = "mlp.experts.gate_up_proj"
     experts_down: str = "mlp.experts.down_proj"
+    experts_gate_up_bias: str = "mlp.experts.gate_up_proj_bias"
+    experts_down_bias: str = "mlp.experts.down_proj_bias"
     shared_gate: str = "mlp.shared_expert.gate_proj"
     shared_up: str = "mlp.shared_expert.up_proj"
     shared_down: str = "mlp.shared_expert.down_proj"
@@ -217,6 +283,16 @@ class LayerNames:
     delta_dt_bias: str = "linear_attn.dt_bias"
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
+    q_a: str = "self_attn.q_a_proj"
+    q_a_norm: str = "self_attn.q_a_layernorm"
+    q_b: str = "self_attn.q_b_proj"
+    kv_a: str = "self_attn.kv_a_proj_with_mqa"
+    kv_a_norm: str = "self_attn.kv_a_layernorm"
+    kv_b: str = "self_attn.kv_b_proj"
+    index_q: str = "self_attn.indexer.wq_b"
+    index_k: str = "self_attn.indexer.wk"
+    index_k_norm: str = "self_attn.indexer.k_norm"
+    index_weights: str = "self_attn.indexer.weights_proj"
 
     def under(self, prefix: str) -> LayerNames:
         """Return the names with `prefix` before each."""
@@ -227,7 +303,9 @@ class LayerNames:
 class MTPNames:
     """Checkpoint names of the module for multi-token prediction (MTP), without `.weight`. The defaults are Qwen's.
 
-    `prefix` begins all of them. `layers`, as in `WeightNames`, is the prefix of its layers.
+    `prefix` begins all of them. `layers`, as in `WeightNames`, is the prefix of its layers. `ignored`: prefixes of
+    tensors that are not read. Where the module is the layer behind the model's last one, `{layer}` stands for its
+    number in all of them; see `at`.
     """
 
     prefix: str = "mtp."
@@ -236,6 +314,12 @@ class MTPNames:
     hidden_norm: str = "mtp.pre_fc_norm_hidden"
     norm: str = "mtp.norm"
     layers: str = "mtp.layers.{layer}."
+    ignored: tuple[str, ...] = ()
+
+    def at(self, layer: int) -> MTPNames:
+        """Return the names of a module that is layer `layer` of the checkpoint."""
+        texts = {name: value.format(layer=layer) for name, value in vars(self).items() if isinstance(value, str)}
+        return MTPNames(**texts, ignored=tuple(prefix.format(layer=layer) for prefix in self.ignored))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

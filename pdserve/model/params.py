@@ -91,7 +91,8 @@ class ParamPiece:
     """A parameter `name` of `shape` that is a part of a larger checkpoint tensor; see `ParamSlots.divide`.
 
     Its rows are blocks of `block` rows of the tensor, which begin at rows `first`, `first + stride`, and so on; None:
-    all rows from `first` on. With `index` the tensor has one more dimension in front, and the piece is there.
+    all rows from `first` on. With `index` the tensor has one more dimension in front, and the piece is there. With
+    `transposed` the rows of the piece, a matrix, are columns of the tensor.
     """
 
     name: str
@@ -100,6 +101,7 @@ class ParamPiece:
     block: int | None = None
     stride: int = 0
     index: int | None = None
+    transposed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,17 +118,26 @@ class _PieceSource:
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         piece = self.piece
         asked, *rest = part or [slice(0, size) for size in piece.shape]
+        if piece.block == 1:  # one read, and not one for each row
+            first, last = (piece.first + row * piece.stride for row in (asked.start, asked.stop - 1))
+            return self._rows(first, last + 1, rest)[:: piece.stride]
         block = piece.block or piece.shape[0]
-        lead = () if piece.index is None else (slice(piece.index, piece.index + 1),)
         found, row = [], asked.start
         while row < asked.stop:
             number, within = divmod(row, block)
             count = min(block - within, asked.stop - row)
             start = piece.first + number * piece.stride + within
-            found.append(self.whole.read((*lead, slice(start, start + count), *rest)))
+            found.append(self._rows(start, start + count, rest))
             row += count
-        rows = found[0] if len(found) == 1 else torch.cat(found, len(lead))
-        return rows if piece.index is None else rows[0]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def _rows(self, start: int, stop: int, rest: Sequence[slice]) -> Tensor:
+        """Read the rows `[start, stop)` of the tensor, or its columns where they are rows of the piece."""
+        lead = () if self.piece.index is None else (slice(self.piece.index, self.piece.index + 1),)
+        rows = slice(start, stop)
+        part = self.whole.read((*lead, *rest, rows) if self.piece.transposed else (*lead, rows, *rest))
+        found = part if self.piece.index is None else part[0]
+        return found.t() if self.piece.transposed else found
 
 
 @dataclasses.dataclass

@@ -151,10 +151,10 @@ def yarn_attention_factor(factor: float, params: Mapping[str, Any], where: str) 
         return read_number(params, "attention_factor", where, default=1.0)
     if params.get("mscale") and params.get("mscale_all_dim"):
         mscale, of_all = (read_number(params, name, where, default=1.0) for name in ("mscale", "mscale_all_dim"))
-        return _mscale(factor, mscale) / _mscale(factor, of_all)
-    return _mscale(factor, 1.0)
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, of_all)
+    return yarn_mscale(factor, 1.0)
 
 
-def _mscale(scale: float, mscale: float) -> float:
+def yarn_mscale(scale: float, mscale: float) -> float:
     """Return 0.1 * mscale * ln(scale) + 1 for scales above 1, else 1."""
     return 1.0 if scale <= 1.0 else 0.1 * mscale * math.log(scale) + 1.0

@@ -26,7 +26,7 @@ from tests.e2e.harness import (
     running_pair,
     start_server,
 )
-from tests.model_families import DENSE, FAMILIES, LENGTHS, prompts_of
+from tests.model_families import DENSE, FAMILIES, LENGTHS, SPARSE, prompts_of
 from tests.tiny import tiny_tokenizer
 
 NEW_TOKENS = 12
@@ -35,6 +35,7 @@ COMMON = (*NUMBERS, "--model-impl", "transformers")
 SHORT = ("--max-total-tokens", "384", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 """Memory of a decode server for half of the requests of the load."""
 LONG = 100
+NATIVE = (*DENSE, *SPARSE)
 
 
 def bodies_of(prompts: Sequence[list[int]], num_new: int) -> list[dict[str, Any]]:
@@ -73,13 +74,13 @@ def test_pair_over_mooncake(name: str, family_checkpoint: Callable[[str], Path])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", NATIVE)
 def test_native_pair_on_unequal_splits(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     load = prompts_of((63, 64, 65, 40), seed=1)
     long = FAMILIES[name].reference_tokens(path, load, LONG)
-    prefill, decode = ("2", "1") if DENSE.index(name) % 2 == 0 else ("1", "2")
+    prefill, decode = ("2", "1") if NATIVE.index(name) % 2 == 0 else ("1", "2")
     flags = (*NUMBERS, "--model-impl", "native", "--cpu-kernels", "torch")
     sides = {"prefill_flags": ("--tp-size", prefill), "decode_flags": ("--tp-size", decode, *SHORT)}
     with running_pair(str(path), *flags, **sides) as pair:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.memory.layout import KVGroup, PageSpace
+from pdserve.memory.layout import GroupKind, KVGroup, PageSpace
 from pdserve.model.attention.interface import (
     AttentionBackend,
     CapturedAttention,
@@ -23,10 +23,13 @@ from pdserve.model.attention.interface import (
     StateRows,
     StepAttention,
 )
+from pdserve.model.attention.latent_index import Index
+from pdserve.model.attention.latent_pages import LatentPages, LatentStep
+from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, StepSlots, fold_rows, state_rows
 from pdserve.model.forward_batch import NOWHERE, Filling, ForwardBatch, HostRows, IntArray
-from pdserve.model.layer_spec import AttentionSpec
+from pdserve.model.layer_spec import AttentionSpec, MLASpec
 
 Make = Callable[[KVPool, AttentionSpec], AttentionBackend]
 """Makes the backend of one kind of attention over one pool."""
@@ -49,7 +52,7 @@ class AttentionGroup:
 
 
 def make_backends(
-    layers: Sequence[AttentionSpec | None],
+    layers: Sequence[AttentionSpec | MLASpec | None],
     first: int,
     pools: Sequence[GroupPool],
     make: Make,
@@ -73,10 +76,19 @@ def make_backends(
             stateful |= {local: (len(slots), at) for at, local in enumerate(numbers)}
             slots.append(StateSlots(pool, device, max_drafts))
             continue
-        assert isinstance(pool, KVPool)
+        if pool.group.kind is GroupKind.INDEX:
+            continue
         for at, local in enumerate(numbers):
             op = layers[local]
             assert op is not None, f"layer {local} caches keys and values, and has no attention"
+            if isinstance(op, MLASpec):
+                if (index,) not in kinds:
+                    kinds[(index,)] = len(groups)
+                    index_pool = None if op.index is None else _index_pool(pools, pool)
+                    groups.append(AttentionGroup(LatentPages(pool, index_pool), pool.group, pool.null_page))
+                attended[local] = kinds[(index,)], at
+                continue
+            assert isinstance(pool, KVPool)
             kind = (index, op.num_heads, ScoreRule.of(op))
             if kind not in kinds:
                 kinds[kind] = len(groups)
@@ -85,6 +97,15 @@ def make_backends(
     if len(groups) == 1 and not stateful and not groups[0].is_window:
         return groups[0].backend
     return LayerBackends(attended, stateful, groups, slots, device)
+
+
+def _index_pool(pools: Sequence[GroupPool], latents: GroupPool) -> GroupPool:
+    """Return the pool of the index keys of the layers of an MLA group."""
+    return next(
+        pool
+        for pool in pools
+        if pool.group.kind is GroupKind.INDEX and set(pool.group.layers) <= set(latents.group.layers)
+    )
 
 
 class LayerBackends:
@@ -151,6 +172,21 @@ class GroupedStep:
         index, at = self._attended[layer]
         return self._steps[index].attend(at, heads)
 
+    def attend_latents(
+        self,
+        layer: int,
+        query: Tensor,
+        latents: Tensor,
+        projection: LatentProjection,
+        scale: float,
+        index: Index | None = None,
+    ) -> Tensor:
+        """See `LatentStep.attend_latents`."""
+        number, at = self._attended[layer]
+        step = self._steps[number]
+        assert isinstance(step, LatentStep), f"layer {layer} has no latents"
+        return step.attend_latents(at, query, latents, projection, scale, index)
+
     def states(self, layer: int) -> LayerStates:
         """See `StepStates.states`."""
         index, at = self._stateful[layer]
@@ -199,3 +235,9 @@ def states_of(step: StepAttention, layer: int) -> LayerStates:
     """Return the states of this rank's layer `layer` in a step of a model with STATE groups."""
     assert isinstance(step, GroupedStep), "the layout has no STATE group"
     return step.states(layer)
+
+
+def latents_of(step: StepAttention) -> LatentStep | GroupedStep:
+    """Return a step of a model with MLA groups as what attends over latents."""
+    assert isinstance(step, LatentStep | GroupedStep), "the layout has no MLA group"
+    return step

@@ -75,17 +75,27 @@ class DraftModel(Protocol):
 
 
 def draft_group(
-    target: ModelSpec, *, num_layers: int, page_tokens: int, num_kv_heads: int, head_dim: int, dtype: str
+    target: ModelSpec,
+    *,
+    num_layers: int,
+    page_tokens: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: str,
+    of_latents: bool = False,
 ) -> KVGroup:
     """Return the DRAFT group of a draft model of `num_layers` layers, at most as many as the target has.
 
-    The group's layers have the numbers of the target's last layers.
+    The group's layers have the numbers of the target's last layers. With `of_latents` it has latents of `head_dim`
+    instead of keys and values.
     """
     assert num_layers <= target.num_layers, (num_layers, target.num_layers)
-    return attention_group(
-        kind=GroupKind.DRAFT, page_tokens=page_tokens, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
-        num_layers=target.num_layers, layers=range(target.num_layers - num_layers, target.num_layers),
+    group = attention_group(
+        kind=GroupKind.MLA if of_latents else GroupKind.DRAFT, name=GroupKind.DRAFT.value, page_tokens=page_tokens,
+        num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype, num_layers=target.num_layers,
+        layers=range(target.num_layers - num_layers, target.num_layers),
     )  # fmt: skip
+    return dataclasses.replace(group, kind=GroupKind.DRAFT)
 
 
 def likeliest(part: Tensor, argmax: Tensor | None, vocab_size: int, parallel: Parallel) -> Tensor:

@@ -1,4 +1,4 @@
-"""Multi-token prediction (MTP): the module of Qwen3-Next and Qwen3.5 checkpoints that drafts tokens.
+"""Multi-token prediction (MTP): the module of Qwen3-Next, Qwen3.5, DeepSeek-V3 and GLM-4-MoE that drafts tokens.
 
     x      = project([embedding_norm(embedding of token j) ; hidden_norm(h of position j - 1)])
     hidden = norm(layer(x))      one layer as the target's with full attention, over slots of its own
@@ -23,7 +23,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
-from pdserve.model.layer_spec import AttentionSpec, WeightNames
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLASpec, WeightNames
 from pdserve.model.layers.dense import Linear, RMSNorm, VocabEmbedding
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
@@ -31,12 +31,17 @@ from pdserve.model.params import ParamSlots
 
 
 def mtp_spec(target: ModelSpec) -> ModelSpec:
-    """Return the configuration of the MTP module's layer: the target's first layer with full attention, alone."""
+    """Return the configuration of the MTP module's layer: the target's last layer with full attention, alone."""
     names = target.names.mtp
     assert names is not None, "the family has no MTP module"
-    layer = next(layer for layer in target.layers if any(isinstance(op, AttentionSpec) for op in layer.operations))
-    own = WeightNames(norm=names.norm, layers=names.layers, layer=target.names.layer)
+    layer = next(layer for layer in reversed(target.layers) if _attention(layer) is not None)
+    own = WeightNames(norm=names.norm, layers=names.layers, layer=target.names.layer, ignored=names.ignored)
     return dataclasses.replace(target, layers=(layer,), names=own)
+
+
+def _attention(layer: DecoderLayerSpec) -> AttentionSpec | MLASpec | None:
+    """Return the attention of a layer over keys and values, or over latents; None: it has none."""
+    return next((op for op in layer.operations if isinstance(op, AttentionSpec | MLASpec)), None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +102,13 @@ class MTPModule:
 
     def kv_group(self, page_tokens: int, dtype: str) -> KVGroup:
         """See `DraftModel.kv_group`."""
-        (op,) = self._layer.spec.attentions
+        op = _attention(self._layer.spec.layers[0])
+        assert op is not None, "see mtp_spec"
+        if isinstance(op, MLASpec):
+            return draft_group(
+                self._target, num_layers=1, page_tokens=page_tokens, num_kv_heads=1, head_dim=op.latent_dim,
+                dtype=dtype, of_latents=True,
+            )  # fmt: skip
         return draft_group(
             self._target, num_layers=1, page_tokens=page_tokens, num_kv_heads=op.num_kv_heads, head_dim=op.head_dim,
             dtype=dtype,

@@ -14,7 +14,7 @@ from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 from pdserve.model.config import ModelSpec, read_dtype, read_json
 from pdserve.model.families.family import read_attention, read_mlp, read_num_layers
 from pdserve.model.fields import MAX_WIDTH, read_count, read_counts, read_mapping, read_number, read_texts
-from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, SublayerSpec, WeightNames
+from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLASpec, SublayerSpec, WeightNames
 from pdserve.model.rope import read_rope
 
 PATH_FIELD = "speculative_draft_model_path"
@@ -168,6 +168,8 @@ def cannot_draft(spec: ModelSpec, target: ModelSpec) -> str | None:
     kinds = set()
     for layer in spec.layers:
         op = next((op for op in layer.operations if isinstance(op, AttentionSpec)), None)
+        if any(isinstance(op, MLASpec) for op in layer.operations):
+            return "its layers attend over latents"
         if op is None or op.window is not None:
             return "layer_types has others than full_attention"
         kinds.add((op.num_kv_heads, op.head_dim))

@@ -13,6 +13,7 @@ from pdserve.model.layer_spec import (
     AttentionSpec,
     DecoderLayerSpec,
     GatedDeltaSpec,
+    MLASpec,
     MLPSpec,
     MoeSpec,
     SublayerSpec,
@@ -48,12 +49,13 @@ class Family:
     `hidden_activation`. `only`: fields of the config for which this value alone is supported. `defaults` are values of
     fields that a config does not name. `norm_offset` is added to the weights of RMS norms. `read_scales(config, where)`
     returns the scales of embeddings and logits.
-    `may_be_partial`: a part of each head may be rotated. With `text_config` the fields are those of that object, as in
-    vision-language models. `gguf`: name of the architecture in gguf files; None: such files are not read. With
-    `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation of pairs. `gguf_names`: HF names of
-    tensors of a layer, by gguf name, where they are not those of other families. `norm_offset` is part of the weights
-    there. `gguf_config(facts)` returns fields of the HF config from the file's metadata, whose keys lack the
-    architecture.
+    `unread_layers`: the config's field with the number of layers that a checkpoint has behind those of the model, and
+    which are not read; None: there are none. `may_be_partial`: a part of each head may be rotated. With `text_config`
+    the fields are those of that object, as in vision-language models. `gguf`: name of the architecture in gguf files;
+    None: such files are not read. With `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation
+    of pairs. `gguf_names`: HF names of tensors of a layer, by gguf name, where they are not those of other families.
+    `norm_offset` is part of the weights there. `gguf_config(facts)` returns fields of the HF config from the file's
+    metadata, whose keys lack the architecture.
     """
 
     architecture: str
@@ -67,6 +69,7 @@ class Family:
     defaults: Mapping[str, object] = dataclasses.field(default_factory=dict)
     norm_offset: float = 0.0
     read_scales: Callable[[HFConfig, str], Scales] = lambda config, where: Scales()
+    unread_layers: str | None = None
     may_be_partial: bool = False
     text_config: bool = False
     gguf: str | None = None
@@ -152,8 +155,10 @@ def read_moe(config: HFConfig, where: str) -> MoeSpec:
     )
 
 
-def pre_norm_layer(attention: AttentionSpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec) -> DecoderLayerSpec:
-    """Return Llama's layer: attention of either kind, then the feed-forward, each behind a norm of its own."""
+def pre_norm_layer(
+    attention: AttentionSpec | MLASpec | GatedDeltaSpec, feed_forward: MLPSpec | MoeSpec
+) -> DecoderLayerSpec:
+    """Return Llama's layer: attention of any kind, then the feed-forward, each behind a norm of its own."""
     return DecoderLayerSpec(
         (SublayerSpec("input_layernorm", attention), SublayerSpec("post_attention_layernorm", feed_forward))
     )

@@ -3,7 +3,7 @@
 Called by `layers/triton_kernels.py`. The number of rows alone fixes the number of tiles, and surplus tiles do nothing,
 so that a CUDA graph can capture a launch. A program finds its expert from the tile counts.
 
-    gate and up, with SiLU between     [R, hidden] -> [R, inner], in sorted order
+    gate and up, activated             [R, hidden] -> [R, inner], in sorted order
     down                               [R, inner] -> [R, hidden], in the rows' original order
     weighted sum                       [N, top_k, hidden] -> [N, hidden]
 """
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.model.expert_math import SIGMOID_SLOPE, ExpertWeights
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
@@ -71,12 +72,14 @@ def sort_rows(slots: Tensor, num_experts: int, tile_rows: int) -> Sorted:
     return Sorted(order, row_ends, tile_ends, num_tiles)
 
 
-def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+def expert_rows(x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
     """Run row r through expert `slots[r]`, `[R]`: `[R, hidden]`. Row r is row `r // (R / N)` of `x` `[N, hidden]`.
 
-    `gate_up` `[E, 2 * inner, hidden]`, `down` `[E, hidden, inner]`, contiguous.
+    The tensors of `weights` are contiguous.
     """
     num_rows, hidden = len(slots), x.shape[1]
+    gate_up, down = weights.gate_up, weights.down
+    wide, deep = weights.gate_up_bias, weights.down_bias
     num_experts, inner = gate_up.shape[0], down.shape[2]
     out = torch.empty(num_rows, hidden, dtype=x.dtype, device=x.device)
     if not num_rows:
@@ -89,13 +92,17 @@ def expert_rows(x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tens
         "DEPTH": tiling.depth, "num_warps": tiling.warps, "num_stages": tiling.stages,
         **chaining(x.device),
     }  # fmt: skip
+    limit = weights.act_limit
     _gate_up[(ranked.num_tiles, triton.cdiv(inner, tiling.outs))](
-        x, gate_up, gated, ranked.order, ranked.row_ends, ranked.tile_ends, x.stride(0), num_rows // len(x),
-        hidden, inner, **options,
+        x, gate_up, gate_up if wide is None else wide, gated, ranked.order, ranked.row_ends, ranked.tile_ends,
+        x.stride(0), num_rows // len(x), hidden, inner, limit or 0.0,
+        HAS_BIAS=wide is not None, IS_SILU=weights.act == "silu", LIMITS=limit is not None, SLOPE=SIGMOID_SLOPE,
+        **options,
     )  # fmt: skip
     _down[(ranked.num_tiles, triton.cdiv(hidden, tiling.outs))](
-        gated, down, out, ranked.order, ranked.row_ends, ranked.tile_ends, inner, hidden, **options
-    )
+        gated, down, down if deep is None else deep, out, ranked.order, ranked.row_ends, ranked.tile_ends,
+        inner, hidden, HAS_BIAS=deep is not None, **options,
+    )  # fmt: skip
     return out
 
 
@@ -127,7 +134,8 @@ def _find(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.co
 
 @triton.jit
 def _gate_up(
-    x, weight, out, order, row_ends, tile_ends, x_stride, share, hidden, inner,
+    x, weight, bias, out, order, row_ends, tile_ends, x_stride, share, hidden, inner, limit,
+    HAS_BIAS: tl.constexpr, IS_SILU: tl.constexpr, LIMITS: tl.constexpr, SLOPE: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -155,14 +163,24 @@ def _gate_up(
             right = tl.load(of_gate + inner * hidden + start, mask=is_out[:, None] & is_deep, other=0.0)
             gate = tl.dot(inputs, tl.trans(left), gate, input_precision="ieee")
             up = tl.dot(inputs, tl.trans(right), up, input_precision="ieee")
+        if HAS_BIAS:
+            of_bias = bias + expert.to(tl.int64) * (2 * inner) + outs
+            gate += tl.load(of_bias, mask=is_out, other=0.0).to(tl.float32)[None, :]
+            up += tl.load(of_bias + inner, mask=is_out, other=0.0).to(tl.float32)[None, :]
         dtype = out.dtype.element_ty
-        shone = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        if IS_SILU:
+            shone = (gate * tl.sigmoid(gate)).to(dtype).to(tl.float32) * up.to(dtype).to(tl.float32)
+        else:
+            if LIMITS:
+                gate = tl.minimum(gate, limit)
+                up = tl.minimum(tl.maximum(up, -limit), limit)
+            shone = gate * tl.sigmoid(SLOPE * gate) * (up + 1.0)
         tl.store(out + rows[:, None] * inner + outs[None, :], shone.to(dtype), mask=is_row[:, None] & is_out[None, :])
 
 
 @triton.jit
 def _down(
-    x, weight, out, order, row_ends, tile_ends, inner, hidden,
+    x, weight, bias, out, order, row_ends, tile_ends, inner, hidden, HAS_BIAS: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr, OUTS: tl.constexpr, DEPTH: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -187,6 +205,8 @@ def _down(
             inputs = tl.load(of_x + start, mask=is_row[:, None] & is_deep, other=0.0)
             parts = tl.load(of_weight + start, mask=is_out[:, None] & is_deep, other=0.0)
             total = tl.dot(inputs, tl.trans(parts), total, input_precision="ieee")
+        if HAS_BIAS:
+            total += tl.load(bias + expert.to(tl.int64) * hidden + outs, mask=is_out, other=0.0).to(tl.float32)[None, :]
         at = out + targets[:, None] * hidden + outs[None, :]
         tl.store(at, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_out[None, :])
 

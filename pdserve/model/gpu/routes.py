@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.model.expert_math import TINY
 from pdserve.model.gpu.runtime import chaining, power_of_2
+from pdserve.model.layer_spec import MoeSpec
 
 MAX_ROWS = 8192
 """Upper bound for `order_rows`, which compares every row with every other; above it, sorting is faster."""
@@ -18,20 +20,21 @@ _BLOCK_ROWS = 32
 _CHUNK = 128
 
 
-def route(logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-    """Return the `top_k` likeliest experts of `[N, E]`, best first, int64 `[N, top_k]`, and float32 probabilities.
+def route(logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Choose the experts of each token from the outputs `[N, E]` of a router; see `Kernels.route`.
 
-    With `normalise` the probabilities of a token add up to 1. Ties go to the lower expert index.
+    Ties go to the lower expert index, and between groups to the lower group.
     """
     num_tokens, num_experts = logits.shape
-    experts = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
-    weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
+    experts = torch.empty(num_tokens, moe.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(num_tokens, moe.top_k, dtype=torch.float32, device=logits.device)
     if num_tokens:
         _route[(num_tokens,)](
-            logits, experts, weights, logits.stride(0),
-            EXPERTS=num_experts, BLOCK=power_of_2(num_experts), TOP_K=top_k, BLOCK_K=power_of_2(top_k),
-            NORMALISE=normalise, num_warps=1 if num_experts <= 256 else 4,
-            **chaining(logits.device),
+            logits, logits if correction is None else correction, experts, weights, logits.stride(0), moe.routed_scale,
+            EXPERTS=num_experts, BLOCK=power_of_2(num_experts), TOP_K=moe.top_k, BLOCK_K=power_of_2(moe.top_k),
+            NORMALISE=moe.norm_top_k, SIGMOID=moe.scoring == "sigmoid", CORRECTS=correction is not None,
+            SCALES=moe.routed_scale != 1.0, GROUPS=moe.num_groups, TOP_GROUPS=moe.top_groups, TINY=TINY,
+            num_warps=1 if num_experts <= 256 else 4, **chaining(logits.device),
         )  # fmt: skip
     return experts, weights
 
@@ -50,10 +53,36 @@ def order_rows(slots: Tensor, num_experts: int, tile_rows: int) -> tuple[Tensor,
 
 
 @triton.jit
+def _in_best_groups(
+    choice, at, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+):  # fmt: skip
+    """Set the scores outside of a token's best groups to -inf."""
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    group = at // SIZE
+    of_group = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for index in range(GROUPS):
+        mine = tl.where(group == index, choice, float("-inf"))
+        total = tl.max(mine, 0)
+        if SIGMOID and SIZE > 1:
+            first = tl.min(tl.where(mine == total, at, BLOCK), 0)
+            total += tl.max(tl.where(at == first, float("-inf"), mine), 0)
+        of_group = tl.where(group == index, total, of_group)
+    kept = tl.full((BLOCK,), float("-inf"), tl.float32)
+    for _ in range(TOP_GROUPS):
+        most = tl.max(of_group, 0)
+        best = tl.min(tl.where(of_group == most, group, GROUPS - 1), 0)
+        kept = tl.where(group == best, choice, kept)
+        of_group = tl.where(group == best, float("-inf"), of_group)
+    return kept
+
+
+@triton.jit
 def _route(
-    logits, experts, weights, stride,
+    logits, correction, experts, weights, stride, scale,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr, BLOCK_K: tl.constexpr, NORMALISE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    SIGMOID: tl.constexpr, CORRECTS: tl.constexpr, SCALES: tl.constexpr, GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr, TINY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One token."""
     if CHAINED:
@@ -62,22 +91,37 @@ def _route(
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     is_expert = at < EXPERTS
-    scores = tl.load(logits + token * stride + at, mask=is_expert, other=float("-inf")).to(tl.float32)
-    highest = tl.max(scores, 0)
-    parts = tl.where(is_expert, tl.exp(scores - highest), 0.0)
-    total = tl.sum(parts, 0)
-    left = tl.where(is_expert, parts / total, -1.0)
+    outputs = tl.load(logits + token * stride + at, mask=is_expert, other=float("-inf")).to(tl.float32)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-outputs))
+    else:
+        parts = tl.where(is_expert, tl.exp(outputs - tl.max(outputs, 0)), 0.0)
+        scores = parts / tl.sum(parts, 0)
+    choice = scores
+    if CORRECTS:
+        choice += tl.load(correction + at, mask=is_expert, other=0.0)
+    left = tl.where(is_expert, choice, float("-inf"))
+    if GROUPS > 1:
+        left = _in_best_groups(left, at, EXPERTS, BLOCK, GROUPS, TOP_GROUPS, SIGMOID)
     places = tl.arange(0, BLOCK_K)
     chosen = tl.zeros((BLOCK_K,), tl.int32)
     taken = tl.zeros((BLOCK_K,), tl.float32)
-    for choice in range(TOP_K):
+    for choice_index in range(TOP_K):
         most = tl.max(left, 0)
         best = tl.min(tl.where(left == most, at, EXPERTS - 1), 0)  # the last expert when all are NaN
-        chosen = tl.where(places == choice, best, chosen)
-        taken = tl.where(places == choice, most, taken)
-        left = tl.where(at == best, -1.0, left)
+        score = most
+        if CORRECTS:
+            score = tl.sum(tl.where(at == best, scores, 0.0), 0)
+        chosen = tl.where(places == choice_index, best, chosen)
+        taken = tl.where(places == choice_index, score, taken)
+        left = tl.where(at == best, float("-inf"), left)
     if NORMALISE:
-        taken = taken / tl.sum(taken, 0)
+        total = tl.sum(taken, 0)
+        if SIGMOID:
+            total += TINY
+        taken = taken / total
+    if SCALES:
+        taken = taken * scale
     tl.store(experts + token * TOP_K + places, chosen.to(tl.int64), mask=places < TOP_K)
     tl.store(weights + token * TOP_K + places, taken, mask=places < TOP_K)
 

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from pdserve.memory.layout import GroupKind, PageSpace
+from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
-from pdserve.model.hf.attention import PagedPlane, attend_pages, attend_rows
+from pdserve.model.attention.paged_attention import PagedPlane, attend_pages, attend_rows
+from pdserve.model.attention.paged_rows import PassRows, causal_mask
 from pdserve.model.hf.interface import AttentionCall, MaskFunction
-from pdserve.model.hf.latent import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.hf.probe import CacheProbe
-from pdserve.model.hf.rows import PassRows, causal_mask
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -208,7 +208,7 @@ class PagedCache(Cache):  # type: ignore[misc, unused-ignore]
         returned = self._returned.get(id(call.key))
         query = call.query.transpose(1, 2).flatten(0, 1)
         if returned is None:
-            out = attend_rows(query, call, self.rows)
+            out = attend_rows(query, call.key, call.value, call, self.rows)
         elif returned[1] in self._latents:
             new = torch.cat([_flat(call.key), _flat(call.value)], -1)[:, 0]
             out = attend_latents(query, new, call, self.rows, self._latents[returned[1]])

@@ -14,6 +14,7 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.attention.interface import StepAttention
 from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.paged_rows import PassRows, passes_of
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.hf.cache import PagedCache
@@ -22,7 +23,6 @@ from pdserve.model.hf.config import TransformersSource
 from pdserve.model.hf.interface import NAME, handled_by
 from pdserve.model.hf.latent import find_projections
 from pdserve.model.hf.probe import CacheProbe
-from pdserve.model.hf.rows import PassRows, passes_of
 from pdserve.model.hf.self_check import check_against, own_hidden
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.parallel import Parallel

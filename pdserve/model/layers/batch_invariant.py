@@ -14,8 +14,8 @@ from torch import Tensor
 from pdserve.model.layers.kernels import TorchKernels
 from pdserve.model.layers.tiles import PROBE_ROWS, Tile, cut, padded, safe_sizes, telling
 
-Shape = tuple[int, int, bool]
-"""`(out, in, with bias)` of a linear layer."""
+Shape = tuple[int, int, bool, torch.dtype]
+"""`(out, in, with bias, dtype)` of a linear layer."""
 
 
 class BatchInvariantKernels(TorchKernels):
@@ -26,7 +26,7 @@ class BatchInvariantKernels(TorchKernels):
 
     def prepare_linear(self, num_out: int, num_in: int, dtype: torch.dtype, device: torch.device, bias: bool) -> None:
         """See `Kernels.prepare_linear`. Probes the tile sizes of this shape once."""
-        shape = (num_out, num_in, bias)
+        shape = (num_out, num_in, bias, dtype)
         if shape in self._sizes:
             return
         x, weight = telling(PROBE_ROWS, num_out, num_in, dtype, device)
@@ -36,7 +36,7 @@ class BatchInvariantKernels(TorchKernels):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See `Kernels.linear`."""
-        tiles = cut(x.shape[0], self._sizes[weight.shape[0], weight.shape[1], bias is not None])
+        tiles = cut(x.shape[0], self._sizes[weight.shape[0], weight.shape[1], bias is not None, weight.dtype])
         x = x.contiguous()
         if len(tiles) == 1:
             return _one(x, tiles[0], weight, bias)[: x.shape[0]]

@@ -92,7 +92,7 @@ class ExpertParallelMoe:
         row: Row,
     ) -> None:
         self._kernels, self._group = kernels, group
-        self.router = Router(kernels, params, names.router, moe, hidden_size)
+        self.router = Router(kernels, params, names, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
         held = slots_of(row, group.size, group.rank)
         inner = range(moe.intermediate_size)

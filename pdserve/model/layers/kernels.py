@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pdserve.model.layer_spec import Activation
+from pdserve.model.expert_math import ExpertWeights, choose_experts, clamped_gate
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.rope import RopeSpec
 
 
@@ -132,17 +133,18 @@ class Kernels(Protocol):
         """See `angle_tables`."""
         ...
 
-    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
-        """Return the `top_k` likeliest experts of `[N, E]`, best first, int64 `[N, top_k]`, and float32 probabilities.
+    def route(self, logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Choose the experts of each token from the outputs `[N, E]` of a router.
 
-        With `normalise` the probabilities of a token add up to 1.
+        `correction` float32 `[E]` is the bias of `MoeSpec.correction_bias`. Returns the experts, best first, int64
+        `[N, top_k]`, and their weights, float32 `[N, top_k]`.
         """
         ...
 
-    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """Run row r through expert `slots[r]`: int64 `[R]` to `[R, hidden]`. Row r is row `r // (R / N)` of `x`.
 
-        `x` is `[N, hidden]`. `gate_up` `[E, 2 * inner, hidden]` and `down` `[E, hidden, inner]` are the weights.
+        `x` is `[N, hidden]`.
         """
         ...
 
@@ -196,13 +198,11 @@ class TorchKernels(abc.ABC):
         """See `Kernels.angles`."""
         return angle_tables(positions, inverse, factor, dtype)
 
-    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernels.route`."""
-        best = logits.softmax(-1, dtype=torch.float32).topk(top_k, -1)
-        weights = best.values / best.values.sum(-1, keepdim=True) if normalise else best.values
-        return best.indices, weights
+        return choose_experts(logits, moe, correction)
 
-    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """See `Kernels.experts`. Computes rows of one expert together; experts without rows cost nothing.
 
         Blocks until the device has counted each expert's rows.
@@ -210,13 +210,23 @@ class TorchKernels(abc.ABC):
         if not len(slots):
             return x.new_empty(0, x.shape[1])
         order = slots.argsort(stable=True)
-        sizes = torch.bincount(slots, minlength=len(gate_up)).tolist()
+        sizes = torch.bincount(slots, minlength=len(weights.gate_up)).tolist()
         rows = x.index_select(0, order // (len(slots) // len(x)))
         parts = []
         for slot, part in enumerate(torch.split(rows, sizes)):
             if len(part):
-                parts.append(self.linear(self.gated(part, gate_up[slot], None), down[slot], None))
+                parts.append(self._expert(part, slot, weights))
         return torch.empty_like(rows).index_copy_(0, order, torch.cat(parts))
+
+    def _expert(self, x: Tensor, slot: int, weights: ExpertWeights) -> Tensor:
+        """Run rows `[N, hidden]` through one expert."""
+        wide, deep = (None if bias is None else bias[slot] for bias in (weights.gate_up_bias, weights.down_bias))
+        if weights.act == "silu":
+            inner = self.gated(x, weights.gate_up[slot], wide)
+        else:
+            gate, up = self.linear(x, weights.gate_up[slot], wide).chunk(2, -1)
+            inner = clamped_gate(gate, up, weights.act_limit)
+        return self.linear(inner, weights.down[slot], deep)
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """See `Kernels.weighted_sum`. Adds in float32, in the order of the routes."""

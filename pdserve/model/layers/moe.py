@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import part_of
 from pdserve.model.dp_attention import DPAttentionGroup
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.layer_spec import LayerNames, MoeSpec
 from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.kernels import Kernels
@@ -30,16 +31,31 @@ class Routes:
 
 
 class Router:
-    """Softmax over all experts, and the top k of them."""
+    """Scores of all experts, and the choice among them; see `MoeSpec`."""
 
-    def __init__(self, kernels: Kernels, params: ParamSlots, name: str, moe: MoeSpec, hidden_size: int) -> None:
+    def __init__(self, kernels: Kernels, params: ParamSlots, names: LayerNames, moe: MoeSpec, hidden_size: int) -> None:
         self._kernels = kernels
-        self.linear = Linear(kernels, params.new(f"{name}.weight", moe.num_experts, hidden_size))
+        weight = params.new(f"{names.router}.weight", moe.num_experts, hidden_size)
+        bias = params.new(f"{names.router}.bias", moe.num_experts) if moe.router_bias else None
+        self.linear = Linear(kernels, weight, bias)
+        self.correction: Tensor | None = None
+        """Float32 `[num_experts]`: the bias that is added to the scores for the choice only."""
+        if moe.correction_bias:
+            self.correction = params.stacked(Param(names.correction, (moe.num_experts,)), dtype=torch.float32)
         self.moe = moe
+        self._is_wide = moe.scoring == "sigmoid" and weight.dtype != torch.float32
+        if self._is_wide:
+            kernels.prepare_linear(moe.num_experts, hidden_size, torch.float32, weight.device, bias=bias is not None)
 
     def __call__(self, x: Tensor) -> Routes:
-        """Return the routes of `[N, hidden]`."""
-        return Routes(*self._kernels.route(self.linear(x), self.moe.top_k, normalise=self.moe.norm_top_k))
+        """Return the routes of `[N, hidden]`. Sigmoid scores, which lie close together, come from float32 products."""
+        linear = self.linear
+        if self._is_wide:
+            bias = None if linear.bias is None else linear.bias.float()
+            logits = self._kernels.linear(x.float(), linear.weight.float(), bias)
+        else:
+            logits = linear(x)
+        return Routes(*self._kernels.route(logits, self.moe, self.correction))
 
 
 class LocalExperts(Protocol):
@@ -62,7 +78,8 @@ class LocalExperts(Protocol):
 class Experts:
     """Implements `LocalExperts`: this rank's columns `inner` of the experts `held`.
 
-    `gate_up` is `[slots, 2 * len(inner), hidden]`, `down` `[slots, hidden, len(inner)]`.
+    `weights` are those of the experts, with `held` as slots. The biases of `down` are added where `adds_bias` is set:
+    on one of the ranks that hold columns of an expert.
     """
 
     def __init__(
@@ -74,41 +91,66 @@ class Experts:
         moe: MoeSpec,
         held: Sequence[int],
         inner: range,
+        *,
+        adds_bias: bool = True,
     ) -> None:
         self._kernels = kernels
         wide, deep = (moe.intermediate_size, hidden_size), (hidden_size, moe.intermediate_size)
-        pairs = [
-            Param(_weight(name, expert), wide, 0, inner, EXPERT_SAMPLES)
-            for expert in held
-            for name in (names.expert_gate, names.expert_up)
-        ]
-        downs = [Param(_weight(names.expert_down, expert), deep, 1, inner, EXPERT_SAMPLES) for expert in held]
+        gates, downs = (names.expert_gate, names.expert_up), (names.expert_down,)
         _accept_fused(params, names, hidden_size, moe)
-        self.gate_up = params.stacked(*pairs).view(len(held), 2 * len(inner), hidden_size)
-        self.down = params.stacked(*downs).view(len(held), hidden_size, len(inner))
-        for expert in set(range(moe.num_experts)).difference(held):
-            for name in (names.expert_gate, names.expert_up, names.expert_down):
-                params.ignore(_weight(name, expert))
-        for weight in (self.gate_up, self.down):
-            kernels.prepare_linear(weight.shape[1], weight.shape[2], weight.dtype, weight.device, bias=False)
+
+        def stacked(
+            of: Callable[[str, int], str], layers: Sequence[str], shape: tuple[int, ...], dim: int, part: range | None
+        ) -> Tensor:
+            every = (Param(of(name, expert), shape, dim, part, EXPERT_SAMPLES) for expert in held for name in layers)
+            return params.stacked(*every)
+
+        gate_up = stacked(_weight, gates, wide, 0, inner).view(len(held), 2 * len(inner), hidden_size)
+        down = stacked(_weight, downs, deep, 1, inner).view(len(held), hidden_size, len(inner))
+        wide_bias = deep_bias = None
+        if moe.expert_bias:
+            wide_bias = stacked(_bias, gates, wide[:1], 0, inner).view(len(held), 2 * len(inner))
+        if moe.expert_bias and adds_bias:
+            deep_bias = stacked(_bias, downs, deep[:1], 0, None).view(len(held), hidden_size)
+        self.weights = ExpertWeights(gate_up, down, wide_bias, deep_bias, moe.act, moe.act_limit)
+        self._ignore_others(params, names, moe, held, adds_bias=adds_bias)
+        for weight, bias in ((gate_up, wide_bias), (down, deep_bias)):
+            num_out, num_in = weight.shape[1:]
+            kernels.prepare_linear(num_out, num_in, weight.dtype, weight.device, bias=bias is not None)
 
     @property
     def tensors(self) -> Sequence[Tensor]:
         """See `LocalExperts`."""
-        return self.gate_up, self.down
+        return self.weights.tensors
 
     def __call__(self, x: Tensor, slots: Tensor) -> Tensor:
         """See `LocalExperts`."""
-        return self._kernels.experts(x, slots, self.gate_up, self.down)
+        return self._kernels.experts(x, slots, self.weights)
 
     def mixed(self, x: Tensor, routes: Routes) -> Tensor:
         """See `LocalExperts`."""
-        outputs = self._kernels.experts(x, routes.experts.flatten(), self.gate_up, self.down)
+        outputs = self._kernels.experts(x, routes.experts.flatten(), self.weights)
         return self._kernels.weighted_sum(outputs.view(*routes.experts.shape, x.shape[1]), routes.weights)
 
     def release_weights(self) -> None:
         """Drop the weights, which were repacked elsewhere. The object must not be called afterwards."""
-        self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
+        nothing = self.weights.gate_up.new_empty(0)
+        self.weights = ExpertWeights(nothing, nothing)
+
+    def _ignore_others(
+        self, params: ParamSlots, names: LayerNames, moe: MoeSpec, held: Sequence[int], *, adds_bias: bool
+    ) -> None:
+        """Accept the tensors of experts, and the biases, that other ranks hold."""
+        every = (names.expert_gate, names.expert_up, names.expert_down)
+        elsewhere = set(range(moe.num_experts)).difference(held)
+        for expert in elsewhere:
+            for name in every:
+                params.ignore(_weight(name, expert))
+                if moe.expert_bias:
+                    params.ignore(_bias(name, expert))
+        if moe.expert_bias and not adds_bias:
+            for expert in held:
+                params.ignore(_bias(names.expert_down, expert))
 
 
 class SharedExpert:
@@ -150,25 +192,41 @@ def shared_expert(
 
 
 def _accept_fused(params: ParamSlots, names: LayerNames, hidden_size: int, moe: MoeSpec) -> None:
-    """Accept checkpoints that store each projection of all experts as one tensor, as Qwen3.5's do."""
-    inner = moe.intermediate_size
-    gates, ups = (
-        [
-            ParamPiece(_weight(name, expert), (inner, hidden_size), first, index=expert)
-            for expert in range(moe.num_experts)
+    """Accept checkpoints that store each projection of all experts as one tensor, as Qwen3.5's do.
+
+    With `MoeSpec.interleaved` the tensors are gpt-oss': `[experts, in, out]`, whose outputs are gate and up in turn.
+    """
+    inner, every, swapped = moe.intermediate_size, range(moe.num_experts), moe.interleaved
+    wide, deep = (2 * inner, hidden_size), (hidden_size, inner)
+    block, stride, second = (1, 2, 1) if swapped else (None, 0, inner)
+    gate_up = ((names.expert_gate, 0), (names.expert_up, second))
+
+    def halves(of: Callable[[str, int], str], shape: tuple[int, ...], *, transposed: bool) -> list[ParamPiece]:
+        return [
+            ParamPiece(of(name, expert), shape, first, block, stride, index=expert, transposed=transposed)
+            for name, first in gate_up
+            for expert in every
         ]
-        for name, first in ((names.expert_gate, 0), (names.expert_up, inner))
-    )
-    params.divide(names.experts_gate_up, (moe.num_experts, 2 * inner, hidden_size), [*gates, *ups])
-    downs = [
-        ParamPiece(_weight(names.expert_down, expert), (hidden_size, inner), index=expert)
-        for expert in range(moe.num_experts)
-    ]
-    params.divide(names.experts_down, (moe.num_experts, hidden_size, inner), downs)
+
+    def wholes(of: Callable[[str, int], str], shape: tuple[int, ...], *, transposed: bool) -> list[ParamPiece]:
+        return [ParamPiece(of(names.expert_down, e), shape, index=e, transposed=transposed) for e in every]
+
+    count = moe.num_experts
+    pieces = halves(_weight, (inner, hidden_size), transposed=swapped)
+    params.divide(names.experts_gate_up, (count, *(wide[::-1] if swapped else wide)), pieces)
+    pieces = wholes(_weight, deep, transposed=swapped)
+    params.divide(names.experts_down, (count, *(deep[::-1] if swapped else deep)), pieces)
+    if moe.expert_bias:
+        params.divide(names.experts_gate_up_bias, (count, wide[0]), halves(_bias, (inner,), transposed=False))
+        params.divide(names.experts_down_bias, (count, deep[0]), wholes(_bias, deep[:1], transposed=False))
 
 
 def _weight(name: str, expert: int) -> str:
     return f"{name.format(expert=expert)}.weight"
+
+
+def _bias(name: str, expert: int) -> str:
+    return f"{name.format(expert=expert)}.bias"
 
 
 def new_counts(moe: MoeSpec, device: torch.device) -> Tensor:
@@ -200,10 +258,12 @@ class TPMoE:
         inner = part_of(moe.intermediate_size, group.size, group.rank)
         self.group = group
         self.counts = new_counts(moe, params.device)
-        self.router = Router(kernels, params, names.router, moe, hidden_size)
+        self.router = Router(kernels, params, names, moe, hidden_size)
         self.route: Callable[[Tensor], Routes] = self.router
         every = range(moe.num_experts)
-        self.experts: LocalExperts = Experts(kernels, params, names, hidden_size, moe, every, inner)
+        self.experts: LocalExperts = Experts(
+            kernels, params, names, hidden_size, moe, every, inner, adds_bias=group.rank == 0
+        )
         self.shared: Callable[[Tensor], Tensor] | None = shared_expert(
             kernels, params, names, hidden_size, moe, group.rank, group.size
         )

@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu import elementwise, experts, routes, small_batch_gemm
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
-from pdserve.model.layer_spec import Activation
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.kernels import FastKernels
 
 
@@ -55,13 +56,13 @@ class TritonKernels(FastKernels):
         """See `Kernels.angles`."""
         return heads.angle_tables(positions, inverse, factor, dtype)
 
-    def route(self, logits: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
+    def route(self, logits: Tensor, moe: MoeSpec, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernels.route`."""
-        return routes.route(logits, top_k, normalise=normalise)
+        return routes.route(logits, moe, correction)
 
-    def experts(self, x: Tensor, slots: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    def experts(self, x: Tensor, slots: Tensor, weights: ExpertWeights) -> Tensor:
         """See `Kernels.experts`. Does not synchronise with the host."""
-        return experts.expert_rows(x, slots, gate_up, down)
+        return experts.expert_rows(x, slots, weights)
 
     def weighted_sum(self, outputs: Tensor, weights: Tensor) -> Tensor:
         """See `Kernels.weighted_sum`."""

@@ -8,6 +8,7 @@ buffers, and the program continues.
     x = embedding                             float32, [tokens, hidden]
     the sublayers of each layer, in the order of its `DecoderLayerSpec`:
         attention   qkv = norm(x) W   place: heads into q and pages   mixed = attention   x += mixed W   [all_reduce]
+        MLA         q, latent = norm(x) W   absorb, place: latents into pages   mixed = attention W   x += mixed W
         delta       inputs = norm(x) W   mixed = convolution, delta rule, gated norm   x += mixed W      [all_reduce]
         MLP         h = act(norm(x) Wg) * norm(x) Wu   x += h W                                          [reduce_sum]
         MoE         routes = top k of norm(x) W   x += sum of experts                                    [reduce_sum]
@@ -41,18 +42,20 @@ from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
+from pdserve.model.mla import MLA
 from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.latents import LatentProgram, latent_shape, record_latents
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
     PackedLinear,
+    PackedMLA,
     PackedMLP,
     PackedMoe,
     PackedOperation,
     PackedOutside,
     Packer,
 )
-from pdserve.model.native.program import Program
 from pdserve.model.native.resources import Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
@@ -165,7 +168,7 @@ class NativeDecoder:
         states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
         self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
-        self._program = program = Program(self._threads, self._level)
+        self._program = program = LatentProgram(self._threads, self._level)
         self._x = program.buffer(spec.hidden_size)
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
@@ -182,7 +185,7 @@ class NativeDecoder:
         }
         for local, layer in enumerate(model.layers):
             for op in layer.operations:
-                if isinstance(op, Attention):
+                if isinstance(op, Attention | MLA):
                     self._add_heads(local, op)
         if self._embeds_itself and model.embedding is not None:
             program.embed(self._x, model.embedding.weight, scale=model.embedding.scale)
@@ -317,6 +320,12 @@ class NativeDecoder:
         if isinstance(weights, PackedAttention):
             self._record_attention(local, sublayer, weights)
             return
+        if isinstance(weights, PackedMLA):
+            heads, (_, index) = self._add_heads(local, weights.op), self._places[local]
+            mixed = record_latents(self._program, self._buffer, self._x, _norm_of(sublayer.norm), weights, heads, index)
+            self._kv_write_ends.append(mixed.written)
+            self._record_output(sublayer, mixed.buffer, weights.out)
+            return
         if isinstance(weights, PackedDelta):
             self._record_delta(local, sublayer, weights)
             return
@@ -400,15 +409,18 @@ class NativeDecoder:
         if adds:
             self._program.add(self._part, self._x, norm=weight, eps=eps, scale=sublayer.residual_scale)
 
-    def _add_heads(self, local: int, op: Attention) -> int:
+    def _add_heads(self, local: int, op: Attention | MLA) -> int:
         """Return the program's number of this layer's heads; layers with equal heads over one pool share it."""
         pool, _ = self._places[local]
         group = pool.group
-        of_window = group.space is PageSpace.WINDOW
-        shape = HeadShape(
-            group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
-            op.spec.scale,
-        )  # fmt: skip
+        if isinstance(op, MLA):
+            shape = latent_shape(group, op)
+        else:
+            of_window = group.space is PageSpace.WINDOW
+            shape = HeadShape(
+                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
+                op.spec.scale,
+            )  # fmt: skip
         key = (pool, shape, op.rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)
@@ -427,20 +439,24 @@ class NativeDecoder:
     def _record_moe(self, norm: RMSNorm | None, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
         """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
         program, op, shared = self._program, weights.op, weights.shared
+        router, gate = op.router, None if shared is None else shared.router
         weight, eps = _norm_of(norm)
         program.linear(self._x, weights.router, self._scores, norm=weight, eps=eps)
-        program.route(self._scores, self._routes, self._shares, normalise=op.router.moe.norm_top_k)
+        program.route(self._scores, self._routes, self._shares, router.moe, router.correction)
         if shared is not None:
-            mixed, gate = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
             program.gated(self._x, shared.gate_up, norm=weight, eps=eps)
+        if shared is not None and gate is not None:
+            mixed, gates = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
             program.linear(None, shared.down, mixed)
-            program.linear(self._x, shared.router, gate, norm=weight, eps=eps)
+            program.linear(self._x, gate, gates, norm=weight, eps=eps)
         program.experts(
             self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
-            norm=weight, eps=eps, counts=op.counts, add=add,
+            norm=weight, eps=eps, act=router.moe.act, limit=router.moe.act_limit, counts=op.counts, add=add,
         )  # fmt: skip
-        if shared is not None:
-            program.sigmoid(mixed, gate, out, add=True)
+        if shared is not None and gate is None:
+            program.linear(None, shared.down, out, add=True)
+        elif shared is not None:
+            program.sigmoid(mixed, gates, out, add=True)
 
     def _add_sync_point(self, action: Callable[[int], None]) -> None:
         """Run `action` at this point of the program."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from pdserve.base.native import best_level
 from pdserve.memory.layout import page_and_slot, pages_for
 from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.layer_spec import ExpertActivation, MoeSpec
 from pdserve.model.native.program import Program
 from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM, Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
@@ -119,30 +120,48 @@ def feed_forward(
     return _run(program, out, (source, x))
 
 
-def route(logits: Tensor, top_k: int, normalise: bool, *, real: bool) -> tuple[Tensor, Tensor]:
-    """See `Kernels.route`. Ties go to the lower expert index."""
+def route(
+    logits: Tensor, top_k: int, normalise: bool, sigmoid: bool = False, correction: Tensor | None = None,
+    num_groups: int = 1, top_groups: int = 1, scale: float = 1.0, *, real: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `Kernels.route`; the arguments are the fields of `MoeSpec`. Ties go to the lower expert index."""
     _check_rows(logits, "logits")
-    _require(1 <= top_k <= logits.shape[1], f"top_k is {top_k}, of {logits.shape[1]} experts")
+    num_experts = logits.shape[1]
+    _require(1 <= top_k <= num_experts, f"top_k is {top_k}, of {num_experts} experts")
+    fits = num_groups >= 1 and num_experts % num_groups == 0 and 1 <= top_groups <= num_groups
+    _require(fits, f"the {top_groups} best of {num_groups} groups of {num_experts} experts cannot be chosen")
+    fits = correction is None or correction.shape == (num_experts,)
+    _require(fits, f"correction is not [{num_experts}]")
     if not real:
         shape = (logits.shape[0], top_k)
         return logits.new_empty(shape, dtype=torch.int64), logits.new_empty(shape, dtype=torch.float32)
     program = _program()
-    source, weights = _samples(program, logits.shape[1]), _samples(program, top_k)
+    source, weights = _samples(program, num_experts), _samples(program, top_k)
     experts = _samples(program, top_k, torch.int64)
-    program.route(source, experts, weights, normalise=normalise)
+    moe = MoeSpec(
+        num_experts=num_experts, top_k=top_k, intermediate_size=1, norm_top_k=normalise,
+        scoring="sigmoid" if sigmoid else "softmax", num_groups=num_groups, top_groups=top_groups, routed_scale=scale,
+    )  # fmt: skip
+    program.route(source, experts, weights, moe, correction)
     return _run(program, experts, (source, logits), dtype=torch.int64), program.view(weights, len(logits)).clone()
 
 
 def experts(
     x: Tensor, experts: Tensor, weights: Tensor, gate_up: Tensor, gate_up_scale: Tensor | None, down: Tensor,
-    down_scale: Tensor | None, *, real: bool,
+    down_scale: Tensor | None, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, act: str = "silu",
+    limit: float | None = None, *, real: bool,
 ) -> Tensor:  # fmt: skip
-    """Compute `feed_forward` of each row's layers `experts` int64 `[N, top_k]`, weighted by `weights` `[N, top_k]`."""
-    width, inner = _check_gated(x, gate_up, gate_up_scale, None, down, down_scale, None)
+    """Compute `feed_forward` of each row's layers `experts` int64 `[N, top_k]`, weighted by `weights` `[N, top_k]`.
+
+    `act` and `limit`: `act` and `act_limit` of `MoeSpec`.
+    """
+    width, inner = _check_gated(x, gate_up, gate_up_scale, gate_up_bias, down, down_scale, down_bias)
     fits = experts.ndim == 2 and experts.shape[0] == x.shape[0] and experts.dtype == torch.int64
     fits = fits and experts.shape[1] > 0
     _require(fits, f"experts is {experts.dtype} {list(experts.shape)}, not int64 [{x.shape[0]}, top_k]")
     _require(weights.shape == experts.shape, f"weights is {list(weights.shape)}, not {list(experts.shape)}")
+    known: dict[str, ExpertActivation] = {"silu": "silu", "gpt_oss": "gpt_oss"}
+    _require(act in known, f"act is {act}, which is none of {', '.join(known)}")
     if not real or not x.shape[0]:
         return x.new_empty(x.shape)
     low, high = (int(bound) for bound in experts.aminmax())
@@ -150,8 +169,9 @@ def experts(
     program, top_k = _program(), experts.shape[1]
     source, out = _samples(program, width), _samples(program, width)
     chosen, shares = _samples(program, top_k, torch.int64), _samples(program, top_k)
-    wide, deep = Packed(gate_up, gate_up_scale, None, 2 * inner, width, 2), Packed(down, down_scale, None, width, inner)
-    program.experts(source, wide, deep, chosen, shares, out)
+    wide = Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2)
+    deep = Packed(down, down_scale, down_bias, width, inner)
+    program.experts(source, wide, deep, chosen, shares, out, act=known[act], limit=limit)
     return _run(program, out, (source, x), (chosen, experts), (shares, weights))
 
 
@@ -330,8 +350,10 @@ SCHEMAS: dict[Callable[..., Any], str] = {
     linear: "(Tensor x, Tensor weight, Tensor? scale, Tensor? bias, int num_out) -> Tensor",
     feed_forward: f"(Tensor x, {_GATED.format('Tensor? gate_up_bias, ', ', Tensor? down_bias')}, "
     "str act='silu') -> Tensor",
-    route: "(Tensor logits, int top_k, bool normalise) -> (Tensor, Tensor)",
-    experts: f"(Tensor x, Tensor experts, Tensor weights, {_GATED.format('', '')}) -> Tensor",
+    route: "(Tensor logits, int top_k, bool normalise, bool sigmoid=False, Tensor? correction=None, int num_groups=1, "
+    "int top_groups=1, float scale=1.0) -> (Tensor, Tensor)",
+    experts: f"(Tensor x, Tensor experts, Tensor weights, {_GATED.format('', '')}, Tensor? gate_up_bias=None, "
+    "Tensor? down_bias=None, str act='silu', float? limit=None) -> Tensor",
     argmax: "(Tensor logits) -> Tensor",
     choose: "(Tensor logits, Tensor points, float temperature=1.0, int? top_k=None, float top_p=1.0, "
     "float min_p=0.0) -> Tensor",

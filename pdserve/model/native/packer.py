@@ -21,6 +21,7 @@ from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
+from pdserve.model.mla import MLA
 from pdserve.model.native.weights import Arena, Format, Packed, open_packed
 from pdserve.model.params import ParamSlots
 
@@ -37,6 +38,23 @@ class PackedAttention:
     qkv: Packed
     out: Packed
     of_embeddings: Packed | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedMLA:
+    """Packed projections of an `MLA`. `q_a` is None without a `q_lora_rank`.
+
+    `absorb` and `project` have one layer for each head: the parts of `kv_b` for keys, transposed, and for values. They
+    are bf16 in every number format.
+    """
+
+    op: MLA
+    q_a: Packed | None
+    q: Packed
+    kv_a: Packed
+    absorb: Packed
+    project: Packed
+    out: Packed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +77,18 @@ class PackedMLP:
 
 @dataclasses.dataclass(frozen=True)
 class PackedShared:
-    """Packed linear layers of a `SharedExpert` with a gate, whose linear layer is `router`."""
+    """Packed linear layers of a `SharedExpert`. `router` is that of its gate; None: it has no gate."""
 
     gate_up: Packed
     down: Packed
-    router: Packed
+    router: Packed | None
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to this rank's columns' part of `[N, hidden]`."""
         part = NativeFeedForward(self.gate_up, self.down)(x)
         router = self.router
+        if router is None:
+            return part
         gate: Tensor = torch.ops.pdserve.linear(x.float(), router.data, router.scale, router.bias, router.num_out)
         return part * gate.sigmoid().to(part.dtype)
 
@@ -91,7 +111,7 @@ class PackedOutside:
     op: FeedForward
 
 
-PackedOperation = PackedAttention | PackedDelta | PackedMLP | PackedMoe | PackedOutside
+PackedOperation = PackedAttention | PackedMLA | PackedDelta | PackedMLP | PackedMoe | PackedOutside
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +123,7 @@ class Packer:
     params: ParamSlots
     packing: Callable[[], AbstractContextManager[object]]
 
-    def operation(self, op: Attention | GatedDeltaNet | FeedForward) -> PackedOperation:
+    def operation(self, op: Attention | MLA | GatedDeltaNet | FeedForward) -> PackedOperation:
         """Pack one operation of a layer. Takes ownership of its weights."""
         if isinstance(op, Attention) and op.reads_embeddings:
             of_embeddings, qkv = self.halves(op.qkv)
@@ -111,6 +131,9 @@ class Packer:
         if isinstance(op, Attention):
             order = _gates_last(op) if op.spec.output_gate else None
             return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out))
+        if isinstance(op, MLA):
+            q_a = None if op.q_a is None else self.linear(op.q_a)
+            return PackedMLA(op, q_a, self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out))
         if isinstance(op, GatedDeltaNet):
             return PackedDelta(op, self.linear(op.project), self.linear(op.out))
         if isinstance(op, DenseMLP):
@@ -124,30 +147,55 @@ class Packer:
         router = self.linear(op.router.linear, format="bf16")
         shared: PackedShared | None = None
         if op.shared is not None:
-            assert isinstance(op.shared, SharedExpert) and op.shared.router is not None, op.shared
+            assert isinstance(op.shared, SharedExpert), op.shared
             shared_gate_up, shared_down = self.linear(op.shared.gate_up, num_parts=2), self.linear(op.shared.down)
-            shared = PackedShared(shared_gate_up, shared_down, self.linear(op.shared.router, format="bf16"))
+            gate = None if op.shared.router is None else self.linear(op.shared.router, format="bf16")
+            shared = PackedShared(shared_gate_up, shared_down, gate)
         if isinstance(op, TPMoE) and not op.group.spans_replicas:
             return PackedMoe(op, router, gate_up, down, shared)
         op.shared = shared
-        op.route, op.experts = PackedRouter(router, op.router.moe), PackedExperts(gate_up, down)
+        op.route = PackedRouter(router, op.router.moe, op.router.correction)
+        op.experts = PackedExperts(gate_up, down, op.router.moe)
         return PackedOutside(op)
 
-    def experts(self, experts: Experts) -> tuple[Packed, Packed]:
-        """Pack all experts' gate and up, and down. Drops the originals."""
-        count, wide, hidden_size = experts.gate_up.shape
-        gate_up = open_packed(self.arena, self.format, wide, hidden_size, num_parts=2, count=count)
-        down = open_packed(self.arena, self.format, hidden_size, wide // 2, count=count)
+    def kv_b(self, op: MLA) -> tuple[Packed, Packed]:
+        """Pack the weight that expands latents, for keys and for values: see `PackedMLA`. Drops the original."""
+        spec, count = op.spec, op.num_heads
+        absorb = open_packed(self.arena, "bf16", spec.kv_lora_rank, spec.nope_dim, count=count)
+        project = open_packed(self.arena, "bf16", spec.value_dim, spec.kv_lora_rank, count=count)
 
         def take() -> None:
             with self.packing():
-                for packed, weights in ((gate_up, experts.gate_up), (down, experts.down)):
-                    for index, weight in enumerate(weights):
-                        packed.put(weight, index=index)
-                    self.params.release_weights(weights, packed.num_bytes)
+                for head, weight in enumerate(op.kv_b.view(count, -1, spec.kv_lora_rank)):
+                    absorb.put(weight[: spec.nope_dim].t(), index=head)
+                    project.put(weight[spec.nope_dim :], index=head)
+                self.params.release_weights(op.kv_b, absorb.num_bytes + project.num_bytes)
+                op.release_kv_b()
+
+        self.params.when_given([op.kv_b], take)
+        return absorb, project
+
+    def experts(self, experts: Experts) -> tuple[Packed, Packed]:
+        """Pack all experts' gate and up, and down. Drops the originals."""
+        weights = experts.weights
+        count, wide, hidden_size = weights.gate_up.shape
+        inner, has_bias = wide // 2, weights.gate_up_bias is not None
+        gate_up = open_packed(self.arena, self.format, wide, hidden_size, has_bias=has_bias, num_parts=2, count=count)
+        has_bias = weights.down_bias is not None
+        down = open_packed(self.arena, self.format, hidden_size, inner, has_bias=has_bias, count=count)
+
+        def take() -> None:
+            pairs = (gate_up, weights.gate_up, weights.gate_up_bias), (down, weights.down, weights.down_bias)
+            with self.packing():
+                for packed, each, biases in pairs:
+                    for index, weight in enumerate(each):
+                        packed.put(weight, None if biases is None else biases[index], index=index)
+                    self.params.release_weights(each, packed.num_bytes)
+                    if biases is not None:
+                        self.params.release_weights(biases, 0)
                 experts.release_weights()
 
-        self.params.when_given([experts.gate_up, experts.down], take)
+        self.params.when_given(weights.tensors, take)
         return gate_up, down
 
     def linear(
@@ -276,12 +324,18 @@ class PackedRouter:
 
     weight: Packed
     moe: MoeSpec
+    correction: Tensor | None
 
     def __call__(self, x: Tensor) -> Routes:
         """Return the routes of `[N, hidden]`. Scores are not rounded to the dtype of `x`."""
-        packed = self.weight
+        packed, moe = self.weight, self.moe
         scores = torch.ops.pdserve.linear(x.float(), packed.data, packed.scale, packed.bias, packed.num_out)
-        return Routes(*torch.ops.pdserve.route(scores, self.moe.top_k, self.moe.norm_top_k))
+        return Routes(
+            *torch.ops.pdserve.route(
+                scores, moe.top_k, moe.norm_top_k, moe.scoring == "sigmoid", self.correction, moe.num_groups,
+                moe.top_groups, moe.routed_scale,
+            )
+        )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,6 +344,7 @@ class PackedExperts:
 
     gate_up: Packed
     down: Packed
+    moe: MoeSpec
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -304,6 +359,7 @@ class PackedExperts:
         """See `LocalExperts`."""
         wide, deep = self.gate_up, self.down
         mixed: Tensor = torch.ops.pdserve.experts(
-            x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale
-        )
+            x, routes.experts, routes.weights, wide.data, wide.scale, deep.data, deep.scale, wide.bias, deep.bias,
+            self.moe.act, self.moe.act_limit,
+        )  # fmt: skip
         return mixed

@@ -15,8 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.base.native import Decoding, PdkHeads, Step, library
+from pdserve.base.native import Decoding, PdkHeads, PdkRouting, Step, library
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
+from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.resources import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, Activation, Buffer, HeadShape, Threads
 from pdserve.model.native.weights import Packed
@@ -61,16 +62,19 @@ class Program:
     def add_heads(self, heads: HeadShape, kv: Tensor) -> int:
         """Add heads over a KV pool, and return their number.
 
-        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`.
+        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`; of latents `[num_pages, layers, 1, 1,
+        page_tokens, dim]`.
         """
         assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
-        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        planes = 1 if heads.of_latents else 2
+        assert kv.shape[1:] == (heads.layers, planes, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
         assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
         assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
         shape = PdkHeads(
-            self._keep(kv), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
-            heads.of_window, heads.dim**-0.5 if heads.scale is None else heads.scale,
+            self._keep(kv), *kv.stride()[:2], 0 if heads.of_latents else kv.stride(2), heads.num_kv_heads,
+            heads.page_tokens, heads.dim, heads.num_heads, heads.of_window,
+            heads.dim**-0.5 if heads.scale is None else heads.scale,
         )  # fmt: skip
         number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))
         self._heads.append(heads)
@@ -256,18 +260,24 @@ class Program:
             )
         )
 
-    def route(self, logits: Buffer, experts: Buffer, weights: Buffer, *, normalise: bool) -> None:
-        """Record: the likeliest `experts`, int64, best first, and their probabilities `weights`, both of width top_k.
+    def route(
+        self, logits: Buffer, experts: Buffer, weights: Buffer, moe: MoeSpec, correction: Tensor | None = None
+    ) -> None:
+        """Record: the `experts` that a router with outputs `logits` chooses, int64, best first, and their `weights`.
 
-        With `normalise` the probabilities add up to 1.
+        Both have the width `top_k` of `moe`. `correction` `[num_experts]` is the bias of `MoeSpec.correction_bias`.
         """
-        assert experts.dtype == torch.int64 and experts.width == weights.width <= logits.width
-        assert logits.of_samples == experts.of_samples == weights.of_samples
-        self._op(
-            self._library.pdk_op_route(
-                self._handle, logits.number, experts.width, normalise, experts.number, weights.number
-            )
+        assert experts.dtype == torch.int64 and experts.width == weights.width == moe.top_k <= logits.width
+        assert logits.of_samples == experts.of_samples == weights.of_samples and logits.width == moe.num_experts
+        assert logits.width % moe.num_groups == 0 and 1 <= moe.top_groups <= moe.num_groups
+        how = PdkRouting(
+            moe.top_k, moe.norm_top_k, moe.scoring == "sigmoid", moe.num_groups, moe.top_groups, moe.routed_scale,
+            self._norm(correction, moe.num_experts),
+        )  # fmt: skip
+        number = self._library.pdk_op_route(
+            self._handle, logits.number, ctypes.byref(how), experts.number, weights.number
         )
+        self._op(number)
 
     def experts(
         self,
@@ -280,18 +290,20 @@ class Program:
         *,
         norm: Tensor | None = None,
         eps: float = 0.0,
+        act: Activation = "silu",
+        limit: float | None = None,
         counts: Tensor | None = None,
         add: bool = False,
     ) -> None:
-        """Record: `out` = (or with `add` +=) the sum of a row's experts, `down(silu(gate) * up)`, times `weights`.
+        """Record: `out` = (or with `add` +=) the sum of a row's experts, `down(act(gate, up))`, times `weights`.
 
-        `gate_up` and `down` have one layer per expert; `norm` is applied before. The rows routed to each expert are
-        added to `counts` int64 `[experts]`; None counts nothing.
+        `gate_up` and `down` have one layer per expert; `norm` is applied before. `limit`: see `pdk_op_gated`; None: no
+        limit. The rows routed to each expert are added to `counts` int64 `[experts]`; None counts nothing.
         """
         num_experts, inner = len(gate_up.data), down.num_in
         assert len(down.data) == num_experts and gate_up.num_parts == 2 and gate_up.num_out == 2 * inner
-        assert gate_up.bias is None and down.bias is None and gate_up.data.dtype == down.data.dtype
-        assert source.width == gate_up.num_in and out.width == down.num_out and out.dtype == torch.float32
+        assert gate_up.data.dtype == down.data.dtype and source.width == gate_up.num_in
+        assert out.width == down.num_out and out.dtype == torch.float32
         assert experts.dtype == torch.int64 and weights.dtype == torch.float32 and experts.width == weights.width
         assert source.of_samples == experts.of_samples == weights.of_samples == out.of_samples
         assert counts is None or (counts.dtype == torch.int64 and counts.shape == (num_experts,))
@@ -299,7 +311,8 @@ class Program:
         self._op(
             self._library.pdk_op_experts(
                 self._handle, source.number, self._norm(norm, source.width), eps, experts.number, weights.number,
-                num_experts, self._weights(gate_up), self._weights(down), counted, out.number, add,
+                num_experts, self._weights(gate_up), self._weights(down), ACTIVATIONS.index(act),
+                math.inf if limit is None else limit, counted, out.number, add,
             )
         )  # fmt: skip
 

@@ -14,9 +14,9 @@ import torch
 
 from pdserve.base.native import library
 
-MAX_GROUP = 64
+MAX_GROUP = 128
 """Maximum query heads per KV head."""
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
 Activation = Literal["silu", "gelu_tanh", "gpt_oss"]
 """What `Program.gated` makes of gate and up; see `pdk_op_gated`."""
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gpt_oss")
@@ -48,6 +48,7 @@ class HeadShape:
     """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
 
     With `of_window` the pages are those of WINDOW groups. `scale` multiplies the scores; None: `dim ** -0.5`.
+    With `of_latents` the one KV head is a latent, which is key and value.
     """
 
     layers: int
@@ -57,6 +58,7 @@ class HeadShape:
     dim: int
     of_window: bool = False
     scale: float | None = None
+    of_latents: bool = False
 
     @property
     def qkv_width(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pdserve.model.config import ModelSpec
-from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
+from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, Operation
 from pdserve.model.native.delta import DELTA_UNIT
 from pdserve.model.native.resources import MAX_GROUP, MAX_HEAD_DIM
 
@@ -26,16 +26,13 @@ def _cannot_compute(op: Operation) -> str | None:
             return f"heads of {op.head_dim} are odd or larger than {MAX_HEAD_DIM}"
         if op.num_heads > MAX_GROUP * op.num_kv_heads:
             return f"{op.num_heads // op.num_kv_heads} query heads share a KV head, more than {MAX_GROUP}"
+    if isinstance(op, MLASpec):
+        if op.latent_dim % 2 or op.latent_dim > MAX_HEAD_DIM:
+            return f"latents of {op.latent_dim} are odd or larger than {MAX_HEAD_DIM}"
+        if op.index is not None:
+            return "an index selects the tokens that it attends to"
+        if op.num_heads > MAX_GROUP:
+            return f"{op.num_heads} heads share its latents, more than {MAX_GROUP}"
     if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
         return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
-    if isinstance(op, MoeSpec) and op.shared_intermediate_size and not op.shared_gate:
-        return "it has a shared expert without a gate"
-    if isinstance(op, MoeSpec) and (op.act, op.act_limit) != ("silu", None):
-        return f"its experts have the activation {op.act}"
-    if isinstance(op, MoeSpec) and (op.router_bias or op.expert_bias):
-        return "its router or its experts have biases"
-    if isinstance(op, MoeSpec) and (op.scoring, op.correction_bias, op.num_groups) != ("softmax", False, 1):
-        return f"its router has {op.scoring} scores, a correction bias or groups"
-    if isinstance(op, MoeSpec) and op.routed_scale != 1.0:
-        return "it scales the outputs of its experts"
     return None

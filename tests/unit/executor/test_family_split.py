@@ -1,4 +1,4 @@
-"""Dense families over real gloo ranks compute what the whole model does, and a pair of different splits goes on."""
+"""Families over real gloo ranks compute what the whole model does, and a pair of different splits goes on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ParallelConfig
 from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
-from tests.model_families import DENSE
+from tests.model_families import DENSE, SPARSE
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
 from tests.unit.executor.gang import Gang
@@ -23,12 +23,23 @@ SPLITS = {
     "tp2": TP2,
     "tp4, fewer kv heads": ParallelConfig(tp_size=4),
     "pp2": ParallelConfig(pp_size=2),
+    "ep2": ParallelConfig(tp_size=2, ep_size=2),
 }
 
 
 @pytest.mark.parametrize(
     ("name", "split"),
-    rest_slow([("olmo3", "tp4, fewer kv heads"), ("gemma2", "pp2"), *((name, "tp2") for name in DENSE)], keep=2),
+    rest_slow(
+        [
+            ("olmo3", "tp4, fewer kv heads"),
+            ("gemma2", "pp2"),
+            ("gpt_oss", "tp2"),
+            ("glm4_moe", "ep2"),
+            *((name, "tp2") for name in (*DENSE, *SPARSE[1:])),
+            *((name, "ep2") for name in SPARSE if name != "glm4_moe"),
+        ],
+        keep=4,
+    ),
 )
 def test_a_split_model_computes_what_the_whole_one_does(
     name: str, split: str, gang: Gang, family_checkpoint: Callable[[str], Path]
@@ -43,7 +54,7 @@ def test_a_split_model_computes_what_the_whole_one_does(
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    rest_slow([("gemma3_text", (2, 1)), *((name, sizes) for name in DENSE for sizes in ((2, 1), (1, 2)))]),
+    rest_slow([("gemma3_text", (2, 1)), *((name, sizes) for name in (*DENSE, *SPARSE) for sizes in ((2, 1), (1, 2)))]),
 )
 def test_ranks_that_receive_pages_go_on_with_the_whole_models_tokens(
     name: str, sizes: tuple[int, int], gang: Gang, family_checkpoint: Callable[[str], Path]

@@ -182,7 +182,8 @@ def test_weights_are_packed_and_let_go_of_but_known(family: Family, tiny_checkpo
     attentions = [op for layer in decoder.layers for op in layer.operations if isinstance(op, Attention)]
     assert len(attentions) == model.num_layers and all(op.qkv.weight.numel() == 0 for op in attentions)
     assert all(
-        isinstance(one.experts, Experts) and not one.experts.gate_up.numel() for one in model.moe_layers.values()
+        isinstance(one.experts, Experts) and not one.experts.weights.gate_up.numel()
+        for one in model.moe_layers.values()
     )
 
 

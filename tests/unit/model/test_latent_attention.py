@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pdserve.memory.layout import GroupKind, attention_group
+from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.paged_attention import PagedPlane
+from pdserve.model.attention.paged_rows import PassRows
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.hf.attention import PagedPlane
 from pdserve.model.hf.interface import AttentionCall
-from pdserve.model.hf.latent import LatentPlane, LatentProjection, attend_latents
-from pdserve.model.hf.rows import PassRows
 
 HEADS, NOPE, V_WIDTH, RANK, ROPE = 3, 8, 12, 16, 4
 PAGE_TOKENS, MAX_PAGES = 16, 6
@@ -127,6 +127,6 @@ def test_selected_keys_are_those_of_the_own_row() -> None:
 def test_queries_are_attended_in_blocks_that_bound_the_scores(monkeypatch: pytest.MonkeyPatch) -> None:
     case = case_of([(16, 36)])
     whole = attend_latents(case.query, case.new, CALL, case.rows, case.layer)
-    monkeypatch.setattr("pdserve.model.hf.latent.MAX_SCORES", 7 * HEADS * 36)
+    monkeypatch.setattr("pdserve.model.attention.latents.MAX_SCORES", 7 * HEADS * 36)
     blocks = attend_latents(case.query, case.new, CALL, case.rows, case.layer)
     torch.testing.assert_close(blocks, whole, rtol=1e-4, atol=1e-5)

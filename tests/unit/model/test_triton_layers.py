@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 
 from pdserve.base.env import triton_is_interpreted
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.triton_pages import placed
+from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu import small_batch_gemm
 from pdserve.model.gpu.experts import sort_rows
 from pdserve.model.gpu.routes import MAX_ROWS, order_rows
 from pdserve.model.gpu.sampling import keep_argmax
-from pdserve.model.layer_spec import Activation
+from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels, Rotary
 from pdserve.model.layers.triton_kernels import TritonKernels
@@ -119,8 +122,8 @@ def test_experts_are_torch_s(tokens: int, top_k: int, num_experts: int, dtype: t
     down = (torch.randn(num_experts, hidden, inner, generator=generator) / 5).to(DEVICE, dtype)
     slots = torch.randint(0, max(1, num_experts - 1), (tokens * top_k,), generator=generator).to(DEVICE)
     weights = torch.rand(tokens, top_k, generator=generator).to(DEVICE)
-    got = TritonKernels().experts(x, slots, gate_up, down)
-    expected = FastKernels().experts(x, slots, gate_up, down)
+    held = ExpertWeights(gate_up, down)
+    got, expected = (one.experts(x, slots, held) for one in (TritonKernels(), FastKernels()))
     close(got, expected)
     shape = (tokens, top_k, hidden)
     close(TritonKernels().weighted_sum(got.view(shape), weights), FastKernels().weighted_sum(got.view(shape), weights))
@@ -133,9 +136,45 @@ def test_routes_are_torch_s(tokens: int, num_experts: int, top_k: int, normalise
     generator = torch.Generator().manual_seed(tokens)
     logits = torch.stack([torch.randperm(num_experts, generator=generator) for _ in range(tokens)] or [torch.empty(0)])
     logits = (logits[:tokens].reshape(tokens, num_experts) / 3).to(DEVICE, dtype)
-    got, expected = (one.route(logits, top_k, normalise=normalise) for one in (TritonKernels(), FastKernels()))
+    moe = MoeSpec(num_experts=num_experts, top_k=top_k, intermediate_size=1, norm_top_k=normalise)
+    got, expected = (one.route(logits, moe) for one in (TritonKernels(), FastKernels()))
     assert torch.equal(got[0], expected[0])
     close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("corrects", [False, True])
+@pytest.mark.parametrize(("num_experts", "groups"), [(12, (1, 1)), (16, (4, 2)), (15, (3, 1)), (40, (8, 3))])
+def test_routes_with_groups_and_a_correction_are_torch_s(
+    scoring: Literal["softmax", "sigmoid"], corrects: bool, num_experts: int, groups: tuple[int, int]
+) -> None:
+    generator = torch.Generator().manual_seed(num_experts)
+    moe = MoeSpec(
+        num_experts=num_experts, top_k=3, intermediate_size=1, norm_top_k=True, scoring=scoring,
+        correction_bias=corrects, num_groups=groups[0], top_groups=groups[1], routed_scale=2.5,
+    )  # fmt: skip
+    logits = torch.randn(7, num_experts, generator=generator).to(DEVICE)
+    correction = torch.randn(num_experts, generator=generator).to(DEVICE) if corrects else None
+    got, expected = (one.route(logits, moe, correction) for one in (TritonKernels(), FastKernels()))
+    assert torch.equal(got[0], expected[0])
+    close(got[1], expected[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_with_biases_and_the_activation_of_gpt_oss_are_torch_s(limit: float | None, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden, inner, num_experts = 40, 24, 3
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) / 6).to(DEVICE, dtype)
+
+    held = ExpertWeights(
+        normal(num_experts, 2 * inner, hidden), normal(num_experts, hidden, inner), normal(num_experts, 2 * inner),
+        normal(num_experts, hidden), act="gpt_oss", act_limit=limit,
+    )  # fmt: skip
+    x, slots = normal(9, hidden) * 6, torch.randint(0, num_experts, (18,), generator=generator).to(DEVICE)
+    close(*(one.experts(x, slots, held) for one in (TritonKernels(), FastKernels())))
 
 
 @pytest.mark.parametrize(("rows", "num_experts", "tile"), [(1, 3, 16), (7, 5, 2), (130, 6, 16), (300, 128, 64)])

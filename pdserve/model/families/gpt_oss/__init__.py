@@ -40,6 +40,7 @@ def _experts(config: HFConfig, where: str) -> MoeSpec:
         act_limit=read_number(config, "swiglu_limit", where, default=7.0),
         router_bias=True,
         expert_bias=True,
+        interleaved=True,
     )
 
 

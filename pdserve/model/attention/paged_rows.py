@@ -1,4 +1,4 @@
-"""Rows of one forward pass of a transformers model, and the page indices that its layers share.
+"""Rows of one forward pass, and the page indices that its layers share: for latents, and for models of transformers.
 
 A step is cut into passes: one for all rows of a model without recurrent state; else one for each row that computes
 several tokens or its first one, and one for all other rows, which are decoding.
@@ -133,6 +133,12 @@ class PassRows:
         index, slots = np.divmod(positions, self._page_tokens)
         pages = self._pages[PageSpace.TOKENS][row_of, index].astype(np.int64)
         return self._tensor(pages), self._tensor(slots)
+
+    @functools.cached_property
+    def context_firsts(self) -> Tensor:
+        """For each new token, where its row's tokens begin in `context`: int64 `[tokens, 1]`."""
+        firsts = np.asarray(self.context_starts, dtype=np.int64)
+        return self._tensor(firsts[self._row_of])[:, None]
 
     @functools.cached_property
     def decode_contexts(self) -> tuple[Tensor, Tensor, Tensor]:

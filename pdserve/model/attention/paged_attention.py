@@ -1,4 +1,4 @@
-"""Attention of transformers models over pages: windows, soft caps, sinks, and keys selected by an index.
+"""Attention over pages for models of transformers, and its parts for latents: windows, soft caps, sinks, selected keys.
 
 Rows with one new token are gathered in buckets of similar length; rows with several are attended one by one. Unwritten
 slots never reach a result, not even as NaN.
@@ -7,14 +7,48 @@ slots never reach a result, not even as NaN.
 from __future__ import annotations
 
 import dataclasses
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.memory.layout import PageSpace
-from pdserve.model.hf.interface import AttentionCall
-from pdserve.model.hf.rows import DecodeBucket, ExtendSpan, PassRows, causal_mask
+from pdserve.model.attention.paged_rows import DecodeBucket, ExtendSpan, PassRows, causal_mask
+
+
+class AttentionOptions(Protocol):
+    """What one attention call asks for. `scaling` multiplies the scores, and `softcap` bounds them; None: no bound.
+
+    `window`: tokens that a query sees, its own included; None: all earlier ones. `sinks` `[heads]`: logits that take
+    part in the softmax and have no value; None: there are none. `indices`: keys that each query may see (sparse
+    attention); None: all.
+    """
+
+    @property
+    def scaling(self) -> float:
+        """See the class."""
+        ...
+
+    @property
+    def window(self) -> int | None:
+        """See the class."""
+        ...
+
+    @property
+    def softcap(self) -> float | None:
+        """See the class."""
+        ...
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """See the class."""
+        ...
+
+    @property
+    def indices(self) -> Tensor | None:
+        """See the class."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,7 +70,7 @@ def attend_pages(
     query: Tensor,
     new_k: Tensor,
     new_v: Tensor,
-    call: AttentionCall,
+    call: AttentionOptions,
     rows: PassRows,
     k: PagedPlane,
     v: PagedPlane,
@@ -61,23 +95,23 @@ def attend_pages(
     return out
 
 
-def attend_rows(query: Tensor, call: AttentionCall, rows: PassRows) -> Tensor:
-    """Attend over the keys and values of `call`, `[1, heads, context tokens, width]`: the rows' contexts in turn."""
-    out = query.new_empty(query.shape[0], query.shape[1], call.value.shape[-1])
+def attend_rows(query: Tensor, key: Tensor, value: Tensor, call: AttentionOptions, rows: PassRows) -> Tensor:
+    """Attend over `key` and `value`, `[1, heads, context tokens, width]`: the rows' contexts in turn."""
+    out = query.new_empty(query.shape[0], query.shape[1], value.shape[-1])
     selected = None if call.indices is None else call.indices.flatten(0, 1).long()
     for row, first in enumerate(rows.context_starts):
         start, end, offset = int(rows.starts[row]), int(rows.ends[row]), int(rows.offsets[row])
         tokens, context = slice(offset, offset + end - start), slice(first, first + end)
-        keys, values = call.key[0, :, context], call.value[0, :, context]
+        keys, values = key[0, :, context], value[0, :, context]
         only = None
         if selected is not None:
-            only = torch.zeros(end - start, call.key.shape[2], dtype=torch.bool, device=query.device)
+            only = torch.zeros(end - start, key.shape[2], dtype=torch.bool, device=query.device)
             only = only.scatter_(1, selected[tokens], True)[:, context]
         out[tokens] = attend_span(query[tokens], keys, values, call, start, end, 0, only)
     return out
 
 
-def _decode(query: Tensor, bucket: DecodeBucket, k: PagedPlane, v: PagedPlane, call: AttentionCall) -> Tensor:
+def _decode(query: Tensor, bucket: DecodeBucket, k: PagedPlane, v: PagedPlane, call: AttentionOptions) -> Tensor:
     """Attend with one query a row, `[rows, heads, width]`."""
     num_rows, num_heads, _ = query.shape
     keys, values = (gather_bucket(plane, bucket) for plane in (k, v))
@@ -113,7 +147,7 @@ def attend_span(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    call: AttentionCall,
+    call: AttentionOptions,
     start: int,
     end: int,
     first: int,
@@ -142,7 +176,7 @@ def attend_span(
 
 
 def _attend(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, call: AttentionCall, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, call: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
     """Attention `[rows, heads, queries, width]` over `[rows, heads, keys, width]`.
 
@@ -154,7 +188,7 @@ def _attend(
 
 
 def attend_explicitly(
-    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, call: AttentionCall, sinks: Tensor | None
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor | None, call: AttentionOptions, sinks: Tensor | None
 ) -> Tensor:
     """Attention `[..., queries, width]` over `[..., keys, width]` by two products, with all options of `call`.
 

@@ -1,0 +1,50 @@
+// See latent.h. Each `run` does one thread's share of the work.
+#include "latent.h"
+
+#include <algorithm>
+
+namespace pdk {
+
+Weights HeadProduct::of_head(int64_t head) const {
+    const int64_t blocks = weights.blocks / heads, items = head * blocks * BLOCK;
+    const int64_t item_bytes = weights.format == Format::bf16 ? 2 : 1;
+    return {weights.format, blocks, weights.k, weights.data + items * weights.k * item_bytes,
+            weights.scale ? weights.scale + items : nullptr, nullptr};
+}
+
+// Threads share blocks of tokens of all heads, and each prepares its own inputs.
+void HeadProduct::run(Program& p, int thread) {
+    const int64_t tokens = p.step.tokens, count = pieces(p);
+    const int64_t in_width = p.buffers[in].width, out_width = p.buffers[out].width, wide = out_width / heads;
+    int64_t first, last;
+    p.share(heads * count, thread, first, last);
+    for (int64_t i = first; i < last; i++) {
+        const int64_t head = i / count, row = i % count * OWN_ROWS, rows = std::min(OWN_ROWS, tokens - row);
+        const Weights w = of_head(head);
+        const Operand x = p.own(w.format, w.k, thread);
+        p.kernels.prepare(p.floats(in) + row * in_width + head * stride, in_width, columns, nullptr, 0.0f, x, 0, rows);
+        const Output to{Store::write, p.floats(out) + row * out_width + head * wide, wide, out_width, {}};
+        p.kernels.linear(w, x, rows, 0, w.blocks, to, i + 1 < last ? Soon{of_head((i + 1) / count).data} : soon(p, thread));
+    }
+}
+
+Soon HeadProduct::first_read(Program& p, int thread) const {
+    const int64_t count = pieces(p);
+    int64_t first, last;
+    p.share(heads * count, thread, first, last);
+    return first == last ? soon(p, thread) : Soon{of_head(first / count).data};
+}
+
+void PlaceLatents::run(Program& p, int thread) {
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    const HeadGroup& g = *p.groups[group];
+    const pdk_heads& h = g.heads;
+    const int64_t rank = p.buffers[absorbed].width / h.heads, rope = h.dim - rank;
+    const Latents latents{p.floats(absorbed), p.floats(queries), p.floats(down), h.heads, rank,
+                          p.buffers[queries].width / h.heads - rope, rope, g.half, g.cos.as<float>(), g.sin.as<float>(),
+                          norm, eps, h.scale, pairs, p.q.as<bf16>()};
+    p.kernels.place_latents(latents, p.pages_of(group, layer), p.write_pages(group), p.step.write_slots, first, last);
+}
+
+}  // namespace pdk

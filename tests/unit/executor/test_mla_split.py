@@ -1,0 +1,135 @@
+"""Latent attention over real gloo ranks: heads split, latents on every rank, and one writer of them in a transfer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import ParallelConfig
+from pdserve.errors import ConfigError
+from pdserve.model.config import check_spec, kv_layout
+from pdserve.model.loader import read_spec
+from pdserve.model.parallel import SingleRank
+from pdserve.model.params import fingerprint_of
+from pdserve.transfer.plan import shard_flows
+from tests.share import rest_slow
+from tests.tiny import VOCAB_SIZE
+from tests.unit.executor import sharing_ranks
+from tests.unit.executor.gang import Gang
+from tests.unit.executor.hybrid_ranks import decode, outcome, prefill
+from tests.unit.executor.native_ranks import divergence
+from tests.unit.executor.native_ranks import outcome as kernel_outcome
+from tests.unit.model.native_kit import needs_kernels
+
+CASES = {
+    "tp2 x ep2": ("deepseek_v3", ParallelConfig(tp_size=2, ep_size=2)),
+    "tp4": ("deepseek_v2", ParallelConfig(tp_size=4)),
+    "pp2": ("deepseek_v3", ParallelConfig(pp_size=2)),
+    "tp2 x pp2": ("deepseek_v2", ParallelConfig(tp_size=2, pp_size=2)),
+    "tp2": ("deepseek_v3", ParallelConfig(tp_size=2)),
+    "tp2, index": ("deepseek_v32", ParallelConfig(tp_size=2)),
+    "pp2, shared index": ("glm_moe_dsa", ParallelConfig(pp_size=2)),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(CASES, keep=2))
+def test_a_split_model_computes_what_the_whole_one_does(
+    name: str, gang: Gang, family_checkpoint: Callable[[str], Path]
+) -> None:
+    family, split = CASES[name]
+    path = family_checkpoint(family)
+    shape = ParallelShape(tp_size=split.tp_size, pp_size=split.pp_size)
+    whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
+    ranks = gang.run(shape, outcome, path, VOCAB_SIZE, split)
+    layout = kv_layout(read_spec(path), 16, "float32")
+    for index, rank in enumerate(ranks):
+        assert rank.greedy == whole.greedy and rank.chunked == whole.greedy
+        assert {layer for layer, _ in rank.planes} == set(layout.layers_of(shape.coord(index)))
+        for key, values in rank.planes.items():
+            torch.testing.assert_close(values, whole.planes[key], atol=2e-4, rtol=1e-3, equal_nan=True)
+        assert rank.num_bytes < whole.num_bytes
+    assert fingerprint_of([rank.samples for rank in ranks]) == fingerprint_of([whole.samples])
+
+
+PAIRS = {
+    "tp 1 to 2": ("deepseek_v3", ParallelConfig(), ParallelConfig(tp_size=2)),
+    "tp 2 to 1": ("deepseek_v2", ParallelConfig(tp_size=2), ParallelConfig()),
+    "pp 2, tp 2 to tp 4": ("deepseek_v3", ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(tp_size=4)),
+    "tp 1 to 2, index": ("deepseek_v32", ParallelConfig(), ParallelConfig(tp_size=2)),
+    "tp 4 to pp 2": ("deepseek_v2", ParallelConfig(tp_size=4), ParallelConfig(pp_size=2)),
+}
+
+
+@pytest.mark.parametrize("name", rest_slow(PAIRS))
+def test_ranks_that_receive_latents_go_on_with_the_whole_models_tokens(
+    name: str, gang: Gang, family_checkpoint: Callable[[str], Path]
+) -> None:
+    """The copies are those of the transfer plan, into pools of NaN, at other pages."""
+    family, prefill_split, decode_split = PAIRS[name]
+    path = family_checkpoint(family)
+    whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
+    source, target = (
+        ParallelShape(tp_size=split.tp_size, pp_size=split.pp_size) for split in (prefill_split, decode_split)
+    )
+    ranks = gang.run(source, prefill, path, VOCAB_SIZE, prefill_split)
+    leader = next(rank for rank in ranks if rank.tokens)
+    ranks = [dataclasses.replace(rank, tokens=leader.tokens) for rank in ranks]
+    for tokens in gang.run(target, decode, path, VOCAB_SIZE, decode_split, source, ranks):
+        assert tokens == whole.greedy
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (4, 2), (2, 2)])
+def test_each_rank_gets_its_latents_from_one_rank(
+    sizes: tuple[int, int], family_checkpoint: Callable[[str], Path]
+) -> None:
+    source, target = (ParallelShape(tp_size=size) for size in sizes)
+    for group in kv_layout(read_spec(family_checkpoint("deepseek_v32")), 16, "float32").groups:
+        flows = shard_flows(group, source, target)
+        assert sorted(flow.destination_rank for flow in flows) == list(range(sizes[1]))
+
+
+@pytest.mark.parametrize("ep_size", rest_slow([2, 1]))
+def test_replicas_that_share_feed_forward_layers_compute_what_the_whole_model_does(
+    ep_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]
+) -> None:
+    """One replica begins idle, and the other ends so."""
+    path = family_checkpoint("deepseek_v3")
+    jobs = (sharing_ranks.Job((1, 40, 70)), sharing_ranks.Job((65, 3), chunk=33, idle_rounds=2))
+    wholes = [
+        sharing_ranks.outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig(), [job], overlap=False) for job in jobs
+    ]
+    flags = ParallelConfig(tp_size=2, dp_size=2, enable_dp_attention=True, ep_size=ep_size)
+    ranks = gang.run(ParallelShape(), sharing_ranks.outcome, path, VOCAB_SIZE, flags, jobs, False, num_sharing=2)
+    for rank, whole in zip(ranks, wholes, strict=True):
+        assert rank.greedy == whole.greedy
+
+
+@needs_kernels
+@pytest.mark.parametrize("tp_size", rest_slow([2, 4]))
+def test_the_kernels_of_split_ranks_agree(tp_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]) -> None:
+    path = family_checkpoint("deepseek_v3")
+    whole = kernel_outcome(SingleRank(), path, VOCAB_SIZE, "native")
+    ranks = gang.run(ParallelShape(tp_size=tp_size), kernel_outcome, path, VOCAB_SIZE, "native")
+    for rank in ranks:
+        assert rank.greedy == ranks[0].greedy
+        assert divergence(rank.logprobs, whole.logprobs) < 4e-3
+
+
+def test_a_stage_needs_the_index_of_its_layers(family_checkpoint: Callable[[str], Path]) -> None:
+    spec = read_spec(family_checkpoint("glm_moe_dsa"))
+    check_spec(spec, ParallelShape(pp_size=2), 1)
+    with pytest.raises(ConfigError, match="begins a stage with layer 1") as error:
+        check_spec(spec, ParallelShape(pp_size=3), 1)
+    assert error.value.field == "pp_size"
+
+
+def test_heads_that_do_not_divide_are_refused_by_name(family_checkpoint: Callable[[str], Path]) -> None:
+    spec = read_spec(family_checkpoint("deepseek_v3"))
+    with pytest.raises(ConfigError, match="4 attention heads") as error:
+        check_spec(spec, ParallelShape(tp_size=3), 1)
+    assert error.value.field == "tp_size"
