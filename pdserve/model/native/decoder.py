@@ -101,7 +101,7 @@ class NativeDecoder:
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
-        self._heads: dict[tuple[GroupPool, HeadShape, int], int] = {}
+        self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head = head
@@ -349,14 +349,14 @@ class NativeDecoder:
             of_embedding, its_eps = _norm_of(embedding_norm)
             program.linear(self._embeds, of_embeddings, qkv, norm=of_embedding, eps=its_eps)
         program.linear(self._x, weights.qkv, qkv, norm=weight, eps=eps, add=of_embeddings is not None)
-        norms: list[Tensor | None] = [_norm_of(each)[0] for each in (op.q_norm, op.k_norm)]
+        q_norm, k_norm = (_norm_of(each)[0] for each in (op.q_norm, op.k_norm))
         whole = op.whole_norms
         if whole is not None and self.parallel.coord.shape.tp_size == 1:
-            norms = [offset + each.float() if offset else each for each in whole.weights]
+            q_norm, k_norm = (offset + each.float() if offset else each for each in whole.weights)
         elif whole is not None:
             self._add_sync_point(partial(self._norm_heads, whole, qkv))
         eps = self._model.spec.rms_norm_eps
-        program.place(qkv, index, *norms, eps, whole=whole is not None, heads=heads)
+        program.place(qkv, index, q_norm, k_norm, eps, whole=whole is not None, heads=heads)
         self._kv_write_ends.append(program.num_ops)
         window, softcap = op.spec.window or 0, op.spec.softcap or 0.0
         program.attend(index, mixed, window=window, softcap=softcap, sinks=op.sinks, heads=heads)

@@ -1,4 +1,4 @@
-"""What the ranks of `test_native_executor.py` run. Imported by their processes."""
+"""What the ranks of tests of the CPU kernels run. Imported by their processes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pdserve.model.parallel import Parallel
 from tests.driver import Driver, random_prompt
 
 CpuKernels = Literal["native", "torch"]
+Dtype = Literal["bfloat16", "float32"]
 LENGTHS = (70, 3, 1, 40)
 
 
@@ -25,10 +26,17 @@ class Outcome:
     greedy: list[list[int]]
 
 
-def outcome(parallel: Parallel, path: Path, vocab_size: int, cpu_kernels: CpuKernels) -> Outcome:
+def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Kullback-Leibler divergence of `[n, vocab]`, the mean over rows."""
+    return float((wanted.exp() * (wanted - logprobs)).sum(-1).mean())
+
+
+def outcome(
+    parallel: Parallel, path: Path, vocab_size: int, cpu_kernels: CpuKernels, dtype: Dtype = "bfloat16"
+) -> Outcome:
     """Prompts at once, so that there are micro-batches; then in chunks beside rows that decode."""
     config = ServerConfig(
-        model=ModelConfig(model_path=str(path), dtype="bfloat16"),
+        model=ModelConfig(model_path=str(path), dtype=dtype),
         memory=MemoryConfig(page_size=16, max_total_tokens=2048),
         kernels=KernelConfig(device="cpu", cpu_threads=1, cpu_kernels=cpu_kernels),
     )

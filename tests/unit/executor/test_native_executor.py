@@ -39,7 +39,7 @@ from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_logits
 from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.native_ranks import LENGTHS, outcome
+from tests.unit.executor.native_ranks import LENGTHS, divergence, outcome
 from tests.unit.model.native_kit import needs_kernels
 
 CPU = torch.device("cpu")
@@ -57,11 +57,6 @@ def empty_native(path: Path, quantization: Literal["int8"] | None = None) -> tup
 def fill(decoder: Decoder, path: Path) -> None:
     """Load the weights."""
     fill_model(decoder, path, load_format="auto", seed=0)
-
-
-def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Kullback-Leibler divergence of `[n, vocab]`, the mean over rows."""
-    return float((wanted.exp() * (wanted - logprobs)).sum(-1).mean())
 
 
 @needs_kernels

@@ -9,7 +9,6 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import pytest
 import torch
@@ -24,8 +23,9 @@ from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
 from pdserve.model.rope import RopeSpec
 from tests.driver import Driver, build, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
-from tests.unit.executor.native_ranks import LENGTHS, Outcome, outcome
+from tests.unit.executor.native_ranks import divergence, outcome
 from tests.unit.executor.same_bits import Answer, answer
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
 
@@ -128,35 +128,16 @@ def path(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return write(tmp_path, request.param)
 
 
-def made(
-    path: Path, *, dtype: Literal["bfloat16", "float32"] = "bfloat16", page_size: int = 16, threads: int = 1
-) -> Driver:
-    """A driver; in bfloat16 of the kernels, else of torch."""
-    kernels: Literal["native", "torch"] = "native" if dtype == "bfloat16" else "torch"
-    return Driver(build(path, dtype=dtype, cpu_kernels=kernels, page_size=page_size, cpu_threads=threads, max_rows=40))
-
-
-def wanted(path: Path) -> torch.Tensor:
-    """Log probabilities of torch in float32, `[prompts, vocab]`."""
-    driver, found = made(path, dtype="float32"), torch.zeros(len(LENGTHS), VOCAB_SIZE)
-    for line, length in zip(found, LENGTHS, strict=True):
-        row = driver.open(random_prompt(length, VOCAB_SIZE), length + 1, top_logprobs=VOCAB_SIZE)
-        (token,) = driver.step((row, 0, length, True))
-        assert token is not None
-        for index, value in token.top:
-            line[index] = value
-        driver.close(row)
-    return found
-
-
-def divergence(found: Outcome, truth: torch.Tensor) -> float:
-    """Kullback-Leibler divergence, the mean over prompts."""
-    return float((truth.exp() * (truth - found.logprobs)).sum(-1).mean())
+def made(path: Path, *, page_size: int = 16, threads: int = 1) -> Driver:
+    """A driver of the kernels."""
+    return Driver(
+        build(path, dtype="bfloat16", cpu_kernels="native", page_size=page_size, cpu_threads=threads, max_rows=40)
+    )
 
 
 def test_logits_are_nearer_to_float32_than_torch_in_bfloat16(path: Path) -> None:
-    truth = wanted(path)
-    mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels) for kernels in ("native", "torch"))
+    truth = outcome(SingleRank(), path, VOCAB_SIZE, "torch", "float32").logprobs
+    mine, torchs = (outcome(SingleRank(), path, VOCAB_SIZE, kernels).logprobs for kernels in ("native", "torch"))
     assert divergence(mine, truth) < max(1e-3, 1.2 * divergence(torchs, truth))
     assert float(truth.exp().max()) > 0.02, "the model distinguishes tokens"
 
@@ -167,7 +148,7 @@ def test_any_company_chunk_page_size_and_thread_gives_the_same_bits(path: Path) 
     assert answer(made(path, page_size=5, threads=2), others=3, chunk=64).same_bits(alone)
 
 
-@pytest.mark.parametrize("level", LEVELS_HERE[1:])
+@pytest.mark.parametrize("level", rest_slow(LEVELS_HERE[:0:-1]))
 def test_every_level_gives_the_same_bits_however_it_runs(
     level: str, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from pdserve.model.attention.triton_pages import TritonAttention
 from pdserve.model.loader import read_spec
 from pdserve.protocol.logprobs import Logprobs
 from tests.driver import Driver, random_prompt
+from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, Family
 from tests.unit.executor.drafting import Request, by_single_steps
 from tests.unit.model.triton_kit import DEVICE
@@ -43,6 +44,14 @@ def test_tokens_are_torch_s(tiny_checkpoint: Callable[[Family], Path], family: F
     expected = Driver(built(checkpoint, TORCH, 16)).generate(PROMPTS, 2)
     driver = Driver(built(checkpoint, TRITON, page_size))
     assert driver.generate(PROMPTS, 2, chunk=8) == expected
+
+
+@pytest.mark.parametrize("name", rest_slow(["gemma2", "olmo3", "smollm3", "granite", "gemma3_text", "glm4"]))
+def test_tokens_of_families_with_options_are_torch_s(name: str, family_checkpoint: Callable[[str], Path]) -> None:
+    """Prompts that are longer than a window of 24, alone in chunks and beside rows that decode."""
+    checkpoint, prompts = family_checkpoint(name), [random_prompt(length, VOCAB_SIZE) for length in (3, 40)]
+    expected = Driver(built(checkpoint, TORCH, 16)).generate(prompts, 3)
+    assert Driver(built(checkpoint, TRITON, 16)).generate(prompts, 3, chunk=16) == expected
 
 
 def test_rows_with_drafts_attend_as_decode_steps_do(tiny_checkpoint: Callable[[Family], Path]) -> None:
