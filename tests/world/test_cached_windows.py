@@ -26,7 +26,7 @@ from tests.world.pressure import MAX_NEW, MAX_PROMPT, pressured
 from tests.world.workload import with_groups
 
 Patch = pytest.MonkeyPatch
-SEEDS_PER_CASE = 25
+SEEDS_PER_CASE = 20
 CASES = rest_slow(range(80), keep=1)
 MAX_SEEDS = 120
 

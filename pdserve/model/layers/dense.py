@@ -125,12 +125,12 @@ class WholeQKNorm:
     def __call__(self, qkv: Tensor) -> Tensor:
         """Return `[N, q and k and v]` with Q and K normalised in float32; keeps shape and dtype."""
         widths = [len(weight) for weight in self.weights]
-        q, k, v = qkv.split((*widths, qkv.shape[1] - sum(widths)), 1)
+        q, k, v = torch.split(qkv, [*widths, qkv.shape[1] - sum(widths)], 1)
         wide = (q.float(), k.float())
         # A head that several ranks hold counts once on each: the mean over ranks of the local means is exact.
         means = torch.cat([part.square().mean(1, keepdim=True) for part in wide], 1)
         means = self._parallel.all_reduce(means) / self._parallel.coord.shape.tp_size
-        scales = torch.rsqrt(means + self._eps).split(1, 1)
+        scales = torch.rsqrt(means + self._eps).chunk(2, 1)
         normed = (
             (part * scale * (self._offset + weight.float())).to(qkv.dtype)
             for part, scale, weight in zip(wide, scales, self.weights, strict=True)
