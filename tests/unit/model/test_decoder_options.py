@@ -24,7 +24,7 @@ FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
 
 
-@pytest.mark.parametrize("name", rest_slow(DENSE, keep=4))
+@pytest.mark.parametrize("name", rest_slow(DENSE, keep=3))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
