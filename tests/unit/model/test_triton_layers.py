@@ -90,7 +90,7 @@ def test_heads_are_finished_and_placed(
     """Queries come out, keys and values lie in their pages, nothing else is touched, and a page of -1 takes nothing."""
     tokens, page_tokens = 3, 4
     qkv = torch.randn(tokens, heads * (1 + has_gates) + 2 * kv_heads, dim, generator=torch.Generator().manual_seed(dim))
-    norms = [None, None]
+    norms: list[RMSNorm | None] = [None, None]
     if with_norm:
         norms = [RMSNorm(torch.linspace(a, 2, dim).to(DEVICE, dtype), 1e-6, FastKernels(), offset) for a in (0.5, 1.0)]
     cos: torch.Tensor | None = None
