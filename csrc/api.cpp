@@ -61,7 +61,8 @@ const Kernels* kernels_of(const std::string& level) {
 }
 
 Weights weights_of(const pdk_weights& w) {
-    return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias};
+    return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias,
+            w.group, w.mins != 0};
 }
 
 // Calls `make`; returns null when memory or threads run out.
@@ -114,6 +115,10 @@ void* pdk_arena_take(pdk_arena* arena, int64_t bytes) {
 void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from, int64_t rows,
                      int64_t inputs, int64_t stride, const float* bias) {
     put_rows(weights_of(*w), block, part, parts, static_cast<const bf16*>(from), rows, inputs, stride, bias);
+}
+void pdk_weights_put_values(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const uint8_t* values,
+                            const float* scale, const float* mins, int64_t rows, int64_t inputs, const float* bias) {
+    put_values(weights_of(*w), block, part, parts, {values, scale, mins}, rows, inputs, bias);
 }
 
 pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {

@@ -32,7 +32,7 @@ void Angles::run(Program& p, int thread) {
 void Product::run(Program& p, int thread) {
     const int64_t rows = p.count(of_samples);
     if (rows == 0) return;
-    const Format format = weights.format;
+    const Format format = input_format(weights.format);
     const int64_t k = weights.k;
     Operand x = p.gated(format, k);
     if (source.buffer >= 0) {

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 13
+#define PDK_VERSION 14
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -79,11 +79,16 @@ typedef struct {
 
 /* A packed linear layer of `blocks` * 32 outputs, in the caller's memory. format 0: bf16 [blocks][k / 2][32][2], where
    k is the number of inputs padded to a multiple of 32. format 1: int8 [blocks][k / 4][32][4], with 128 added, and a
-   scale per output. bias: one per output, or NULL. */
+   scale per output. format 2: values of 4 bits, bytes [blocks][k / 4][16][4], with output j of a block in the low and
+   output j + 16 in the high bits. format 3: values of 8 bits, laid out as format 1. Formats 2 and 3 have a scale per
+   output and `group` inputs, a multiple of 32: `scale` is [blocks][groups][32], and a weight is scale * (value - 8), or
+   - 128 in format 3. With `mins` 1 it is [blocks][groups][2][32], and a weight is the first * value + the second. bias:
+   one per output, or NULL. */
 typedef struct {
     int64_t format, blocks, inputs;
     void* data;
     float *scale, *bias;
+    int64_t group, mins;
 } pdk_weights;
 
 /* How a token is sampled: greedily, or by inverting the distribution at `point` in [0, 1). No filter: top_k at least
@@ -128,6 +133,11 @@ PDK_API void* pdk_arena_take(pdk_arena* arena, int64_t bytes);
    to `part`. Outputs without a row keep their values: 0, or 128 for int8. */
 PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from,
                              int64_t rows, int64_t inputs, int64_t stride, const float* bias);
+/* The same for weights of formats 1, 2 and 3 that are values already, bytes [rows][inputs], with `scale` and `mins`
+   [rows][groups], or NULL without mins. In format 1 there is one group. */
+PDK_API void pdk_weights_put_values(const pdk_weights* w, int64_t block, int64_t part, int64_t parts,
+                                    const uint8_t* values, const float* scale, const float* mins, int64_t rows,
+                                    int64_t inputs, const float* bias);
 
 /* `cpus`: the core of each thread except the caller's, or NULL to leave threads unpinned. */
 PDK_API pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus);

@@ -28,6 +28,7 @@ from pdserve.model.layer_spec import (
     Operation,
     WeightNames,
 )
+from pdserve.model.quantization.config import read_quantization
 from pdserve.model.rope import RopeSpec, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -313,9 +314,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModelError(f"{where}: hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("quantization_config"):
-        method = read_mapping(config, "quantization_config", where).get("quant_method")
-        raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
+    read_quantization(config, where)
 
 
 def read_dtype(config: Mapping[str, Any], where: str) -> str | None:

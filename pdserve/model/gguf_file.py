@@ -21,6 +21,8 @@ from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families import FAMILIES
 from pdserve.model.fields import read_number
 from pdserve.model.file_headers import ARCHITECTURES, unsupported
+from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
+from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, quantize
 from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:
@@ -168,6 +170,35 @@ class GgufSource:
         return whole if part is None else whole[part]
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedGgufSource(GgufSource):
+    """A matrix of a type in `gguf_blocks.FORMATS`. Implements `params.QuantizedSource` too."""
+
+    @property
+    def format(self) -> GroupFormat:
+        """See `QuantizedSource.format`."""
+        return FORMATS[self.tensor.tensor_type.name]
+
+    @property
+    def is_exact(self) -> bool:
+        """See `QuantizedSource.is_exact`."""
+        return self.tensor.tensor_type.name not in ROUNDED
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        """See `QuantizedSource.read_quantized`. Weights of the types `gguf_blocks.ROUNDED` are rounded."""
+        rows, columns = part or tuple(slice(0, size) for size in self.shape)
+        kind, index = self.tensor.tensor_type.name, torch.arange(rows.start, rows.stop)
+        if kind in ROUNDED:
+            return quantize(self.read((rows, columns)), self.format)
+        if self.num_heads is not None:
+            index = torch.from_numpy(_unpermute(np.arange(self.shape[0]), self.num_heads))[index]
+        read = decode(self.tensor.data[index.numpy()], kind)
+        groups = slice(columns.start // self.format.group, -(-columns.stop // self.format.group))
+        mins = None if read.mins is None else read.mins[:, groups]
+        group_of = read.group_of[columns] - groups.start
+        return QuantizedWeight(read.values[:, columns], read.scale[:, groups], mins, group_of, read.bits)
+
+
 def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
     """Yield every parameter unread. `reader` as in `read_spec`. Raises ModelError for unknown tensors."""
     heads, is_reordered = spec.attentions[0], FAMILIES[spec.architectures[0]].gguf_rotates_pairs
@@ -178,7 +209,8 @@ def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
         num_heads = None
         if is_reordered and ("q_proj" in name or "k_proj" in name):
             num_heads = heads.num_heads if "q_proj" in name else heads.num_kv_heads
-        yield GgufSource(path, name, tensor, num_heads)
+        is_kept = len(tensor.shape) == 2 and tensor.tensor_type.name in FORMATS
+        yield (QuantizedGgufSource if is_kept else GgufSource)(path, name, tensor, num_heads)
 
 
 def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -200,7 +232,7 @@ def hf_name(name: str, path: Path) -> str:
     return TOP_NAMES[name]
 
 
-def _unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Undo llama.cpp's row reordering, which turns HF's half-split rotation into a pairwise one."""
     half = values.shape[0] // num_heads // 2
     return values.reshape(num_heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

@@ -9,13 +9,14 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
+from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
@@ -43,6 +44,25 @@ class TensorSource(Protocol):
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         """Read `part`, one slice per dimension; the whole tensor for None."""
+        ...
+
+
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A tensor of a checkpoint that can be read without being dequantized."""
+
+    @property
+    def format(self) -> GroupFormat:
+        """The format that holds what `read_quantized` returns."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `read_quantized` returns the values of `read`; otherwise it rounds them."""
+        ...
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        """Read `part`, as `read` does."""
         ...
 
 
@@ -146,6 +166,8 @@ class ParamSlots:
         self._waiting: list[_Waiting] = []
         self._samples: WeightSamples = {}
         self._repacked_bytes = 0
+        self._quantized: dict[str, QuantizedWeight | None] = {}
+        """Parameters that are kept as the checkpoint has them, too; None: not filled yet."""
 
     @property
     def device(self) -> torch.device:
@@ -206,9 +228,7 @@ class ParamSlots:
 
     def fill(self, name: str, source: TensorSource) -> None:
         """Copy the held part of parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
-        for old, new in self._renamed:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
+        name = self.renamed(name)
         if name in self._divided:
             shape, pieces = self._divided[name]
             if source.shape != shape:
@@ -226,9 +246,40 @@ class ParamSlots:
         param = self._params[name]
         if source.shape != param.shape:
             raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
-        if slot.numel():
+        if name in self._quantized and isinstance(source, QuantizedSource):
+            self._quantized[name] = quantized = source.read_quantized(param.part)
+            slot.copy_(quantized.dequantized() if source.is_exact else source.read(param.part))
+        elif slot.numel():
             slot.copy_(source.read(param.part))
         self._given(name)
+
+    def params_in(self, whole: Tensor) -> list[Param]:
+        """Return the parameters in `whole`, from `stacked`, in order."""
+        return [self._params[name] for name in self._names_in(whole)]
+
+    def renamed(self, name: str) -> str:
+        """Return the parameter that the checkpoint calls `name`; see `rename_under`."""
+        for old, new in self._renamed:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        return name
+
+    def keep_quantized(self, whole: Tensor) -> None:
+        """Keep the parameters in `whole`, from `stacked`, as `QuantizedSource` has them beside their values."""
+        self._quantized |= dict.fromkeys(self._names_in(whole))
+
+    def take_quantized(self, whole: Tensor) -> list[QuantizedWeight]:
+        """Return, in order, what `keep_quantized` kept, and keep it no longer. The parameters are filled.
+
+        Raises:
+            ModelError: the checkpoint has one of them in another form than its headers said.
+        """
+        names = self._names_in(whole)
+        found = [self._quantized.pop(name) for name in names]
+        kept = [weight for weight in found if weight is not None]
+        if len(kept) < len(found):
+            raise ModelError(f"the checkpoint has {names[found.index(None)]} twice, once without quantization")
+        return kept
 
     def when_given(self, wholes: Iterable[Tensor], action: Callable[[], None]) -> None:
         """Run `action` once all parameters in `wholes`, from `stacked`, are filled; at once if they already are."""

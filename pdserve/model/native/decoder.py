@@ -56,6 +56,7 @@ from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
+from pdserve.model.quantization.grouped import GroupFormat
 
 FEW_SAMPLES = 16
 """Up to this many samples the program computes the argmax in every step, requested or not: the logits are still in the
@@ -100,7 +101,7 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer. `head` replaces the model's own, see `beside`.
+    of each layer. `head` replaces the model's own, see `beside`. `formats`: see `Packer`.
     """
 
     def __init__(
@@ -111,9 +112,10 @@ class NativeDecoder:
         format: Format,
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
         head: Packed | None = None,
+        formats: Mapping[str, GroupFormat] | None = None,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
-        self._packer = packer = Packer(Arena(), format, model.params, packing)
+        self._packer = packer = Packer(Arena(), format, model.params, packing, formats or {})
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
@@ -130,7 +132,9 @@ class NativeDecoder:
         self._head = head
         if head is None and model.head is not None:
             keeps = model.embedding is not None and model.embedding.weight is model.head.weight
-            self._head = packer.linear(model.head, keeps=keeps)
+            default: Format = "int8" if isinstance(format, GroupFormat) else format
+            kind = packer.format_of(model.head.weight, default=default)
+            self._head = packer.linear(model.head, keeps=keeps, format=kind)
 
     @property
     def spec(self) -> ModelSpec:

@@ -15,16 +15,20 @@ from pdserve.model import gguf_file
 from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
+from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny
+from tests.unit.model.native_kit import needs_kernels
 
 _TO_GGUF = {value: key for key, value in gguf_file.LAYER_NAMES.items()}
 _TOP_TO_GGUF = {value: key for key, value in gguf_file.TOP_NAMES.items()}
 
 
-def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None) -> Path:
-    """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer."""
+def write_gguf(
+    checkpoint: Path, target: Path, arch: str, divisors: list[float] | None = None, kind: str | None = None
+) -> Path:
+    """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer. `kind`: the type of matrices."""
     spec = read_spec(checkpoint)
     attention, mlp = spec.layers[0].operations
     assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
@@ -47,7 +51,11 @@ def write_gguf(checkpoint: Path, target: Path, arch: str, divisors: list[float] 
             heads = attention.num_heads if "q_proj" in name else attention.num_kv_heads
             pairs = values.reshape(heads, 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
-        writer.add_tensor(_gguf_name(name), values)
+        if kind is None or values.ndim == 1:
+            writer.add_tensor(_gguf_name(name), values)
+        else:
+            quantization = gguf.GGMLQuantizationType[kind]
+            writer.add_tensor(_gguf_name(name), gguf.quantize(values, quantization), raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -84,6 +92,34 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
     path = write_gguf(plain, tmp_path / "tiny.gguf", "llama", divisors)
     prompt = random_prompt(120, VOCAB_SIZE)
     assert Driver(build(path)).generate([prompt], 5) == [reference_greedy(model, prompt, 5)]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind not in ROUNDED])
+def test_blocks_are_what_the_gguf_package_dequantizes(kind: str) -> None:
+    """On random bytes, except for the scales, which are finite."""
+    quantization = gguf.GGMLQuantizationType[kind]
+    _, num_bytes = gguf.GGML_QUANT_SIZES[quantization]
+    data = np.random.default_rng(0).integers(0, 256, (6, 3 * num_bytes), dtype=np.uint8)
+    for block in data.reshape(-1, num_bytes):
+        block[:4] = np.array([0.02, 0.5], dtype=np.float16).view(np.uint8)  # a scale, then another or values
+    found = decode(data, kind)
+    assert found.bits == FORMATS[kind].bits
+    wanted = torch.from_numpy(gguf.dequantize(data, quantization))
+    torch.testing.assert_close(found.dequantized(), wanted, rtol=1e-6, atol=1e-6)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_quantized_gguf_file_stays_packed(family: Family, kind: str, tmp_path: Path) -> None:
+    checkpoint = make_tiny(family, tmp_path / "hf")
+    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", family, kind=kind)
+    packed, sixteen = build(path), build(path, quantization="bf16")
+    assert packed.dtype == "bfloat16"
+    assert packed.executor.weights_fingerprint == sixteen.executor.weights_fingerprint
+    assert packed.executor.weight_bytes < sixteen.executor.weight_bytes
+    prompt = random_prompt(40, VOCAB_SIZE)
+    assert Driver(packed).generate([prompt], 1) == Driver(sixteen).generate([prompt], 1)
 
 
 @pytest.mark.slow
