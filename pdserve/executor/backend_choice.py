@@ -221,7 +221,7 @@ def make_native(
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     ops.use(threads, level)
-    known = {model.params.renamed(name): form for name, form in (formats or {}).items()}
+    known = {own: form for name, form in (formats or {}).items() for own in model.params.names_of(name)}
     native = NativeDecoder(model, threads, level, _FORMATS[config.quantization], packing, formats=known)
     _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     return native

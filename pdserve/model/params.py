@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight
+from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, concatenated
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
@@ -125,18 +125,42 @@ class _PieceSource:
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         piece = self.piece
+        lead = () if piece.index is None else (slice(piece.index, piece.index + 1),)
+        found = [self.whole.read((*lead, *each)) for each in self.parts(part)]
+        rows = found[0] if len(found) == 1 else torch.cat(found, len(lead))
+        return rows if piece.index is None else rows[0]
+
+    def parts(self, part: tuple[slice, ...] | None) -> list[tuple[slice, ...]]:
+        """Return the parts of the whole that are `part` of the piece, without the dimension of `ParamPiece.index`."""
+        piece = self.piece
         asked, *rest = part or [slice(0, size) for size in piece.shape]
         block = piece.block or piece.shape[0]
-        lead = () if piece.index is None else (slice(piece.index, piece.index + 1),)
         found, row = [], asked.start
         while row < asked.stop:
             number, within = divmod(row, block)
             count = min(block - within, asked.stop - row)
             start = piece.first + number * piece.stride + within
-            found.append(self.whole.read((*lead, slice(start, start + count), *rest)))
+            found.append((slice(start, start + count), *rest))
             row += count
-        rows = found[0] if len(found) == 1 else torch.cat(found, len(lead))
-        return rows if piece.index is None else rows[0]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizedPieceSource(_PieceSource):
+    """Implements `QuantizedSource` for a piece of a matrix."""
+
+    whole: QuantizedSource
+
+    @property
+    def format(self) -> GroupFormat:
+        return self.whole.format
+
+    @property
+    def is_exact(self) -> bool:
+        return self.whole.is_exact
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        return concatenated([self.whole.read_quantized(each) for each in self.parts(part)])
 
 
 @dataclasses.dataclass
@@ -228,13 +252,14 @@ class ParamSlots:
 
     def fill(self, name: str, source: TensorSource) -> None:
         """Copy the held part of parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
-        name = self.renamed(name)
+        name = self._rename(name)
         if name in self._divided:
             shape, pieces = self._divided[name]
             if source.shape != shape:
                 raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
             for piece in pieces:
-                self.fill(piece.name, _PieceSource(source, piece))
+                is_kept = isinstance(source, QuantizedSource) and piece.index is None
+                self.fill(piece.name, (_QuantizedPieceSource if is_kept else _PieceSource)(source, piece))
             return
         slot = self._slots.get(name)
         if slot is None:
@@ -257,12 +282,10 @@ class ParamSlots:
         """Return the parameters in `whole`, from `stacked`, in order."""
         return [self._params[name] for name in self._names_in(whole)]
 
-    def renamed(self, name: str) -> str:
-        """Return the parameter that the checkpoint calls `name`; see `rename_under`."""
-        for old, new in self._renamed:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
-        return name
+    def names_of(self, name: str) -> list[str]:
+        """Return the parameters that the checkpoint's tensor `name` has; see `rename_under` and `divide`."""
+        name = self._rename(name)
+        return [piece.name for piece in self._divided[name][1]] if name in self._divided else [name]
 
     def keep_quantized(self, whole: Tensor) -> None:
         """Keep the parameters in `whole`, from `stacked`, as `QuantizedSource` has them beside their values."""
@@ -347,6 +370,12 @@ class ParamSlots:
         """Names of the parameters that are stored in `whole`."""
         memory = whole.untyped_storage().data_ptr()
         return [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
+
+    def _rename(self, name: str) -> str:
+        for old, new in self._renamed:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        return name
 
     def _given(self, name: str) -> None:
         """Mark a parameter as filled and run the actions that waited for it."""

@@ -69,9 +69,10 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         _require(fields, "checkpoint_format", ("gptq", "gptq_v2"), where, default="gptq")
         if fields.get("dynamic"):
             raise ModelError(f"{where}: dynamic (GPTQ settings by layer) is not supported")
-        less_one = fields.get("checkpoint_format", "gptq") == "gptq"
+        less_one = str(fields.get("checkpoint_format") or "gptq").lower() == "gptq"
+        bits = int(fields["bits"])
         reorders, symmetric = bool(fields.get("desc_act", False)), bool(fields.get("sym", True))
-        return _for_all("gptq", Gptq(fields["bits"], _group(fields, where), symmetric, reorders, less_one), ignored)
+        return _for_all("gptq", Gptq(bits, _group(fields, where), symmetric, reorders, less_one), ignored)
     if name == "mxfp4":
         return _for_all("mxfp4", Mxfp4(), ignored)
     raise ModelError(f"{where}: quant_method {name!r} is not supported; supported: {', '.join(METHODS)}")
@@ -115,16 +116,15 @@ def _weights_method(weights: Mapping[str, Any], form: str, where: str) -> QuantM
     if form == "float-quantized" or strategy == "block":
         raise ModelError(f"{where}: {form} integers with strategy {strategy!r} are not supported")
     group = _group(weights, where) if strategy == "group" else None
-    return Grouped(
-        weights["num_bits"], group, is_packed, bool(weights.get("symmetric", True)), weights.get("actorder") == "group"
-    )
+    is_symmetric = weights.get("symmetric", True) is not False
+    return Grouped(int(weights["num_bits"]), group, is_packed, is_symmetric, weights.get("actorder") == "group")
 
 
 def _require(
     fields: Mapping[str, Any], key: str, values: tuple[object, ...], where: str, default: object = None
 ) -> None:
     """Raise ModelError unless the field `key` has one of `values`."""
-    value = fields.get(key, default)
+    value = default if fields.get(key) is None else fields[key]
     if isinstance(value, str):
         value = value.lower()
     if value not in values:

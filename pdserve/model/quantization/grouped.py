@@ -82,12 +82,17 @@ def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
 
 def stacked(weights: Sequence[QuantizedWeight], format: GroupFormat) -> QuantizedWeight:
     """Return the outputs of all `weights`, one after the other, in `format`."""
-    same = [weight.to(format) for weight in weights]
-    if len(same) == 1:
-        return same[0]
-    mins = torch.cat([weight.mins for weight in same if weight.mins is not None]) if format.has_mins else None
-    values, scale = (torch.cat([getattr(weight, name) for weight in same]) for name in ("values", "scale"))
-    return QuantizedWeight(values, scale, mins, same[0].group_of, format.bits)
+    return concatenated([weight.to(format) for weight in weights])
+
+
+def concatenated(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Return the outputs of all `weights`, which have the same groups and bits, one after the other."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    mins = [weight.mins for weight in weights if weight.mins is not None]
+    values, scale = torch.cat([each.values for each in weights]), torch.cat([each.scale for each in weights])
+    return dataclasses.replace(first, values=values, scale=scale, mins=torch.cat(mins) if mins else None)
 
 
 def within(format: GroupFormat, inputs: range) -> GroupFormat | None:

@@ -1,4 +1,4 @@
-"""Models with quantized weights in the CPU kernels come near to their dequantized weights, on one rank or several.
+"""Models with quantized weights in the CPU kernels come near to their dequantized weights, on one rank or several."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model.loader import quantization_of, quantized_formats, read_spec
-from pdserve.model.params import QuantizedSource, TensorSource
+from pdserve.model.params import Param, ParamPiece, ParamSlots, QuantizedSource, TensorSource
 from pdserve.model.quantization.config import read_quantization
 from pdserve.model.quantization.grouped import (
     GroupFormat,
@@ -210,6 +210,28 @@ def test_layers_that_are_not_quantized_are_read_plainly(tmp_path: Path) -> None:
     save_file(tensors, file_path)
     built = build(tmp_path / "quantized")
     assert len(Driver(built).generate([PROMPT], 2)[0]) == 2
+
+
+def test_parts_of_one_quantized_tensor_are_parameters_of_their_own() -> None:
+    """As in checkpoints that have queries, keys and values in one tensor, whose rows belong to several parameters."""
+    weight = torch.randn(24, 96)
+    tensors, _ = SCHEMES["awq"].write(weight.numpy())
+    quantization = read_quantization({"quantization_config": SCHEMES["awq"].config}, "config")
+    assert quantization is not None
+    sources = {f"attn.qkv_proj{end}": InMemory(tensor) for end, tensor in tensors.items()}
+    ((name, source),) = QuantizedLayers(sources, quantization).of_model(sources.items(), sources.__getitem__)
+    params = ParamSlots(torch.float32, torch.device("cpu"))
+    pieces = [ParamPiece("q.weight", (16, 96)), ParamPiece("k.weight", (8, 96), first=16)]
+    wholes = [
+        params.stacked(Param("q.weight", (16, 96), 1, range(32, 96)), Param("k.weight", (8, 96), 1, range(32, 96)))
+    ]
+    params.divide(name, (24, 96), pieces)
+    assert params.names_of(name) == ["q.weight", "k.weight"]
+    params.keep_quantized(wholes[0])
+    params.fill(name, source)
+    assert torch.equal(wholes[0], source.read(None)[:, 32:])
+    kept = stacked(params.take_quantized(wholes[0]), GroupFormat(4, 32, has_mins=True))
+    assert torch.equal(kept.dequantized(), wholes[0])
 
 
 @pytest.mark.parametrize(
