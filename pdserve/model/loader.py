@@ -29,7 +29,7 @@ from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 from pdserve.model.quantization.config import Quantization, read_quantization
 from pdserve.model.quantization.grouped import GroupFormat
-from pdserve.model.quantization.sources import QuantizedLayers
+from pdserve.model.quantization.layers import QuantizedLayers
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that were read, and the bytes of all files."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from pdserve.errors import ModelError
 from pdserve.model.fields import read_mapping, read_texts
-from pdserve.model.quantization.methods import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
+from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 
 METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
 """Values of `quant_method` that are read."""

@@ -27,7 +27,7 @@ from pdserve.model.quantization.grouped import (
     stacked,
     within,
 )
-from pdserve.model.quantization.sources import QuantizedLayers
+from pdserve.model.quantization.layers import QuantizedLayers
 from tests.driver import Driver, build, random_prompt
 from tests.quantized import SCHEMES, edit_config, is_quantized, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny

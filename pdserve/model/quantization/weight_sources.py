@@ -1,8 +1,8 @@
-"""How checkpoints store the weight of one linear layer: FP8, int8, AWQ, GPTQ, compressed-tensors and MXFP4.
+"""Reads the weight of one linear layer from the tensors of its `QuantMethod`.
 
-A `QuantMethod` names the tensors of a layer and makes one `TensorSource` of them, which reads the weight dequantized.
-The source of a format that the CPU kernels can keep implements `QuantizedSource` too. Any part of a weight can be read:
-the groups and words that it touches are read whole, and cut afterwards.
+`weight_source` makes one `TensorSource` of them, which reads the weight dequantized. The source of a format that the
+CPU kernels can keep implements `QuantizedSource` too. Any part of a weight can be read: the groups and words that it
+touches are read whole, and cut afterwards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.params import TensorSource
 from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, power_of_two, whole_row
+from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 from pdserve.model.quantization.unpack import (
     AWQ_ORDER,
     WORD_BITS,
@@ -34,61 +34,87 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_BLOCK, _E8M0_BIAS = 32, 127
 
 
-class QuantMethod(Protocol):
-    """How the weight of a layer is stored. The names of its tensors are that of the layer, and one of these endings."""
-
-    @property
-    def main(self) -> str:
-        """Ending of the tensor that has the values."""
-        ...
-
-    @property
-    def scales(self) -> tuple[str, ...]:
-        """Endings of tensors that have scales. The weight is quantized if the checkpoint has one of them."""
-        ...
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """Endings of all other tensors of a layer, those that are not used included."""
-        ...
-
-    @property
-    def weight(self) -> str:
-        """Ending of the name of the weight itself."""
-        ...
-
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """Return the weight. `name` is for messages. Raises ModelError when the shapes do not fit."""
-        ...
+def weight_source(method: QuantMethod, name: str, parts: Parts) -> TensorSource:
+    """Return the weight of the layer `name`. Raises ModelError when the shapes of its tensors do not fit."""
+    if isinstance(method, Float8):
+        return _float8(method, name, parts)
+    if isinstance(method, Grouped):
+        return _grouped(method, name, parts)
+    if isinstance(method, Gptq):
+        return _gptq(method, name, parts)
+    if isinstance(method, Awq):
+        return _awq(method, name, parts)
+    assert isinstance(method, Mxfp4), method
+    return _mxfp4(method, name, parts)
 
 
-@dataclasses.dataclass(frozen=True)
-class Float8:
-    """`weight` in 8-bit floats, with one scale, one for each output, or one for each block of outputs and inputs.
+def _float8(method: Float8, name: str, parts: Parts) -> TensorSource:
+    values, scale = parts[method.main], next(parts[end] for end in method.scales if end in parts)
+    if len(values.shape) != 2:
+        raise ModelError(f"tensor {name}{method.main} is {list(values.shape)}, expected a matrix")
+    num_out, num_in = values.shape
+    block = (num_out, num_in)
+    if math.prod(scale.shape) != 1:
+        block = (1, num_in) if scale.shape in ((num_out,), (num_out, 1)) else method.block or block
+    wanted = tuple(-(-size // unit) for size, unit in zip(values.shape, block, strict=True))
+    fits = math.prod(scale.shape) == 1 if block == values.shape else scale.shape in (wanted, wanted[:1])
+    if not fits:
+        raise ModelError(f"the scale of {name} is {list(scale.shape)}, expected {list(wanted)}")
+    return _Float8Source(values, scale, block)
 
-    `block` is the size of a block; None: the checkpoint has no blocks.
-    """
 
-    block: tuple[int, int] | None = None
-    main: str = ".weight"
-    scales: tuple[str, ...] = (".weight_scale_inv", ".weight_scale")
-    others: tuple[str, ...] = (".input_scale", ".activation_scale", ".weight_scale_ub")
-    weight: str = ".weight"
+def _grouped(method: Grouped, name: str, parts: Parts) -> TensorSource:
+    values, scale = parts[method.main], parts[method.scales[0]]
+    shape = values.shape
+    if method.is_packed:
+        stated = parts[".weight_shape"].read(None).tolist() if ".weight_shape" in parts else None
+        shape = (shape[0], shape[1] * WORD_BITS // method.bits) if stated is None else tuple(map(int, stated))
+    groups = -(-shape[1] // (method.group or shape[1]))
+    shapes = ((shape[0],), (1,), (1, 1), ()) if groups == 1 else ()
+    _check(name + method.scales[0], scale, ((shape[0], groups), *shapes))
+    index = parts.get(".weight_g_idx")
+    zero = None if method.is_symmetric else _part(name, parts, ".weight_zero_point")
+    made = _GroupedSource(shape, values, scale, zero, index, method)
+    kept = _format(method.bits, method.group, shape, method.is_symmetric, method.reorders)
+    return made if kept else _Dequantized(made)
 
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """See `QuantMethod.source`."""
-        values, scale = parts[self.main], next(parts[end] for end in self.scales if end in parts)
-        if len(values.shape) != 2:
-            raise ModelError(f"tensor {name}{self.main} is {list(values.shape)}, expected a matrix")
-        num_out, num_in = values.shape
-        block = (num_out, num_in)
-        if math.prod(scale.shape) != 1:
-            block = (1, num_in) if scale.shape in ((num_out,), (num_out, 1)) else self.block or block
-        wanted = tuple(-(-size // unit) for size, unit in zip(values.shape, block, strict=True))
-        fits = math.prod(scale.shape) == 1 if block == values.shape else scale.shape in (wanted, wanted[:1])
-        if not fits:
-            raise ModelError(f"the scale of {name} is {list(scale.shape)}, expected {list(wanted)}")
-        return _Float8Source(values, scale, block)
+
+def _gptq(method: Gptq, name: str, parts: Parts) -> TensorSource:
+    per_word = WORD_BITS // method.bits
+    values, scale, zeros = parts[method.main], parts[method.scales[0]], _part(name, parts, ".qzeros")
+    num_in, num_out = values.shape[0] * per_word, values.shape[1]
+    groups = -(-num_in // (method.group or num_in))
+    _check(f"{name}.scales", scale, ((groups, num_out),))
+    _check(f"{name}.qzeros", zeros, ((groups, num_out // per_word),))
+    index = _part(name, parts, ".g_idx") if method.reorders else None
+    made = _WordSource(
+        name, (num_out, num_in), values, scale, zeros, index, method.bits, method.group or num_in,
+        packs_inputs=True, order=None, zero_offset=int(method.stores_zero_less_one), is_symmetric=method.is_symmetric,
+    )  # fmt: skip
+    kept = _format(method.bits, method.group, made.shape, method.is_symmetric, method.reorders)
+    return made if kept else _Dequantized(made)
+
+
+def _awq(method: Awq, name: str, parts: Parts) -> TensorSource:
+    values, scale, zeros = parts[method.main], parts[method.scales[0]], _part(name, parts, ".qzeros")
+    num_in, words = values.shape
+    num_out = words * 8
+    groups = -(-num_in // (method.group or num_in))
+    _check(f"{name}.scales", scale, ((groups, num_out),))
+    _check(f"{name}.qzeros", zeros, ((groups, words),))
+    made = _WordSource(
+        name, (num_out, num_in), values, scale, zeros, None, 4, method.group or num_in,
+        packs_inputs=False, order=AWQ_ORDER, zero_offset=0, is_symmetric=False,
+    )  # fmt: skip
+    return made if _format(4, method.group, made.shape, False, False) else _Dequantized(made)
+
+
+def _mxfp4(method: Mxfp4, name: str, parts: Parts) -> TensorSource:
+    values, scale = parts[method.main], parts[method.scales[0]]
+    if len(values.shape) != 4 or values.shape[3] != _MX_BLOCK // 2:
+        raise ModelError(f"tensor {name}_blocks is {list(values.shape)}, expected [experts, outputs, blocks, 16]")
+    _check(f"{name}_scales", scale, (values.shape[:3],))
+    return _Mxfp4Source(values, scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,43 +135,6 @@ class _Float8Source:
         for dim in (0, 1):
             scale = scale.index_select(dim, torch.arange(cut[dim].start, cut[dim].stop) // self.block[dim])
         return self.values.read(part).float() * scale
-
-
-@dataclasses.dataclass(frozen=True)
-class Grouped:
-    """Integers of `bits` bits with a scale per output and group of inputs, of compressed-tensors.
-
-    `group` is the number of inputs of a group; None: all. Values are packed into 32-bit words with `is_packed`, and
-    int8 otherwise. `is_symmetric`: there are no zero points. `reorders`: inputs of a group are not neighbours.
-    """
-
-    bits: int
-    group: int | None
-    is_packed: bool
-    is_symmetric: bool
-    reorders: bool = False
-    scales: tuple[str, ...] = (".weight_scale",)
-    others: tuple[str, ...] = (".weight_zero_point", ".weight_g_idx", ".weight_shape", ".input_scale")
-    weight: str = ".weight"
-
-    @property
-    def main(self) -> str:
-        """See `QuantMethod.main`."""
-        return ".weight_packed" if self.is_packed else ".weight"
-
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """See `QuantMethod.source`."""
-        values, scale = parts[self.main], parts[self.scales[0]]
-        shape = values.shape
-        if self.is_packed:
-            stated = parts[".weight_shape"].read(None).tolist() if ".weight_shape" in parts else None
-            shape = (shape[0], shape[1] * WORD_BITS // self.bits) if stated is None else tuple(map(int, stated))
-        groups = -(-shape[1] // (self.group or shape[1]))
-        shapes = ((shape[0],), (1,), (1, 1), ()) if groups == 1 else ()
-        _check(name + self.scales[0], scale, ((shape[0], groups), *shapes))
-        index = parts.get(".weight_g_idx")
-        made = _GroupedSource(shape, values, scale, parts.get(".weight_zero_point"), index, self)
-        return made if _format(self.bits, self.group, shape, self.is_symmetric, self.reorders) else _Dequantized(made)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,66 +180,6 @@ class _GroupedSource:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gptq:
-    """GPTQ: words of values along the inputs. `group`: inputs of a group; None: all.
-
-    `stores_zero_less_one`: the checkpoint has zero points less 1, as all but its version 2. `reorders`: groups follow
-    `g_idx` (desc_act).
-    """
-
-    bits: int
-    group: int | None
-    is_symmetric: bool
-    reorders: bool
-    stores_zero_less_one: bool = True
-    main: str = ".qweight"
-    scales: tuple[str, ...] = (".scales",)
-    others: tuple[str, ...] = (".qzeros", ".g_idx")
-    weight: str = ".weight"
-
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """See `QuantMethod.source`."""
-        per_word = WORD_BITS // self.bits
-        values, scale, zeros = parts[self.main], parts[self.scales[0]], _part(name, parts, ".qzeros")
-        num_in, num_out = values.shape[0] * per_word, values.shape[1]
-        groups = -(-num_in // (self.group or num_in))
-        _check(f"{name}.scales", scale, ((groups, num_out),))
-        _check(f"{name}.qzeros", zeros, ((groups, num_out // per_word),))
-        index = _part(name, parts, ".g_idx") if self.reorders else None
-        made = _WordSource(
-            name, (num_out, num_in), values, scale, zeros, index, self.bits, self.group or num_in,
-            packs_inputs=True, order=None, zero_offset=int(self.stores_zero_less_one), is_symmetric=self.is_symmetric,
-        )  # fmt: skip
-        kept = _format(self.bits, self.group, made.shape, self.is_symmetric, self.reorders)
-        return made if kept else _Dequantized(made)
-
-
-@dataclasses.dataclass(frozen=True)
-class Awq:
-    """AWQ, gemm packing: words of eight 4-bit values along the outputs. `group`: inputs of a group; None: all."""
-
-    group: int | None
-    main: str = ".qweight"
-    scales: tuple[str, ...] = (".scales",)
-    others: tuple[str, ...] = (".qzeros",)
-    weight: str = ".weight"
-
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """See `QuantMethod.source`."""
-        values, scale, zeros = parts[self.main], parts[self.scales[0]], _part(name, parts, ".qzeros")
-        num_in, words = values.shape
-        num_out = words * 8
-        groups = -(-num_in // (self.group or num_in))
-        _check(f"{name}.scales", scale, ((groups, num_out),))
-        _check(f"{name}.qzeros", zeros, ((groups, words),))
-        made = _WordSource(
-            name, (num_out, num_in), values, scale, zeros, None, 4, self.group or num_in,
-            packs_inputs=False, order=AWQ_ORDER, zero_offset=0, is_symmetric=False,
-        )  # fmt: skip
-        return made if _format(4, self.group, made.shape, False, False) else _Dequantized(made)
-
-
-@dataclasses.dataclass(frozen=True)
 class _WordSource:
     """Implements `QuantizedSource` for matrices that are stored by input: AWQ and GPTQ."""
 
@@ -289,24 +218,6 @@ class _WordSource:
             raise ModelError(f"quantization_config has sym true, but {self.name}.qzeros has other zero points")
         mins = None if self.is_symmetric else (scale * -zero).contiguous()
         return QuantizedWeight(values.to(torch.uint8).contiguous(), scale, mins, group_of, self.bits)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mxfp4:
-    """MXFP4 of gpt-oss: all experts of a layer in one tensor, with an exponent per output and 32 inputs."""
-
-    main: str = "_blocks"
-    scales: tuple[str, ...] = ("_scales",)
-    others: tuple[str, ...] = ()
-    weight: str = ""
-
-    def source(self, name: str, parts: Parts) -> TensorSource:
-        """See `QuantMethod.source`."""
-        values, scale = parts[self.main], parts[self.scales[0]]
-        if len(values.shape) != 4 or values.shape[3] != _MX_BLOCK // 2:
-            raise ModelError(f"tensor {name}_blocks is {list(values.shape)}, expected [experts, outputs, blocks, 16]")
-        _check(f"{name}_scales", scale, (values.shape[:3],))
-        return _Mxfp4Source(values, scale)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pdserve.errors import ModelError
 from pdserve.model.params import TensorSource
 from pdserve.model.quantization.config import Quantization
-from pdserve.model.quantization.methods import QuantMethod
+from pdserve.model.quantization.schemes import QuantMethod
+from pdserve.model.quantization.weight_sources import weight_source
 
 _OF_KV = (".k_scale", ".v_scale", ".q_scale", ".output_scale", ".kv_scale", ".prob_scale")
 """Endings of scales of an 8-bit KV cache, which the KV cache here does not use."""
@@ -53,7 +54,7 @@ class QuantizedLayers:
             ModelError: the shapes of its tensors do not fit.
         """
         layer, method, ends = self._by_main[main]
-        return layer + method.weight, method.source(layer, {end: find(layer + end) for end in ends})
+        return layer + method.weight, weight_source(method, layer, {end: find(layer + end) for end in ends})
 
     def of_model(
         self, tensors: Iterable[tuple[str, TensorSource]], find: Callable[[str], TensorSource]
