@@ -37,6 +37,9 @@ _CONFIG_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
     "head_dim": "attention.key_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -50,8 +53,15 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 """HF names of a layer's tensors, by gguf name."""
+EXPERT_NAMES = {
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+"""HF names of tensors that hold the matrices of all experts of a layer, by gguf name."""
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -110,6 +120,8 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
         "dtype": _dtype(reader),
         "rope_parameters": _rope_parameters(facts, arch, str(path)),
     }
+    if "num_experts" in config:
+        config["norm_topk_prob"] = bool(facts.get(f"{arch}.expert_weights_norm", True))
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in facts:
             config[f"{name}_token_id"] = facts[f"tokenizer.ggml.{name}_token_id"]
@@ -143,24 +155,32 @@ class GgufSource:
     """One tensor of a gguf file by its HF name, dequantised on read. Implements `params.TensorSource`.
 
     `num_heads` is the head count used to undo llama.cpp's row reordering; None when the tensor is not reordered.
+    `expert` is the index of this expert in a tensor of all experts; None for other tensors.
     """
 
     path: Path
     name: str
     tensor: ReaderTensor
     num_heads: int | None
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `TensorSource.shape`. gguf stores the fastest dimension first."""
-        return tuple(int(size) for size in reversed(self.tensor.shape))
+        shape = tuple(int(size) for size in reversed(self.tensor.shape))
+        return shape if self.expert is None else shape[1:]
+
+    @property
+    def data(self) -> npt.NDArray[Any]:
+        """The values in the file."""
+        return self.tensor.data if self.expert is None else self.tensor.data[self.expert]
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         """See `TensorSource.read`. Dequantises the whole tensor to float32. Raises ModelError for unknown types."""
         from gguf import dequantize
 
         try:
-            values = dequantize(self.tensor.data, self.tensor.tensor_type).astype(np.float32, copy=False)
+            values = dequantize(self.data, self.tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
             kind = self.tensor.tensor_type.name
             raise ModelError(f"{self.path}: {self.tensor.name} has type {kind}: {error}") from error
@@ -192,7 +212,7 @@ class QuantizedGgufSource(GgufSource):
             return quantize(self.read((rows, columns)), self.format)
         if self.num_heads is not None:
             index = torch.from_numpy(_unpermute(np.arange(self.shape[0]), self.num_heads))[index]
-        read = decode(self.tensor.data[index.numpy()], kind)
+        read = decode(self.data[index.numpy()], kind)
         groups = slice(columns.start // self.format.group, -(-columns.stop // self.format.group))
         mins = None if read.mins is None else read.mins[:, groups]
         group_of = read.group_of[columns] - groups.start
@@ -206,11 +226,14 @@ def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
         if tensor.name == ROPE_DIVISORS:
             continue
         name = hf_name(tensor.name, path)
+        experts = range(int(tensor.shape[2])) if "{expert}" in name else (None,)
         num_heads = None
         if is_reordered and ("q_proj" in name or "k_proj" in name):
             num_heads = heads.num_heads if "q_proj" in name else heads.num_kv_heads
-        is_kept = len(tensor.shape) == 2 and tensor.tensor_type.name in FORMATS
-        yield (QuantizedGgufSource if is_kept else GgufSource)(path, name, tensor, num_heads)
+        is_kept = len(tensor.shape) > 1 and tensor.tensor_type.name in FORMATS
+        for expert in experts:
+            own = name if expert is None else name.format(expert=expert)
+            yield (QuantizedGgufSource if is_kept else GgufSource)(path, own, tensor, num_heads, expert)
 
 
 def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -223,10 +246,14 @@ def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
 
 
 def hf_name(name: str, path: Path) -> str:
-    """Return the HF name of a gguf tensor. Raises ModelError for an unknown tensor."""
-    layer = _LAYER.fullmatch(name)
-    if layer is not None and layer[2] in LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{LAYER_NAMES[layer[2]]}.{layer[3]}"
+    """Return the HF name of a gguf tensor, with `{expert}` where it has all experts.
+
+    Raises:
+        ModelError: the tensor is unknown.
+    """
+    layer, names = _LAYER.fullmatch(name), LAYER_NAMES | EXPERT_NAMES
+    if layer is not None and layer[2] in names:
+        return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
     if name not in TOP_NAMES:
         raise ModelError(f"{path} has a tensor {name} that pdserve does not use")
     return TOP_NAMES[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -9,20 +10,24 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.layer_spec import AttentionSpec, MLPSpec
+from pdserve.model.layer_spec import AttentionSpec, MLPSpec, MoeSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
 from tests.driver import Driver, build, random_prompt
 from tests.reference import load_reference, reference_greedy
-from tests.tiny import DENSE_FAMILIES, VOCAB_SIZE, Family, make_tiny
+from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 from tests.unit.model.native_kit import needs_kernels
 
-_TO_GGUF = {value: key for key, value in gguf_file.LAYER_NAMES.items()}
+_TO_GGUF = {value: key for key, value in (gguf_file.LAYER_NAMES | gguf_file.EXPERT_NAMES).items()}
 _TOP_TO_GGUF = {value: key for key, value in gguf_file.TOP_NAMES.items()}
+
+ARCHITECTURES: dict[Family, str] = {family: family.replace("_", "") for family in FAMILIES}
+"""The name in a gguf file."""
 
 
 def write_gguf(
@@ -31,7 +36,7 @@ def write_gguf(
     """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer. `kind`: the type of matrices."""
     spec = read_spec(checkpoint)
     attention, mlp = spec.layers[0].operations
-    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec)
+    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec | MoeSpec)
     writer = gguf.GGUFWriter(str(target), arch)
     writer.add_context_length(spec.max_positions)
     writer.add_embedding_length(spec.hidden_size)
@@ -43,9 +48,13 @@ def write_gguf(
     writer.add_rope_freq_base(attention.rope.theta)
     writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
     writer.add_eos_token_id(1)
+    if isinstance(mlp, MoeSpec):
+        writer.add_expert_count(mlp.num_experts)
+        writer.add_expert_used_count(mlp.top_k)
+        writer.add_expert_feed_forward_length(mlp.intermediate_size)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
-    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+    for name, tensor in _experts_stacked(load_file(checkpoint / "model.safetensors")).items():
         values = tensor.numpy()
         if arch == "llama" and ("q_proj" in name or "k_proj" in name):
             heads = attention.num_heads if "q_proj" in name else attention.num_kv_heads
@@ -63,6 +72,17 @@ def write_gguf(
     return target
 
 
+def _experts_stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """One tensor for each projection of all experts of a layer, in place of one for each expert."""
+    stacked: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(.*)\.experts\.(\d+)\.(.*)", name)
+        if found is not None:
+            stacked.setdefault(f"{found[1]}.experts.{{expert}}.{found[3]}", {})[int(found[2])] = tensor
+    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    return others | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in stacked.items()}
+
+
 def _gguf_name(name: str) -> str:
     if name in _TOP_TO_GGUF:
         return _TOP_TO_GGUF[name]
@@ -70,11 +90,11 @@ def _gguf_name(name: str) -> str:
     return f"blk.{layer}.{_TO_GGUF['.'.join(middle)]}.{kind}"
 
 
-@pytest.mark.parametrize("family", DENSE_FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_gguf_gives_the_tokens_of_its_checkpoint(family: Family, tied: bool, tmp_path: Path) -> None:
     checkpoint = make_tiny(family, tmp_path / "hf", tie_word_embeddings=tied)
-    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", family)
+    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", ARCHITECTURES[family])
     built = build(path)
     assert built.dtype == "float32"
     assert built.executor.weights_fingerprint == build(checkpoint).executor.weights_fingerprint
@@ -110,10 +130,11 @@ def test_blocks_are_what_the_gguf_package_dequantizes(kind: str) -> None:
 
 @needs_kernels
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_a_quantized_gguf_file_stays_packed(family: Family, kind: str, tmp_path: Path) -> None:
-    checkpoint = make_tiny(family, tmp_path / "hf")
-    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", family, kind=kind)
+    whole_blocks = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    checkpoint = make_tiny(family, tmp_path / "hf", **whole_blocks)
+    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", ARCHITECTURES[family], kind=kind)
     packed, sixteen = build(path), build(path, quantization="bf16")
     assert packed.dtype == "bfloat16"
     assert packed.executor.weights_fingerprint == sixteen.executor.weights_fingerprint
