@@ -173,6 +173,9 @@ int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples) {
 int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width) {
     return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows))); });
 }
+int64_t pdk_op_embed_packed(pdk_program* p, int64_t out, const pdk_weights* w, int64_t width) {
+    return counted([&] { return p->add(std::make_unique<EmbedPacked>(out, width, weights_of(*w))); });
+}
 int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor) {
     return counted([&] {
         p->groups[heads]->half = half;

@@ -11,6 +11,14 @@ struct Embed : Op {
     void run(Program& p, int thread) override;
 };
 
+// Embeddings that are the outputs of a packed layer of 8 or 4 bits, as the weights of a head are.
+struct EmbedPacked : Op {
+    int64_t out, width;
+    Weights weights;
+    EmbedPacked(int64_t out, int64_t width, const Weights& weights) : out(out), width(width), weights(weights) {}
+    void run(Program& p, int thread) override;
+};
+
 struct Angles : Op {
     int64_t group;
     std::vector<float> inverse;

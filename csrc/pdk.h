@@ -162,6 +162,8 @@ PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
 
 /* Operations; each function returns the operation's number. Buffers are float unless stated otherwise. */
 PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width);
+/* The same from a packed layer of formats 1, 2 or 3 with `width` inputs: a token's row is that output's weights. */
+PDK_API int64_t pdk_op_embed_packed(pdk_program* p, int64_t out, const pdk_weights* w, int64_t width);
 /* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. */
 PDK_API int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor);
 /* Inputs are `in`, normalised when `norm` is not NULL; with in = -1 they are the output of `pdk_op_gated`. add: out +=

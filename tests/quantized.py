@@ -224,7 +224,7 @@ def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme) -> Path:
             values[name] = tensor
             continue
         tensors, weight = scheme.write(tensor.float().numpy())
-        dequantized[name] = torch.from_numpy(weight).to(tensor.dtype)
+        dequantized[name] = torch.from_numpy(weight).to(tensor.dtype).contiguous()
         for end, part in tensors.items():
             (values if "weight" in end and "scale" not in end else scales)[name.removesuffix(".weight") + end] = (
                 part.contiguous()

@@ -111,6 +111,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_buffer_data": (_P, (_P, _I)),
     "pdk_reserve": (_I, (_P, _I, _I)),
     "pdk_op_embed": (_I, (_P, _I, _P, _I)),
+    "pdk_op_embed_packed": (_I, (_P, _I, POINTER(Weights), _I)),
     "pdk_op_angles": (_I, (_P, _I, _P, _I, _F)),
     "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _I)),
     "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights))),

@@ -210,18 +210,22 @@ def make_native(
     level: str,
     packing: Callable[[], AbstractContextManager[object]],
     formats: Mapping[str, GroupFormat] | None = None,
+    *,
+    packs_embedding: bool = False,
 ) -> NativeDecoder:
     """Take `model` over into the native kernels, with as many threads as torch has.
 
-    `formats`: those of quantized weights that are packed as they are, by their names in the checkpoint. `packing()` is
-    a context around weight packing. Where the threads take all cores of this process, all but the
-    calling thread are pinned to a core each: two of them on one core would wait for each other.
+    `formats`: those of quantized weights that are packed as they are, by their names in the checkpoint.
+    `packs_embedding`: see `NativeDecoder`. `packing()` is a context around weight packing. Where the threads take all
+    cores of this process, all but the calling thread are pinned to a core each: two of them on one core would wait for
+    each other.
     """
     count = torch.get_num_threads()
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     ops.use(threads, level)
     known = {own: form for name, form in (formats or {}).items() for own in model.params.names_of(name)}
-    native = NativeDecoder(model, threads, level, _FORMATS[config.quantization], packing, formats=known)
+    form = _FORMATS[config.quantization]
+    native = NativeDecoder(model, threads, level, form, packing, formats=known, packs_embedding=packs_embedding)
     _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     return native

@@ -177,7 +177,10 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels("torch"))
         formats = _kept_formats(wanted)
-        native = make_native(decoder, model, level, lambda: wanted.startup.part(PACK), formats)
+        packs_embedding = not wanted.config.speculative.uses_draft_model
+        native = make_native(
+            decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding
+        )
         _fill(decoder, wanted)
     number_format = model.quantization or ("quantized" if formats else wanted.dtype)
     arithmetic = f"{arithmetic_of(level)} {wanted.dtype if number_format == 'bf16' else number_format}"

@@ -108,6 +108,10 @@ class VocabEmbedding:
         self._parallel = parallel
         self._held = vocab_of(vocab_size, parallel.coord.shape.tp_size, parallel.coord.tp_rank)
 
+    def release_weights(self) -> None:
+        """Drop the weights, which were repacked elsewhere. The embedding must not be called afterwards."""
+        self.weight = self.weight.new_empty(0)
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
         if self._parallel.coord.shape.tp_size == 1:

@@ -18,7 +18,7 @@ from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.layer_spec import MoeSpec
-from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
+from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
 from pdserve.model.native.weights import Arena, Format, Packed, inputs_of, open_packed
@@ -250,6 +250,23 @@ class Packer:
             packed.put_values(rows if order is None else rows.rows(order), bias, index=index)
         else:
             packed.put(weight if order is None else weight[order], bias, index=index)
+
+    def embedding(self, embedding: VocabEmbedding) -> Packed | None:
+        """Pack embeddings that the checkpoint has quantized, and drop the originals; None: it has not."""
+        kind = self.format_of(embedding.weight, default="bf16")
+        if kind == "bf16":
+            return None
+        packed = open_packed(self.arena, kind, *embedding.weight.shape)
+        self._keep(embedding.weight, kind)
+
+        def take() -> None:
+            with self.packing():
+                self._put(packed, embedding.weight, None, kind, self._taken(embedding.weight, kind))
+                self.params.release_weights(embedding.weight, packed.num_bytes)
+                embedding.release_weights()
+
+        self.params.when_given([embedding.weight], take)
+        return packed
 
     def halves(self, linear: Linear) -> tuple[Packed, Packed]:
         """Pack the first and the second half of a linear layer's inputs; the bias belongs to the second. Drops the

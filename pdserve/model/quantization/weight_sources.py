@@ -18,14 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.model.params import TensorSource
 from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, power_of_two, whole_row
 from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
-from pdserve.model.quantization.unpack import (
-    AWQ_ORDER,
-    WORD_BITS,
-    Part,
-    covering,
-    read_unpacked,
-    whole,
-)
+from pdserve.model.quantization.unpack import AWQ_ORDER, WORD_BITS, Part, covering, read_unpacked, whole
 
 Parts = Mapping[str, TensorSource]
 """The tensors of one layer, by the end of their names."""
@@ -220,12 +213,18 @@ class _WordSource:
         return QuantizedWeight(values.to(torch.uint8).contiguous(), scale, mins, group_of, self.bits)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Mxfp4Source:
-    """Implements `TensorSource`: `[experts, in, out]`, as gpt-oss's unquantized checkpoints have it."""
+    """Implements `TensorSource`: `[experts, in, out]`, as gpt-oss's unquantized checkpoints have it.
+
+    An expert is dequantized whole, in bfloat16, which holds every value, and kept until another one is read: its rows
+    are read one by one where gate and up alternate.
+    """
 
     values: TensorSource
     scale: TensorSource
+    _expert: int = -1
+    _dequantized: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -233,15 +232,20 @@ class _Mxfp4Source:
         return experts, blocks * _MX_BLOCK, num_out
 
     def read(self, part: Part | None) -> Tensor:
-        experts, columns, rows = whole(self.shape, part)
-        blocks = covering(columns, _MX_BLOCK)
-        packed = self.values.read((experts, rows, blocks, slice(0, _MX_BLOCK // 2)))
-        exponent = self.scale.read((experts, rows, blocks)).to(torch.int32) - _E8M0_BIAS
-        places = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
-        values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))[places]
-        wide = torch.ldexp(values, exponent.unsqueeze(-1)).flatten(-2)
-        first = blocks.start * _MX_BLOCK
-        return wide[..., columns.start - first : columns.stop - first].transpose(1, 2)
+        experts, *rest = whole(self.shape, part)
+        return torch.stack([self._read(expert)[tuple(rest)] for expert in range(experts.start, experts.stop)])
+
+    def _read(self, expert: int) -> Tensor:
+        if expert != self._expert:
+            _, num_out, blocks, _ = self.values.shape
+            rest = (slice(0, num_out), slice(0, blocks))
+            packed = self.values.read((slice(expert, expert + 1), *rest, slice(0, _MX_BLOCK // 2)))[0]
+            exponent = self.scale.read((slice(expert, expert + 1), *rest))[0].to(torch.int32) - _E8M0_BIAS
+            places = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).to(torch.int64)
+            values = torch.tensor((*_E2M1, *(-value for value in _E2M1)))[places]
+            wide = torch.ldexp(values, exponent.unsqueeze(-1)).flatten(-2)
+            self._expert, self._dequantized = expert, wide.bfloat16().T
+        return self._dequantized
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,10 +114,9 @@ def test_mxfp4_is_what_numpy_dequantizes(tmp_path: Path) -> None:
     sources = opened(tmp_path)
     assert sources.keys() == {"mlp.experts.down_proj", "mlp.experts.down_proj_bias"}
     source = sources["mlp.experts.down_proj"]
-    assert source.shape == (3, 64, 48) and np.array_equal(source.read(None).numpy(), wanted)
+    assert source.shape == (3, 64, 48) and np.array_equal(source.read(None).float().numpy(), wanted)
     part = (slice(1, 2), slice(7, 41), slice(16, 48))
-    assert np.array_equal(source.read(part).numpy(), wanted[part])
-    assert torch.equal(source.read(None).bfloat16().float(), source.read(None)), "bfloat16 holds every value"
+    assert np.array_equal(source.read(part).float().numpy(), wanted[part])
 
 
 def _compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
