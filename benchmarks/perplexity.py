@@ -18,56 +18,60 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
+
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import report
 from benchmarks.prose import prose_ids
-from pdserve import LLM, SamplingParams
+from pdserve.config.groups import Quantization
 from pdserve.model.paths import resolve_model_path, smollm2_gguf
+from pdserve.protocol.logprobs import Logprobs, join
+from tests.driver import Driver, build
 from tests.quantized import SCHEMES, write_quantized
 
-FLAGS = ("bf16", "int8", "int4")
+FLAGS: dict[str, Quantization] = {"bf16": "bf16", "int8": "int8", "int4": "int4"}
 GGUF = "gguf"
 FORMATS = (*FLAGS, GGUF, *SCHEMES)
 
 
-def perplexity(llm: LLM, windows: Sequence[Sequence[int]]) -> float:
+def perplexity(driver: Driver, windows: Sequence[Sequence[int]]) -> float:
     """e to the mean negative log probability of all tokens but each window's first."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-    total, count = 0.0, 0
+    found = []
     for window in windows:
-        (output,) = llm.generate({"prompt_token_ids": list(window)}, params, use_tqdm=False)
-        assert output.prompt_logprobs is not None
-        for token, line in zip(window[1:], output.prompt_logprobs[1:], strict=True):
-            assert line is not None
-            total -= line[token].logprob
-            count += 1
-    return math.exp(total / count)
+        row = driver.open(window, len(window) + 1, logprobs=Logprobs(top=0, prompt_from=0))
+        result = driver.result((row, 0, len(window), True))
+        whole = join(list(result.prompts.values()), 1, len(window))
+        assert whole is not None, "the step has all tokens of the window"
+        found.append(whole.arrays()[0])
+        driver.close(row)
+    return math.exp(-float(np.concatenate(found).mean(dtype=np.float64)))
 
 
 def measured(args: argparse.Namespace, windows: Sequence[Sequence[int]], work: Path) -> Iterator[tuple[str, float]]:
     """Yield each format and its perplexity."""
     checkpoint = resolve_model_path("smollm2")
     for number, form in enumerate(args.formats):
-        path, flags = checkpoint, {}
-        if form in FLAGS:
-            flags["quantization"] = form
-        elif form == GGUF:
+        path = checkpoint
+        if form == GGUF:
             path = smollm2_gguf()
-        else:
+        elif form not in FLAGS:
             path = work / str(number)
             write_quantized(checkpoint, path, SCHEMES[form])
-        sizes = {"max_model_len": args.window + 1, "max_total_tokens": 8 * args.window}
-        with LLM(str(path), tokenizer=str(checkpoint), dtype="bfloat16", **sizes, **flags) as llm:
-            yield form, perplexity(llm, windows)
+        tokens = (args.windows + 1) * (args.window + 16)
+        form_flag, threads = FLAGS.get(form), args.cpu_threads
+        built = build(path, dtype="bfloat16", quantization=form_flag, max_total_tokens=tokens, cpu_threads=threads)
+        yield form, perplexity(Driver(built), windows)
+        built.executor.close()
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, print a table, and write it with `--write`."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", "gguf", "int8", "int4", *SCHEMES])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=["bf16", GGUF, "int8", "int4", *SCHEMES])
     parser.add_argument("--windows", type=int, default=16, help="number of windows")
+    parser.add_argument("--cpu-threads", type=int, default=1)
     parser.add_argument("--window", type=int, default=512, help="tokens of a window")
     report.add_write_flags(parser, "perplexity")
     args = parser.parse_args(argv)

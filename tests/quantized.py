@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.tiny import Family, make_tiny
+
 Floats = npt.NDArray[np.float32]
 Stored = tuple[dict[str, Tensor], Floats]
 """Tensors of a layer by the end of their names, and its dequantized weight `[out, in]`."""
@@ -202,6 +204,12 @@ SCHEMES = {
     ),
     "fp8, block": Scheme({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_block, stays_packed=False),
 }
+
+
+def make_groups(family: Family, directory: Path, **overrides: Any) -> Path:
+    """Make a tiny checkpoint whose weights are whole groups."""
+    experts = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    return make_tiny(family, directory, **experts, **overrides)
 
 
 def is_quantized(name: str) -> bool:

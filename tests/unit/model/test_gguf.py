@@ -19,6 +19,7 @@ from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
 from tests.driver import Driver, build, random_prompt
+from tests.quantized import make_groups
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 from tests.unit.model.native_kit import needs_kernels
@@ -132,8 +133,7 @@ def test_blocks_are_what_the_gguf_package_dequantizes(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q4_1"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe"])
 def test_a_quantized_gguf_file_stays_packed(family: Family, kind: str, tmp_path: Path) -> None:
-    whole_blocks = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
-    checkpoint = make_tiny(family, tmp_path / "hf", **whole_blocks)
+    checkpoint = make_groups(family, tmp_path / "hf", tie_word_embeddings=kind == "Q8_0")
     path = write_gguf(checkpoint, tmp_path / "tiny.gguf", ARCHITECTURES[family], kind=kind)
     packed, sixteen = build(path), build(path, quantization="bf16")
     assert packed.dtype == "bfloat16"

@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.model.native import ops
 from pdserve.model.native.weights import Arena, Packed, open_packed
 from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, quantize, whole_row
-from tests.unit.model.native_kit import needs_kernels, rms, rounded
+from tests.unit.model.native_kit import LEVELS_HERE, batch_of, needs_kernels, rms, rounded
 from tests.unit.model.native_programs import TOLERANCE, begin, fenced, levels, poison, program, put, relative, taken
 
 pytestmark = needs_kernels
@@ -100,6 +100,23 @@ def test_a_row_has_the_bits_it_has_alone(level: str, format: GroupFormat) -> Non
     gate, up = F.linear(rounded(x, "int8"), gate_up.dequantized()).chunk(2, -1)
     wanted = F.linear(rounded(F.silu(gate) * up, "int8"), down.dequantized())
     assert relative(alone, wanted) < 4 * TOLERANCE
+
+
+@cases
+def test_embeddings_are_rows_of_packed_weights(format: GroupFormat, num_out: int, num_in: int) -> None:
+    weight = weights(format, num_out, num_in)
+    arena, p = Arena(), program(LEVELS_HERE[0], 2)
+    out = p.buffer(num_in)
+    p.embed_packed(out, packed_of(arena, format, weight))
+    batch, _ = batch_of([(0, 9)], 1)
+    ids = torch.randint(0, num_out, (9,))
+    ids[-1] = num_out - 1
+    batch.input_ids.copy_(ids)
+    p.reserve(10, 10)
+    p.begin(batch)
+    poison(p, out, 9)
+    p.run(0, 1)
+    torch.testing.assert_close(taken(p, out, 9), weight.dequantized()[ids], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("format", [GroupFormat(4, 32), GroupFormat(8, 32, has_mins=True)])
