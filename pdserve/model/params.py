@@ -258,8 +258,10 @@ class ParamSlots:
             if source.shape != shape:
                 raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
             for piece in pieces:
-                is_kept = isinstance(source, QuantizedSource) and piece.index is None
-                self.fill(piece.name, (_QuantizedPieceSource if is_kept else _PieceSource)(source, piece))
+                if isinstance(source, QuantizedSource) and piece.index is None:
+                    self.fill(piece.name, _QuantizedPieceSource(source, piece))
+                else:
+                    self.fill(piece.name, _PieceSource(source, piece))
             return
         slot = self._slots.get(name)
         if slot is None:

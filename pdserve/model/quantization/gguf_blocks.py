@@ -60,7 +60,7 @@ def _nibbles(packed: Bytes) -> Bytes:
 
 def _fifth_bits(packed: Bytes) -> Bytes:
     """Return the 32 bits of four bytes of each block as 0 or 16."""
-    return np.unpackbits(packed, axis=-1, bitorder="little") << 4
+    return np.unpackbits(packed, axis=-1, bitorder="little") << np.uint8(4)
 
 
 def _q4_0(blocks: Bytes) -> Decoded:
@@ -97,9 +97,9 @@ def _q4_k(blocks: Bytes) -> Decoded:
 
 
 def _q5_k(blocks: Bytes) -> Decoded:
-    bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & 1
+    bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
     values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(len(blocks), 8, 32)
-    return (values | (bits << 4)).reshape(len(blocks), -1), *_sub_blocks(blocks)
+    return (values | (bits << np.uint8(4))).reshape(len(blocks), -1), *_sub_blocks(blocks)
 
 
 _DECODERS: Mapping[str, Callable[[Bytes], Decoded]] = {

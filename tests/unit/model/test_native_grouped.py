@@ -146,6 +146,7 @@ def test_experts(format: GroupFormat) -> None:
     one = packed_of(arena, format, layers[0][0])
     whole = torch.ops.pdserve.linear(x, one.data, one.scale, None, 2 * inner)
     assert relative(whole, F.linear(rounded(x, "int8"), layers[0][0].dequantized())) < TOLERANCE
+    assert one.scale is not None
     with pytest.raises(ValueError, match="the scale of weight"):
         torch.ops.pdserve.linear(x, one.data, one.scale[..., :16].contiguous(), None, 2 * inner)
 
