@@ -80,7 +80,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     step = len(ids) // args.windows
     windows = [ids[index * step : index * step + args.window] for index in range(args.windows)]
     with tempfile.TemporaryDirectory() as work:
-        found = dict(measured(args, windows, Path(work)))
+        found = {}
+        for form, value in measured(args, windows, Path(work)):
+            found[form] = value
+            print(f"{form}: {value:.2f}", flush=True)
     first = next(iter(found.values()))
     rows = [[form, f"{value:.2f}", f"{(value / first - 1) * 100:+.1f} %"] for form, value in found.items()]
     facts = record.facts(perplexity=found, windows=args.windows, window=args.window)

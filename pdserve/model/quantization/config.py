@@ -54,6 +54,8 @@ def read_quantization(config: Mapping[str, Any], where: str) -> Quantization | N
         return None
     where = f"{where}: quantization_config"
     name = fields.get("quant_method")
+    if name in METHODS:
+        where = f"{where} of {name}"
     ignored = _patterns(fields, "modules_to_not_convert", where)
     if name == "compressed-tensors":
         return _compressed_tensors(fields, where)
