@@ -64,6 +64,10 @@ class ModelConfig:
         help="number format of linear layers on the CPU; inputs have 8 bits where weights have 8 or 4. int8: a scale "
         "per output; int4: a scale per output and 32 inputs; bf16: 16 bits, whatever the checkpoint has. When absent, "
         "weights of 8 and 4 bits stay as the checkpoint has them",
+        refused=dict.fromkeys(
+            ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4", "w8a8_int8"),
+            "leave it out for a quantized checkpoint, whose quantization_config is read",
+        ),
     )
     context_length: int | None = flag(None, help="maximum of prompt + output in tokens; the model's limit when absent")
     logprobs_mode: LogprobsMode | None = flag(
