@@ -32,6 +32,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
+from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
@@ -39,7 +40,6 @@ from pdserve.model.native import ops
 from pdserve.model.native.decoder import NativeDecoder, cannot_run
 from pdserve.model.native.program import Threads
 from pdserve.model.native.weights import Format
-from pdserve.model.quantization.grouped import MIN_GROUP, GroupFormat
 
 _LOG = logging.getLogger(__name__)
 Choice = Literal["torch", "triton", "flashinfer", "batch_invariant"]

@@ -38,6 +38,7 @@ from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec
 from pdserve.model.layers.kernels import Kernels
@@ -54,7 +55,6 @@ from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
-from pdserve.model.quantization.grouped import GroupFormat
 
 if TYPE_CHECKING:
     from pdserve.model.hf.config import TransformersSource

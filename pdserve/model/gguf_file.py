@@ -21,8 +21,8 @@ from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families import FAMILIES
 from pdserve.model.fields import read_number
 from pdserve.model.file_headers import ARCHITECTURES, unsupported
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
 from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, quantize
 from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:

@@ -22,13 +22,13 @@ from pdserve.errors import ModelError
 from pdserve.model import gguf_file
 from pdserve.model.config import ModelSpec, read_json, read_model_spec
 from pdserve.model.decoder import Decoder
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import QuantizedSource, TensorSource, torch_dtype
 from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
 from pdserve.model.quantization.config import Quantization, read_quantization
-from pdserve.model.quantization.grouped import GroupFormat
 from pdserve.model.quantization.layers import QuantizedLayers
 
 OnProgress = Callable[[int, int], None]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, concatenated
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32

@@ -36,6 +36,7 @@ from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MoeSpec, Operation
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm
@@ -56,7 +57,6 @@ from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import ParamSlots
-from pdserve.model.quantization.grouped import GroupFormat
 
 FEW_SAMPLES = 16
 """Up to this many samples the program computes the argmax in every step, requested or not: the logits are still in the

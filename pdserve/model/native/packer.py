@@ -17,13 +17,13 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
 from pdserve.model.native.weights import Arena, Format, Packed, inputs_of, open_packed
 from pdserve.model.params import ParamSlots
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
 
 
 @dataclasses.dataclass(frozen=True)

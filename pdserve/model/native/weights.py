@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pdserve.base import native
 from pdserve.base.native import library
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, quantize
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
 
 BLOCK = 32
 """Outputs computed together; a partial block is padded with zeros."""

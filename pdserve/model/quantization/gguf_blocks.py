@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.model.quantization.grouped import MIN_GROUP, GroupFormat, QuantizedWeight
+from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat, QuantizedWeight
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

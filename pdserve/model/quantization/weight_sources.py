@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, power_of_two, whole_row
 from pdserve.model.params import TensorSource
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, power_of_two, whole_row
 from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 from pdserve.model.quantization.unpack import AWQ_ORDER, WORD_BITS, Part, covering, read_unpacked, whole
 

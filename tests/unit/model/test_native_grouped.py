@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize, whole_row
 from pdserve.model.native import ops
 from pdserve.model.native.weights import Arena, Packed, open_packed
-from pdserve.model.quantization.grouped import GroupFormat, QuantizedWeight, quantize, whole_row
 from tests.unit.model.native_kit import LEVELS_HERE, batch_of, needs_kernels, rms, rounded
 from tests.unit.model.native_programs import TOLERANCE, begin, fenced, levels, poison, program, put, relative, taken
 

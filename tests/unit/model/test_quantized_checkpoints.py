@@ -16,10 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.loader import quantization_of, quantized_formats, read_spec
-from pdserve.model.params import Param, ParamPiece, ParamSlots, QuantizedSource, TensorSource
-from pdserve.model.quantization.config import read_quantization
-from pdserve.model.quantization.grouped import (
+from pdserve.model.grouped_weights import (
     GroupFormat,
     QuantizedWeight,
     common_format,
@@ -27,6 +24,9 @@ from pdserve.model.quantization.grouped import (
     stacked,
     within,
 )
+from pdserve.model.loader import quantization_of, quantized_formats, read_spec
+from pdserve.model.params import Param, ParamPiece, ParamSlots, QuantizedSource, TensorSource
+from pdserve.model.quantization.config import read_quantization
 from pdserve.model.quantization.layers import QuantizedLayers
 from tests.driver import Driver, build, random_prompt
 from tests.quantized import SCHEMES, edit_config, is_quantized, make_groups, write_quantized

@@ -1,7 +1,7 @@
 """Weights of 4 or 8 bits with a scale per output and group of inputs, as the CPU kernels keep them.
 
-`quantize` rounds a weight to such a format. Checkpoints are read as `QuantizedWeight` (`weight_sources`,
-`gguf_blocks`), and `stacked` brings several to a common format without a change of any value.
+`quantize` rounds a weight to such a format. Checkpoints are read as `QuantizedWeight` (`quantization/`), and `stacked`
+brings several to a common format without a change of any value.
 """
 
 from __future__ import annotations
