@@ -174,7 +174,7 @@ class Scheme:
 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
-_W4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+_W4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 SCHEMES = {
     "awq": Scheme({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "gptq": Scheme(_GPTQ | {"sym": True}, gptq(4, symmetric=True, reorders=False)),
@@ -208,8 +208,9 @@ SCHEMES = {
 
 def make_groups(family: Family, directory: Path, **overrides: Any) -> Path:
     """Make a tiny checkpoint whose weights are whole groups."""
-    experts = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
-    return make_tiny(family, directory, **experts, **overrides)
+    if family == "qwen3_moe":
+        overrides["moe_intermediate_size"] = 64
+    return make_tiny(family, directory, **overrides)
 
 
 def is_quantized(name: str) -> bool:
@@ -225,7 +226,9 @@ def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme) -> Path:
     plain = directory.with_name(f"{directory.name}-dequantized")
     shutil.copytree(checkpoint, directory)
     shutil.copytree(checkpoint, plain)
-    values, scales, dequantized = {}, {}, {}
+    values: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         dequantized[name] = tensor
         if not is_quantized(name):

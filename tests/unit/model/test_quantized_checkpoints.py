@@ -252,7 +252,7 @@ def test_names_of_layers_that_are_not_quantized(pattern: str, layer: str, fits: 
 
 
 def test_groups_of_layers_have_methods_of_their_own() -> None:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
+    weights: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 64}
     config = _compressed(**weights)
     config["config_groups"] |= {
         "group_0": {"targets": ["re:.*down_proj"], "weights": weights | {"num_bits": 8}},
