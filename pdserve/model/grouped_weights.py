@@ -15,6 +15,9 @@ from torch import Tensor
 MIN_GROUP = 32
 """Inputs of the smallest group: the kernels quantize 32 inputs together."""
 
+_FOUR_BIT_LEVELS = (-8.0, -8.5, -9.0, -9.5, -10.0, 7.0, 7.5)
+"""What the largest magnitude of a group is divided by for a scale of 4-bit values, -8 to 7."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GroupFormat:
@@ -114,17 +117,25 @@ def whole_row(num_in: int) -> int:
 
 
 def quantize(weight: Tensor, format: GroupFormat) -> QuantizedWeight:
-    """Round a weight `[out, in]` to `format`, which has no minima.
+    """Round a weight `[out, in]` to `format`, which has no minima. Zero stays zero.
 
-    The largest magnitude of a group becomes -8 with 4 bits, and 127 or -127 with 8 bits. Zero stays zero.
+    The largest magnitude of a group becomes 127 or -127 with 8 bits. With 4 bits it becomes one of `_FOUR_BIT_LEVELS`,
+    whichever leaves the least squared error in the group; values beyond -8 and 7 are cut off.
     """
     assert not format.has_mins, format
     num_out, num_in = weight.shape
     group = min(format.group, -(-num_in // MIN_GROUP) * MIN_GROUP)
     wide = torch.nn.functional.pad(weight.float(), (0, -num_in % group)).view(num_out, -1, group)
     largest = wide.gather(2, wide.abs().argmax(2, keepdim=True))
-    scale = largest / -8 if format.bits == 4 else largest.abs() / 127
     half = 1 << (format.bits - 1)
-    found = (wide / scale.masked_fill(scale == 0, 1.0)).round_().add_(half).clamp_(0, 2 * half - 1)
-    values = found.to(torch.uint8).view(num_out, -1)[:, :num_in].contiguous()
+    scale, found, least = largest.abs() / 127, torch.empty(0), torch.empty(0)
+    for level in _FOUR_BIT_LEVELS if format.bits == 4 else (127.0,):
+        tried = largest / level if format.bits == 4 else scale
+        rounded = (wide / tried.masked_fill(tried == 0, 1.0)).round_().clamp_(-half, half - 1)
+        error = (rounded * tried - wide).square_().sum(2, keepdim=True)
+        better = error < least if least.numel() else torch.ones_like(error, dtype=torch.bool)
+        scale = torch.where(better, tried, scale)
+        found = torch.where(better, rounded, found) if found.numel() else rounded
+        least = torch.where(better, error, least) if least.numel() else error
+    values = found.add_(half).to(torch.uint8).view(num_out, -1)[:, :num_in].contiguous()
     return QuantizedWeight(values, scale[..., 0], None, torch.arange(num_in) // group, format.bits)
