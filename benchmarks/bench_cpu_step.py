@@ -55,7 +55,11 @@ KINDS: dict[str, tuple[KernelConfig, ModelConfig]] = {
 }
 """Native code of a model: with torch's operations, and with the CPU kernels."""
 ALL_KINDS = KINDS | {
-    TRANSFORMERS: (KernelConfig(device="cpu"), ModelConfig(dtype="bfloat16", model_impl="transformers"))
+    TRANSFORMERS: (KernelConfig(device="cpu"), ModelConfig(dtype="bfloat16", model_impl="transformers")),
+    "native int4": (
+        KernelConfig(device="cpu", cpu_kernels="native"),
+        ModelConfig(dtype="bfloat16", quantization="int4"),
+    ),
 }
 
 

@@ -231,20 +231,23 @@ def ratio_table(rounds: Rounds, metrics: Sequence[Metric], size: str) -> str:
     rows = [
         [name, KINDS[name].precision, f"{count:,}", *(ratio(rounds, name, count, one) for one in metrics)]
         for name, count in rounds
-        if name != ours_beside(name) and (ours_beside(name), count) in rounds
+        if name != ours_beside(name, rounds) and (ours_beside(name, rounds), count) in rounds
     ]
     header = ["pdserve beside", "precision", size, *(one.heading.partition(",")[0] for one in metrics)]
     return report.markdown_table(header, rows, num_text=2)
 
 
-def ours_beside(name: str) -> str:
-    """Which of ours a system is compared with: that of 8 bits against 8 and 4 bits, else that of bf16."""
-    return OURS if KINDS[name].precision == "bf16" else f"{OURS} int8"
+def ours_beside(name: str, rounds: Rounds) -> str:
+    """Which of ours a system is compared with: the one of its bits; 8 bits against 4 where ours of 4 did not run."""
+    precision = KINDS[name].precision
+    if precision == "4 bit" and any(one == f"{OURS} 4bit" for one, _ in rounds):
+        return f"{OURS} 4bit"
+    return OURS if precision == "bf16" else f"{OURS} int8"
 
 
 def ratio(rounds: Rounds, name: str, size: int, metric: Metric) -> str:
     """Within rounds, and above 1 where ours is better: ours by theirs where more is better, else theirs by ours."""
-    both = [values(rounds, one, size, metric.key) for one in (ours_beside(name), name)]
+    both = [values(rounds, one, size, metric.key) for one in (ours_beside(name, rounds), name)]
     if min(map(min, both)) <= 0:
         return NONE
     return report.ratios(*(both if metric.more_is_better else both[::-1])).show(2, "x")
@@ -304,7 +307,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 {"SmolLM2-135M-Instruct" if model == SMOLLM2 else model.name}, {args.threads} threads each, over HTTP (OpenVINO and \
 transformers: called in their processes). \
 Median of {args.rounds} interleaved rounds (least-most). Below each table, how many times better pdserve of the same \
-precision (8 bits for 4 bits, too) is than the row's system, within rounds: its tokens/s by theirs, their times by its.
+precision (8 bits for 4 bits, unless it ran with 4) is than the row's system, within rounds: its tokens/s by theirs, \
+their times by its.
 
 ## Decode: prompts of {args.input_len} tokens, {args.output_len} tokens out, all streams at once
 

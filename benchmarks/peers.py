@@ -178,12 +178,16 @@ MEMORY = ("--max-total-tokens", "32768")
 """All that the measurements need; peers get about as much, and a machine of 24 GiB holds them all."""
 
 
-def start_pdserve(*flags: str) -> Callable[..., Served]:
-    """A server that runs both roles, with more flags of `launch_server`."""
+def start_pdserve(*flags: str, gguf: str | None = None) -> Callable[..., Served]:
+    """A server that runs both roles, with more flags of `launch_server`.
+
+    It serves the checkpoint, or with `gguf` the model's file for llama.cpp in that format.
+    """
 
     def start(stack: contextlib.ExitStack, threads: int, model: ServedModel = SMOLLM2) -> Served:
         with _children() as pids:
-            url = stack.enter_context(monolith(model.path, "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
+            path = model.path if gguf is None else str(model.gguf(gguf))
+            url = stack.enter_context(monolith(path, "bfloat16", threads=threads, flags=(*MEMORY, *flags)))
         return Served(url, pids)
 
     return start
@@ -259,6 +263,7 @@ KINDS: dict[str, Kind] = {
     "pdserve": Kind("bf16", None, start_pdserve()),
     "pdserve 1P1D": Kind("bf16", None, start_pair),
     "pdserve int8": Kind("8 bit", None, start_pdserve("--quantization", "int8")),
+    "pdserve 4bit": Kind("4 bit", None, start_pdserve(gguf="q4_0"), "q4_0"),
     "vllm": Kind("bf16", VLLM, start_vllm()),
     "vllm cache": Kind("bf16", VLLM, start_vllm("--enable-prefix-caching")),
     "llama bf16": Kind("bf16", LLAMA, start_llama("bf16"), "bf16"),

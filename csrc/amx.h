@@ -120,11 +120,11 @@ class Multiplier {
     template <class Beside>
     void times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask, float* out,
                int64_t stride, Beside& beside) const {
-        const uint8_t* at = w.data + block * block_bytes(w);
         if (!tiles) {
-            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
+            times_quarter(w, block, x, row, count, ask, out);
             return;
         }
+        const uint8_t* at = w.data + block * block_bytes(w);
         const bf16 *half = (const bf16*)at, *from = x.half + row * w.k, *next = half + ask.bytes / 2;
         const int64_t last = count - size_;  // first row of the last tile
         const auto meanwhile = [&] {

@@ -62,7 +62,8 @@ const Kernels* kernels_of(const std::string& level) {
 }
 
 Weights weights_of(const pdk_weights& w) {
-    return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias};
+    return {static_cast<Format>(w.format), w.blocks, padded(w.inputs), static_cast<uint8_t*>(w.data), w.scale, w.bias,
+            w.group, w.mins != 0};
 }
 
 // Calls `make`; returns null when memory or threads run out.
@@ -116,6 +117,10 @@ void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t 
                      int64_t inputs, int64_t stride, const float* bias) {
     put_rows(weights_of(*w), block, part, parts, static_cast<const bf16*>(from), rows, inputs, stride, bias);
 }
+void pdk_weights_put_values(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const uint8_t* values,
+                            const float* scale, const float* mins, int64_t rows, int64_t inputs, const float* bias) {
+    put_values(weights_of(*w), block, part, parts, {values, scale, mins}, rows, inputs, bias);
+}
 
 pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus) {
     return guarded([&] { return new pdk_pool(static_cast<int>(threads), cpus); });
@@ -168,6 +173,9 @@ int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples) {
 
 int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows, int64_t width, float scale) {
     return counted([&] { return p->add(std::make_unique<Embed>(out, width, static_cast<const bf16*>(rows), scale)); });
+}
+int64_t pdk_op_embed_packed(pdk_program* p, int64_t out, const pdk_weights* w, int64_t width, float scale) {
+    return counted([&] { return p->add(std::make_unique<EmbedPacked>(out, width, weights_of(*w), scale)); });
 }
 int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor) {
     return counted([&] {

@@ -18,10 +18,9 @@ Operand from(const Operand& x, int64_t row) {
 
 // Returns the weights of one of `count` experts.
 Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
-    const int64_t blocks = w.blocks / count, items = expert * blocks * BLOCK;
-    const int64_t item_bytes = w.format == Format::bf16 ? 2 : 1;
-    float *scale = w.scale ? w.scale + items : nullptr, *bias = w.bias ? w.bias + items : nullptr;
-    return {w.format, blocks, w.k, w.data + items * w.k * item_bytes, scale, bias};
+    const int64_t blocks = w.blocks / count, first = expert * blocks;
+    float* scale = w.scale ? w.scale + first * block_scales(w) : nullptr;
+    return {w.format, blocks, w.k, w.data + first * block_bytes(w), scale, w.bias ? w.bias + first * BLOCK : nullptr, w.group, w.mins};
 }
 
 // Returns where the first block of a part begins; `wide` is the number of blocks that count as one.
@@ -165,8 +164,8 @@ void Experts::run(Program& p, int thread) {
     if (rows == 0) return;
     const Routed& r = p.routed;
     const Weights &wide = mixture.gate_up, &deep = mixture.down;
-    const Operand inputs = Program::operand(r.inputs, wide.format, rows, wide.k);
-    const Operand gated = Program::operand(r.gated, deep.format, rows, deep.k);
+    const Operand inputs = Program::operand(r.inputs, input_format(wide.format), rows, wide.k);
+    const Operand gated = Program::operand(r.gated, input_format(deep.format), rows, deep.k);
     float* outputs = r.outputs.as<float>();
     int64_t first, last;
     if (thread == 0) sort(p);

@@ -35,16 +35,22 @@ inline int64_t segment_of(int64_t keys) {
 // padded to a multiple of 16, and the weighted values.
 inline int64_t result_floats(int64_t heads, int64_t dim) { return 2 * ((heads + 15) / 16 * 16) + heads * padded(dim); }
 
-enum class Format : int32_t { bf16 = 0, int8 = 1 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, group4 = 2, group8 = 3 };
 
 // A packed linear layer. bf16: [blocks][k / 2][32][2]. int8: [blocks][k / 4][32][4], each value + 128, with a scale per
-// output. `k` is padded. `bias` has `blocks * 32` entries, or is null.
+// output. group8: the same values, with a scale per output and `group` inputs. group4: values of 4 bits, [blocks][k /
+// 4][16][4] bytes, which have output j in the low and output j + 16 in the high bits. `scale` of group4 and group8 is
+// [blocks][groups][32], the weight is scale * (value - 8 or 128); with `mins` it is [blocks][groups][2][32], and the
+// weight is the first * value + the second. `k` is padded, and `group` is a multiple of 32. `bias` has `blocks * 32`
+// entries, or is null.
 struct Weights {
     Format format;
     int64_t blocks, k;
     uint8_t* data;
     float* scale;
     float* bias;
+    int64_t group;
+    bool mins;
 };
 
 // Memory that a thread reads first in the next operation, or null. It is prefetched during the present operation, so
@@ -53,7 +59,16 @@ struct Soon {
     const uint8_t* at = nullptr;
 };
 
-inline int64_t block_bytes(const Weights& w) { return w.k * BLOCK * (w.format == Format::bf16 ? 2 : 1); }
+inline int64_t block_bytes(const Weights& w) {
+    return w.format == Format::bf16 ? w.k * BLOCK * 2 : w.format == Format::group4 ? w.k * BLOCK / 2 : w.k * BLOCK;
+}
+inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group8; }
+// Scales of a block, and the minima beside them.
+inline int64_t block_scales(const Weights& w) {
+    return is_grouped(w.format) ? (w.k + w.group - 1) / w.group * BLOCK * (w.mins ? 2 : 1) : BLOCK;
+}
+// The format of the inputs of products with such weights.
+inline Format input_format(Format format) { return format == Format::bf16 ? Format::bf16 : Format::int8; }
 
 // Input rows of products: bf16 [rows][k], or int8 [rows][k] with a scale per group of 32 columns. `offset` is, per
 // group, the negated contribution of the 128 added to the weights.

@@ -14,6 +14,27 @@ void Embed::run(Program& p, int thread) {
         p.kernels.widen(rows + p.step.ids[i] * width, scale, p.floats(out) + i * width, width);
 }
 
+void EmbedPacked::run(Program& p, int thread) {
+    const Weights& w = weights;
+    const bool four = w.format == Format::group4;
+    const int64_t group = is_grouped(w.format) ? w.group : w.k, wide = w.mins ? 2 * BLOCK : BLOCK, quad = four ? 64 : 128;
+    const float middle = four ? 8.0f : 128.0f;
+    int64_t first, last;
+    p.share(p.step.tokens, thread, first, last);
+    for (int64_t i = first; i < last; i++) {
+        const int64_t block = p.step.ids[i] / BLOCK, lane = p.step.ids[i] % BLOCK;
+        const uint8_t* data = w.data + block * block_bytes(w) + (four ? lane % 16 : lane) * 4;
+        const float* scales = w.scale + block * block_scales(w) + lane;
+        float* to = p.floats(out) + i * width;
+        for (int64_t q = 0; q < width; q++) {
+            const uint8_t byte = data[q / 4 * quad + q % 4];
+            const float value = four ? (lane < 16 ? byte & 15 : byte >> 4) : byte;
+            const float* s = scales + q / group * wide;
+            to[q] = scale * (w.mins ? s[0] * value + s[BLOCK] : s[0] * (value - middle));
+        }
+    }
+}
+
 void Angles::run(Program& p, int thread) {
     int64_t first, last;
     p.share(p.step.tokens, thread, first, last);
@@ -32,7 +53,7 @@ void Angles::run(Program& p, int thread) {
 void Product::run(Program& p, int thread) {
     const int64_t rows = p.count(of_samples);
     if (rows == 0) return;
-    const Format format = weights.format;
+    const Format format = input_format(weights.format);
     const int64_t k = weights.k;
     Operand x = p.gated(format, k);
     if (source.buffer >= 0) {

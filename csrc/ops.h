@@ -13,6 +13,16 @@ struct Embed : Op {
     void run(Program& p, int thread) override;
 };
 
+// Embeddings that are the outputs of a packed layer of 8 or 4 bits, as the weights of a head are.
+struct EmbedPacked : Op {
+    int64_t out, width;
+    Weights weights;
+    float scale;
+    EmbedPacked(int64_t out, int64_t width, const Weights& weights, float scale)
+        : out(out), width(width), weights(weights), scale(scale) {}
+    void run(Program& p, int thread) override;
+};
+
 struct Angles : Op {
     int64_t group;
     std::vector<float> inverse;

@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 15
+#define PDK_VERSION 16
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -79,11 +79,16 @@ typedef struct {
 
 /* A packed linear layer of `blocks` * 32 outputs, in the caller's memory. format 0: bf16 [blocks][k / 2][32][2], where
    k is the number of inputs padded to a multiple of 32. format 1: int8 [blocks][k / 4][32][4], with 128 added, and a
-   scale per output. bias: one per output, or NULL. */
+   scale per output. format 2: values of 4 bits, bytes [blocks][k / 4][16][4], with output j of a block in the low and
+   output j + 16 in the high bits. format 3: values of 8 bits, laid out as format 1. Formats 2 and 3 have a scale per
+   output and `group` inputs, a multiple of 32: `scale` is [blocks][groups][32], and a weight is scale * (value - 8), or
+   - 128 in format 3. With `mins` 1 it is [blocks][groups][2][32], and a weight is the first * value + the second. bias:
+   one per output, or NULL. */
 typedef struct {
     int64_t format, blocks, inputs;
     void* data;
     float *scale, *bias;
+    int64_t group, mins;
 } pdk_weights;
 
 /* How the experts of a token are chosen. The scores of experts are the softmax of their logits, or with `sigmoid` the
@@ -139,6 +144,11 @@ PDK_API void* pdk_arena_take(pdk_arena* arena, int64_t bytes);
    to `part`. Outputs without a row keep their values: 0, or 128 for int8. */
 PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from,
                              int64_t rows, int64_t inputs, int64_t stride, const float* bias);
+/* The same for weights of formats 1, 2 and 3 that are values already, bytes [rows][inputs], with `scale` and `mins`
+   [rows][groups], or NULL without mins. In format 1 there is one group. */
+PDK_API void pdk_weights_put_values(const pdk_weights* w, int64_t block, int64_t part, int64_t parts,
+                                    const uint8_t* values, const float* scale, const float* mins, int64_t rows,
+                                    int64_t inputs, const float* bias);
 
 /* `cpus`: the core of each thread except the caller's, or NULL to leave threads unpinned. */
 PDK_API pdk_pool* pdk_pool_open(int64_t threads, const int64_t* cpus);
@@ -164,6 +174,8 @@ PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
 /* Operations; each function returns the operation's number. Buffers are float unless stated otherwise. */
 /* out = `scale` times the rows of the step's tokens. */
 PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width, float scale);
+/* The same from a packed layer of formats 1, 2 or 3 with `width` inputs: a token's row is that output's weights. */
+PDK_API int64_t pdk_op_embed_packed(pdk_program* p, int64_t out, const pdk_weights* w, int64_t width, float scale);
 /* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. Heads
    without this operation are not rotated. */
 PDK_API int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64_t half, float factor);

@@ -90,6 +90,75 @@ static void tile_quarter(const uint8_t* w, const float* scale, int64_t k, const 
     }
 }
 
+// Values of four inputs and 16 outputs, twice: those of the first and of the last 16 outputs of a block.
+template <bool FOUR>
+INLINE void values_of(const uint8_t* at, P& first, P& last) {
+    if constexpr (FOUR) {
+        const P both = pairs(at);
+        first = low_bits(both), last = high_bits(both);
+    } else {
+        first = pairs(at), last = pairs(at + 64);
+    }
+}
+
+// The same for weights with a scale per group of inputs, of 4 or 8 bits; see Weights. `scale` is the block's.
+template <int R, int LINES, bool FOUR>
+static void tile_grouped(const Weights& w, const uint8_t* data, const float* scale, const Operand& x, int64_t row,
+                         float* out, int64_t ahead) {
+    constexpr int64_t QUAD = FOUR ? 64 : 128;  // bytes of four inputs
+    const int64_t k = w.k, groups = k / BLOCK, same = w.group / BLOCK, wide = w.mins ? 2 * BLOCK : BLOCK;
+    const int8_t* q = x.quarter + row * k;
+    F o[R][2];
+    for (auto& r : o) r[0] = r[1] = zero();
+    for (int64_t g = 0, left = same; g < groups; g++, left--) {
+        if (left == 0) scale += wide, left = same;
+        I a[R][2];
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const int32_t offset = w.mins ? 0 : x.offset[(row + r) * groups + g] / (FOUR ? 16 : 1);
+            a[r][0] = a[r][1] = iset1(offset);
+        }
+#pragma GCC unroll 8
+        for (int u = 0; u < 8; u++) {
+            P w0, w1;
+            values_of<FOUR>(data + (g * 8 + u) * QUAD, w0, w1);
+            if (!FOUR || u % 2 == 0) {
+                const int64_t line = FOUR ? (g * 8 + u) / 2 : g * 8 + u;
+#pragma GCC unroll 2
+                for (int i = 0; i < LINES; i++)
+                    __builtin_prefetch(data + ahead + line * 64 * LINES + 64 * i, 0, NEAREST);
+            }
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                P v = spread(q + r * k + g * BLOCK + u * 4);
+                a[r][0] = dot4(a[r][0], w0, v);
+                a[r][1] = dot4(a[r][1], w1, v);
+            }
+        }
+        const F s0 = load(scale), s1 = load(scale + 16);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; r++) {
+            const F s = set1(x.scale[(row + r) * groups + g]);
+            o[r][0] = fma(s * s0, to_float(a[r][0]), o[r][0]);
+            o[r][1] = fma(s * s1, to_float(a[r][1]), o[r][1]);
+        }
+        if (w.mins) {
+            const F m0 = load(scale + BLOCK), m1 = load(scale + BLOCK + 16);
+#pragma GCC unroll 12
+            for (int r = 0; r < R; r++) {
+                const int64_t at = (row + r) * groups + g;
+                const F total = set1(x.scale[at] * (float)(x.offset[at] / -128));
+                o[r][0] = fma(total, m0, o[r][0]);
+                o[r][1] = fma(total, m1, o[r][1]);
+            }
+        }
+    }
+    for (int r = 0; r < R; r++) {
+        store(out + r * BLOCK, o[r][0]);
+        store(out + r * BLOCK + 16, o[r][1]);
+    }
+}
+
 // Prefetches of a product: `lines` per two cache lines of weights (with AMX, per 32), beginning `bytes` bytes after the
 // start of its block.
 struct Ask {
@@ -110,12 +179,14 @@ constexpr int MAX_QUARTER_ROWS = MAX_ROWS < 6 ? MAX_ROWS : 6;  // integer and fl
 using TileHalf = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, int64_t);
 using TileOnto = void (*)(const bf16*, int64_t, const bf16*, int64_t, float*, int64_t, const float*);
 using TileQuarter = void (*)(const uint8_t*, const float*, int64_t, const Operand&, int64_t, float*, int64_t);
+using TileGrouped = void (*)(const Weights&, const uint8_t*, const float*, const Operand&, int64_t, float*, int64_t);
 
 // Kernels by LINES and by number of rows.
 struct TileTable {
     TileHalf half[3][MAX_ROWS + 1] = {};
     TileOnto onto[MAX_ROWS + 1] = {};
     TileQuarter quarter[3][MAX_QUARTER_ROWS + 1] = {};
+    TileGrouped group4[3][MAX_QUARTER_ROWS + 1] = {}, group8[3][MAX_QUARTER_ROWS + 1] = {};
     constexpr TileTable() { fill<MAX_ROWS>(); }
 
     template <int R>
@@ -124,11 +195,25 @@ struct TileTable {
         onto[R] = tile_onto<R>;
         if constexpr (R <= MAX_QUARTER_ROWS) {
             quarter[0][R] = tile_quarter<R, 0>, quarter[1][R] = tile_quarter<R, 1>, quarter[2][R] = tile_quarter<R, 2>;
+            fill_grouped<R, 0>(), fill_grouped<R, 1>(), fill_grouped<R, 2>();
         }
         if constexpr (R > 1) fill<R - 1>();
     }
+    template <int R, int LINES>
+    constexpr void fill_grouped() {
+        group4[LINES][R] = tile_grouped<R, LINES, true>, group8[LINES][R] = tile_grouped<R, LINES, false>;
+    }
 };
 static constexpr TileTable TILES;
+
+// A block's products of 8-bit inputs, rows [row, row + count).
+INLINE void times_quarter(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask,
+                          float* out) {
+    const uint8_t* at = w.data + block * block_bytes(w);
+    const float* scale = w.scale + block * block_scales(w);
+    if (w.format == Format::int8) TILES.quarter[ask.lines][count](at, scale, w.k, x, row, out, ask.bytes);
+    else (w.format == Format::group4 ? TILES.group4 : TILES.group8)[ask.lines][count](w, at, scale, x, row, out, ask.bytes);
+}
 
 // Cuts `rows` into the fewest tiles of at most `most` rows, and calls f(row, count, tiles left including this one).
 // `equal`: tiles of about equal size; otherwise full tiles except for the last.
@@ -163,8 +248,7 @@ struct Multiplier {
     void times(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, const Ask& ask, float* out,
                int64_t stride, Beside&) const {
         const uint8_t* at = w.data + block * block_bytes(w);
-        if (w.format == Format::int8)
-            TILES.quarter[ask.lines][count](at, w.scale + block * BLOCK, w.k, x, row, out, ask.bytes);
+        if (w.format != Format::bf16) times_quarter(w, block, x, row, count, ask, out);
         else TILES.half[ask.lines][count]((const bf16*)at, w.k, x.half + row * w.k, w.k, out, stride, ask.bytes / 2);
     }
 };

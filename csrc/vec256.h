@@ -85,6 +85,9 @@ INLINE P pairs_n(const bf16* p, int64_t n) {
     return pairs(whole);
 }
 INLINE P pzero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+INLINE __m256i low_half(__m256i x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+INLINE P low_bits(P x) { return {low_half(x.a), low_half(x.b)}; }
+INLINE P high_bits(P x) { return {low_half(_mm256_srli_epi16(x.a, 4)), low_half(_mm256_srli_epi16(x.b, 4))}; }
 INLINE P spread(const void* p) {
     int32_t x;
     memcpy(&x, p, 4);

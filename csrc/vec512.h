@@ -53,6 +53,8 @@ INLINE void store_bytes(int8_t* p, I a) { _mm_storeu_si128((__m128i*)p, _mm512_c
 INLINE P pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
 INLINE P pairs_n(const bf16* p, int64_t n) { return {_mm512_maskz_loadu_epi16(below32(n), p)}; }
 INLINE P pzero() { return {_mm512_setzero_si512()}; }
+INLINE P low_bits(P a) { return {_mm512_and_si512(a.v, _mm512_set1_epi8(15))}; }  // of each byte, the low four
+INLINE P high_bits(P a) { return low_bits({_mm512_srli_epi16(a.v, 4)}); }
 INLINE P spread(const void* p) { int32_t x; memcpy(&x, p, 4); return {_mm512_set1_epi32(x)}; }
 INLINE void store_pairs(void* p, P a) { _mm512_storeu_si512(p, a.v); }
 INLINE F load_half(const bf16* p) {

@@ -71,4 +71,27 @@ void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, cons
     }
 }
 
+void put_values(const Weights& w, int64_t block, int64_t part, int64_t parts, const Values& from, int64_t rows,
+                int64_t inputs, const float* bias) {
+    const bool four = w.format == Format::group4, grouped = is_grouped(w.format);
+    const int64_t each = BLOCK / parts, groups = grouped ? (inputs + w.group - 1) / w.group : 1;
+    const int64_t wide = w.mins ? 2 * BLOCK : BLOCK;
+    for (int64_t r = 0; r < rows; r++) {
+        const int64_t at = block + r / each, lane = part * each + r % each;
+        const uint8_t* value = from.values + r * inputs;
+        uint8_t* to = w.data + at * block_bytes(w) + (four ? lane % 16 : lane) * 4;
+        for (int64_t q = 0; q < inputs; q++) {
+            if (!four) to[q / 4 * 128 + q % 4] = value[q];
+            else if (lane < 16) to[q / 4 * 64 + q % 4] = (to[q / 4 * 64 + q % 4] & 0xf0) | value[q];
+            else to[q / 4 * 64 + q % 4] = static_cast<uint8_t>((to[q / 4 * 64 + q % 4] & 0x0f) | value[q] << 4);
+        }
+        float* scale = w.scale + at * block_scales(w) + lane;
+        for (int64_t g = 0; g < groups; g++) {
+            scale[g * wide] = from.scale[r * groups + g];
+            if (w.mins) scale[g * wide + BLOCK] = from.mins[r * groups + g];
+        }
+        if (bias) w.bias[at * BLOCK + lane] = bias[r];
+    }
+}
+
 }  // namespace pdk

@@ -34,4 +34,14 @@ class Arena {
 void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, const bf16* from, int64_t rows, int64_t inputs,
               int64_t stride, const float* bias);
 
+// Values of each output and input, and scales and minima of each output and group; `mins` is null without them.
+struct Values {
+    const uint8_t* values;
+    const float *scale, *mins;
+};
+
+// The same for weights that are values already. Of int8 all inputs are one group.
+void put_values(const Weights& w, int64_t block, int64_t part, int64_t parts, const Values& from, int64_t rows,
+                int64_t inputs, const float* bias);
+
 }  // namespace pdk

@@ -16,6 +16,7 @@ from pdserve.config.groups import (
     LogprobsMode,
     MemoryConfig,
     ModelConfig,
+    Quantization,
     ServerConfig,
 )
 from pdserve.config.speculative_group import SpeculativeConfig
@@ -42,7 +43,7 @@ def build(
     device: Literal["cpu", "cuda"] = "cpu",
     cpu_kernels: Literal["auto", "native", "torch"] = "auto",
     cpu_threads: int = 1,
-    quantization: Literal["int8"] | None = None,
+    quantization: Quantization | None = None,
     attention_backend: AttentionBackendName = "auto",
     disable_cuda_graph: bool = False,
     deterministic: bool = False,

@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 15
+VERSION = 16
 
 
 class Step(Structure):
@@ -83,6 +83,7 @@ class Weights(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("format", "blocks", "inputs")),
         *((name, c_void_p) for name in ("data", "scale", "bias")),
+        *((name, c_int64) for name in ("group", "mins")),
     )
 
 
@@ -108,6 +109,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_arena_bytes": (_I, (_P,)),
     "pdk_arena_take": (_P, (_P, _I)),
     "pdk_weights_put": (None, (POINTER(Weights), _I, _I, _I, _P, _I, _I, _I, _P)),
+    "pdk_weights_put_values": (None, (POINTER(Weights), _I, _I, _I, _P, _P, _P, _I, _I, _P)),
     "pdk_pool_open": (_P, (_I, POINTER(c_int64))),
     "pdk_pool_close": (None, (_P,)),
     "pdk_choose_bytes": (_I, (_P, _I)),
@@ -119,6 +121,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_buffer_data": (_P, (_P, _I)),
     "pdk_reserve": (_I, (_P, _I, _I)),
     "pdk_op_embed": (_I, (_P, _I, _P, _I, _F)),
+    "pdk_op_embed_packed": (_I, (_P, _I, POINTER(Weights), _I, _F)),
     "pdk_op_angles": (_I, (_P, _I, _P, _I, _F)),
     "pdk_op_linear": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _I, _I, _F, _I)),
     "pdk_op_gated": (_I, (_P, _I, _P, _F, POINTER(Weights), _I, _F)),

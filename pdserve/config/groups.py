@@ -25,6 +25,7 @@ ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 LogprobsMode = Literal["raw", "processed"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Quantization = Literal["int8", "int4", "bf16"]
 ToolCallParser = Literal[
     "auto", "none", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2", "llama3",
     "mimo", "mistral", "pythonic", "qwen", "qwen25", "qwen3_coder", "step3p5",
@@ -58,8 +59,15 @@ class ModelConfig:
     served_model_name: str | None = flag(None, help="model name in the API; model_path when absent")
     weight_version: str = flag("default", help="name of the weights' version, which answers carry")
     dtype: DType = flag("auto", help="dtype of weights and activations; auto: the checkpoint's dtype")
-    quantization: Literal["int8"] | None = flag(
-        None, help="int8: quantize linear layers to 8-bit weights and inputs while a bfloat16 model is loaded; CPU only"
+    quantization: Quantization | None = flag(
+        None,
+        help="number format of linear layers on the CPU; inputs have 8 bits where weights have 8 or 4. int8: a scale "
+        "per output; int4: a scale per output and 32 inputs; bf16: 16 bits, whatever the checkpoint has. When absent, "
+        "weights of 8 and 4 bits stay as the checkpoint has them",
+        refused=dict.fromkeys(
+            ("awq", "compressed-tensors", "fp8", "gptq", "mxfp4", "w8a8_int8"),
+            "leave it out for a quantized checkpoint, whose quantization_config is read",
+        ),
     )
     context_length: int | None = flag(None, help="maximum of prompt + output in tokens; the model's limit when absent")
     logprobs_mode: LogprobsMode | None = flag(

@@ -326,7 +326,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             f"{config.parallel.pp_size}",
             field="disaggregation_prefill_pp",
         )
-    if config.model.quantization is not None:
+    if config.model.quantization not in (None, "bf16"):
         kernels = config.kernels
         other = None
         if kernels.device == "cuda":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -32,6 +32,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import DeltaKernels, TorchDelta
 from pdserve.model.gpu import runtime
+from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLASpec, MoeSpec
 from pdserve.model.layers.batch_invariant import BatchInvariantKernels
 from pdserve.model.layers.kernels import FastKernels, Kernels
@@ -39,6 +40,7 @@ from pdserve.model.native import ops
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.resources import Threads
 from pdserve.model.native.support import cannot_run
+from pdserve.model.native.weights import Format
 
 _LOG = logging.getLogger(__name__)
 Choice = Literal["torch", "triton", "flashinfer", "batch_invariant"]
@@ -196,7 +198,7 @@ def choose_level(
             return best_level()
         except Unavailable as unavailable:
             reason = str(unavailable)
-    if model.quantization is not None:
+    if model.quantization not in (None, "bf16"):
         raise ConfigError(
             f"quantization {model.quantization} needs the native CPU kernels: {reason}", field="quantization"
         )
@@ -207,21 +209,34 @@ def choose_level(
     return None
 
 
+_FORMATS: Mapping[str | None, Format] = {
+    None: "bf16", "bf16": "bf16", "int8": "int8", "int4": GroupFormat(4, MIN_GROUP),
+}  # fmt: skip
+"""The format of weights that are not packed as the checkpoint has them, by `--quantization`."""
+
+
 def make_native(
     model: Decoder,
     config: ModelConfig,
     level: str,
     packing: Callable[[], AbstractContextManager[object]],
+    formats: Mapping[str, GroupFormat] | None = None,
+    *,
+    packs_embedding: bool = False,
 ) -> NativeDecoder:
     """Take `model` over into the native kernels, with as many threads as torch has.
 
-    `packing()` is a context around weight packing. Where the threads take all cores of this process, all but the
-    calling thread are pinned to a core each: two of them on one core would wait for each other.
+    `formats`: those of quantized weights that are packed as they are, by their names in the checkpoint.
+    `packs_embedding`: see `NativeDecoder`. `packing()` is a context around weight packing. Where the threads take all
+    cores of this process, all but the calling thread are pinned to a core each: two of them on one core would wait for
+    each other.
     """
     count = torch.get_num_threads()
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     ops.use(threads, level)
-    native = NativeDecoder(model, threads, level, "bf16" if config.quantization is None else "int8", packing)
+    known = {own: form for name, form in (formats or {}).items() for own in model.params.names_of(name)}
+    form = _FORMATS[config.quantization]
+    native = NativeDecoder(model, threads, level, form, packing, formats=known, packs_embedding=packs_embedding)
     _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     return native

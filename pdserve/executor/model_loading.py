@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -37,10 +38,18 @@ from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec, MLASpec
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.loader import empty_model, fill_model, read_spec, resolve_dtype
+from pdserve.model.loader import (
+    empty_model,
+    fill_model,
+    quantization_of,
+    quantized_formats,
+    read_spec,
+    resolve_dtype,
+)
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
@@ -117,6 +126,9 @@ def read_model(
         shape, group = parallel.coord.shape, parallel.dp_attention_group
         check_spec(spec, shape, config.parallel.ep_size, group.size // shape.tp_size)
     dtype = resolve_dtype(path, spec, config.model.dtype, load_format=config.model.load_format)
+    if (dtype, config.model.dtype, device.type) == ("float16", "auto", "cpu") and quantization_of(path) is not None:
+        _LOG.info("the quantized checkpoint runs in bfloat16, the dtype of the CPU kernels, instead of float16")
+        dtype = "bfloat16"
     return ModelToLoad(config, path, spec, source, dtype, device, parallel, startup)
 
 
@@ -164,11 +176,29 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
     model, page_tokens = wanted.config.model, wanted.config.memory.page_size
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels("torch"))
-        native = make_native(decoder, model, level, lambda: wanted.startup.part(PACK))
+        formats = _kept_formats(wanted)
+        packs_embedding = not wanted.config.speculative.uses_draft_model
+        native = make_native(
+            decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding
+        )
         _fill(decoder, wanted)
-    arithmetic = f"{arithmetic_of(level)} {model.quantization or wanted.dtype}"
+    number_format = model.quantization or ("quantized" if formats else wanted.dtype)
+    arithmetic = f"{arithmetic_of(level)} {wanted.dtype if number_format == 'bf16' else number_format}"
     layout = kv_layout(wanted.spec, page_tokens, wanted.dtype)
     return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native, decoder=decoder)
+
+
+def _kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
+    """Return the formats of the weights that stay quantized as the checkpoint has them. Logs their number."""
+    model = wanted.config.model
+    if model.load_format == "dummy" or model.quantization in ("bf16", "int8"):
+        return {}
+    formats = quantized_formats(wanted.path, wanted.spec)
+    if formats:
+        counts = Counter(f"{form.bits} bits in groups of {form.group}" for form in formats.values())
+        shown = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+        _LOG.info("quantized weights stay packed: %s", shown)
+    return formats
 
 
 def _load_transformers(wanted: ModelToLoad, level: str) -> LoadedModel:

@@ -41,6 +41,7 @@ from pdserve.model.layer_spec import (
     Operation,
     WeightNames,
 )
+from pdserve.model.quantization.config import read_quantization
 from pdserve.model.rope import RopeSpec, read_rope
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -378,9 +379,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
     for name, only in family.only.items():
         if config.get(name) is not None and config[name] != only:
             raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {only!r}")
-    if config.get("quantization_config"):
-        method = read_mapping(config, "quantization_config", where).get("quant_method")
-        raise ModelError(f"{where}: quantization_config (quant_method {method!r}) is not supported")
+    read_quantization(config, where)
 
 
 def read_dtype(config: Mapping[str, Any], where: str) -> str | None:

@@ -21,6 +21,8 @@ from pdserve.model.config import ModelSpec, spec_from_config
 from pdserve.model.families import FAMILIES
 from pdserve.model.fields import read_number
 from pdserve.model.file_headers import ARCHITECTURES, unsupported
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
+from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
 from pdserve.model.rope import yarn_attention_factor
 
 if TYPE_CHECKING:
@@ -35,6 +37,9 @@ _CONFIG_KEYS = {
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
     "max_position_embeddings": "context_length",
     "head_dim": "attention.key_length",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
 }
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -48,8 +53,15 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
 """HF names of a layer's tensors, by gguf name."""
+EXPERT_NAMES = {
+    "ffn_gate_exps": "mlp.experts.{expert}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{expert}.up_proj",
+    "ffn_down_exps": "mlp.experts.{expert}.down_proj",
+}
+"""HF names of tensors that hold the matrices of all experts of a layer, by gguf name."""
 TOP_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -115,6 +127,8 @@ def hf_config(reader: GGUFReader, path: Path) -> dict[str, Any]:
         "rope_parameters": _rope_parameters(facts, arch, str(path)),
         **family.gguf_config({key.removeprefix(f"{arch}."): value for key, value in facts.items()}),
     }
+    if "num_experts" in config:
+        config["norm_topk_prob"] = bool(facts.get(f"{arch}.expert_weights_norm", True))
     for name in ("bos", "eos"):
         if f"tokenizer.ggml.{name}_token_id" in facts:
             config[f"{name}_token_id"] = facts[f"tokenizer.ggml.{name}_token_id"]
@@ -148,7 +162,8 @@ class GgufSource:
     """One tensor of a gguf file by its HF name, dequantised on read. Implements `params.TensorSource`.
 
     `num_heads` is the head count used to undo llama.cpp's row reordering; None when the tensor is not reordered.
-    `offset` is subtracted from the values.
+    `offset` is subtracted from the values. `expert` is the index of this expert in a tensor of all experts; None for
+    other tensors.
     """
 
     path: Path
@@ -156,18 +171,25 @@ class GgufSource:
     tensor: ReaderTensor
     num_heads: int | None
     offset: float = 0.0
+    expert: int | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """See `TensorSource.shape`. gguf stores the fastest dimension first."""
-        return tuple(int(size) for size in reversed(self.tensor.shape))
+        shape = tuple(int(size) for size in reversed(self.tensor.shape))
+        return shape if self.expert is None else shape[1:]
+
+    @property
+    def data(self) -> npt.NDArray[Any]:
+        """The values in the file."""
+        return self.tensor.data if self.expert is None else self.tensor.data[self.expert]
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         """See `TensorSource.read`. Dequantises the whole tensor to float32. Raises ModelError for unknown types."""
         from gguf import dequantize
 
         try:
-            values = dequantize(self.tensor.data, self.tensor.tensor_type).astype(np.float32, copy=False)
+            values = dequantize(self.data, self.tensor.tensor_type).astype(np.float32, copy=False)
         except NotImplementedError as error:
             kind = self.tensor.tensor_type.name
             raise ModelError(f"{self.path}: {self.tensor.name} has type {kind}: {error}") from error
@@ -179,6 +201,35 @@ class GgufSource:
         return whole if part is None else whole[part]
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedGgufSource(GgufSource):
+    """A matrix of a type in `gguf_blocks.FORMATS`. Implements `params.QuantizedSource` too."""
+
+    @property
+    def format(self) -> GroupFormat:
+        """See `QuantizedSource.format`."""
+        return FORMATS[self.tensor.tensor_type.name]
+
+    @property
+    def is_exact(self) -> bool:
+        """See `QuantizedSource.is_exact`."""
+        return self.tensor.tensor_type.name not in ROUNDED
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        """See `QuantizedSource.read_quantized`. Weights of the types `gguf_blocks.ROUNDED` are rounded."""
+        rows, columns = part or tuple(slice(0, size) for size in self.shape)
+        kind, index = self.tensor.tensor_type.name, torch.arange(rows.start, rows.stop)
+        if kind in ROUNDED:
+            return quantize(self.read((rows, columns)), self.format)
+        if self.num_heads is not None:
+            index = torch.from_numpy(_unpermute(np.arange(self.shape[0]), self.num_heads))[index]
+        read = decode(self.data[index.numpy()], kind)
+        groups = slice(columns.start // self.format.group, -(-columns.stop // self.format.group))
+        mins = None if read.mins is None else read.mins[:, groups]
+        group_of = read.group_of[columns] - groups.start
+        return QuantizedWeight(read.values[:, columns], read.scale[:, groups], mins, group_of, read.bits)
+
+
 def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[GgufSource]:
     """Yield every parameter unread. `reader` as in `read_spec`. Raises ModelError for unknown tensors."""
     heads, family = spec.attentions[0], FAMILIES[spec.architectures[0]]
@@ -186,10 +237,15 @@ def sources(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
         if tensor.name == ROPE_DIVISORS:
             continue
         name = hf_name(tensor.name, path, family.gguf_names)
+        experts = range(int(tensor.shape[2])) if "{expert}" in name else (None,)
         num_heads = None
         if family.gguf_rotates_pairs and ("q_proj" in name or "k_proj" in name):
             num_heads = heads.num_heads if "q_proj" in name else heads.num_kv_heads
-        yield GgufSource(path, name, tensor, num_heads, family.norm_offset if name.endswith("norm.weight") else 0.0)
+        offset = family.norm_offset if name.endswith("norm.weight") else 0.0
+        is_kept = len(tensor.shape) > 1 and tensor.tensor_type.name in FORMATS
+        for expert in experts:
+            own = name if expert is None else name.format(expert=expert)
+            yield (QuantizedGgufSource if is_kept else GgufSource)(path, own, tensor, num_heads, offset, expert)
 
 
 def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -202,8 +258,12 @@ def tensors(path: Path, spec: ModelSpec, reader: GGUFReader | None = None) -> It
 
 
 def hf_name(name: str, path: Path, own: Mapping[str, str]) -> str:
-    """Return the HF name of a gguf tensor. `own`: see `Family.gguf_names`. Raises ModelError for an unknown tensor."""
-    layer, names = _LAYER.fullmatch(name), {**LAYER_NAMES, **own}
+    """Return the HF name of a gguf tensor, with `{expert}` where it has all experts. `own`: see `Family.gguf_names`.
+
+    Raises:
+        ModelError: the tensor is unknown.
+    """
+    layer, names = _LAYER.fullmatch(name), {**LAYER_NAMES, **EXPERT_NAMES, **own}
     if layer is not None and layer[2] in names:
         return f"model.layers.{layer[1]}.{names[layer[2]]}.{layer[3]}"
     if name not in TOP_NAMES:
@@ -211,7 +271,7 @@ def hf_name(name: str, path: Path, own: Mapping[str, str]) -> str:
     return TOP_NAMES[name]
 
 
-def _unpermute(values: npt.NDArray[np.float32], num_heads: int) -> npt.NDArray[np.float32]:
+def _unpermute(values: npt.NDArray[Any], num_heads: int) -> npt.NDArray[Any]:
     """Undo llama.cpp's row reordering, which turns HF's half-split rotation into a pairwise one."""
     half = values.shape[0] // num_heads // 2
     return values.reshape(num_heads, half, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)

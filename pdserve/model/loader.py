@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +20,16 @@ from torch import Tensor
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.config import ModelSpec, read_model_spec
+from pdserve.model.config import ModelSpec, read_json, read_model_spec
 from pdserve.model.decoder import Decoder
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import TensorSource, torch_dtype
+from pdserve.model.params import QuantizedSource, TensorSource, torch_dtype
 from pdserve.model.paths import weight_files
 from pdserve.model.placement import ExpertMap
+from pdserve.model.quantization.config import Quantization, read_quantization
+from pdserve.model.quantization.layers import QuantizedLayers
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes that were read, and the bytes of all files."""
@@ -48,7 +51,7 @@ def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Liter
         return asked
     if spec.dtype is not None:
         return spec.dtype
-    if load_format == "dummy" or path.suffix == ".gguf":
+    if load_format == "dummy" or path.suffix == ".gguf" or quantization_of(path) is not None:
         return "bfloat16"
     first = weight_files(path)[0]
     with _open(first) as file:
@@ -59,6 +62,51 @@ def resolve_dtype(path: Path, spec: ModelSpec, asked: str, *, load_format: Liter
     if name not in _SAFETENSORS_DTYPES:
         raise ModelError(f"{path}: tensors are {name}; supported: {', '.join(_SAFETENSORS_DTYPES)}")
     return _SAFETENSORS_DTYPES[name]
+
+
+def quantization_of(path: Path) -> Quantization | None:
+    """Read `quantization_config` of the checkpoint at `path`; None where there is none, and for gguf files.
+
+    Raises:
+        ModelError: `config.json` is damaged, or pdserve does not support the scheme.
+    """
+    if path.suffix == ".gguf":
+        return None
+    config = read_json(path / "config.json")
+    inner = config.get("text_config")
+    if "quantization_config" not in config and isinstance(inner, dict):
+        config = inner
+    return read_quantization(config, str(path))
+
+
+def quantized_formats(path: Path, spec: ModelSpec) -> dict[str, GroupFormat]:
+    """Return the formats of all weights that can be read without being dequantized, by their names in the checkpoint.
+
+    Raises:
+        ModelError: a file is missing or damaged, or its tensors do not fit its `quantization_config`.
+    """
+    if path.suffix == ".gguf":
+        return {
+            source.name: source.format
+            for source in gguf_file.sources(path, spec)
+            if isinstance(source, gguf_file.QuantizedGgufSource)
+        }
+    quantization = quantization_of(path)
+    if quantization is None:
+        return {}
+    files = weight_files(path)
+    index = _index(files)
+    layers = QuantizedLayers(index, quantization)
+    formats = {}
+    for file_path in files:
+        with _open(file_path) as file:
+            find = _finder(file, file_path, index)
+            for main in layers.mains:
+                if index[main] == file_path:
+                    name, source = layers.weight(main, find)
+                    if isinstance(source, QuantizedSource):
+                        formats[name] = source.format
+    return formats
 
 
 def load_model(
@@ -119,7 +167,10 @@ def fill_model(
         if load_format == "dummy":
             model.params.fill_random(seed)
             return
-        tensors = _gguf(path, model.spec, on_progress) if path.suffix == ".gguf" else _safetensors(path, on_progress)
+        if path.suffix == ".gguf":
+            tensors = _gguf(path, model.spec, on_progress)
+        else:
+            tensors = _safetensors(path, quantization_of(path), on_progress)
         for name, source in tensors:
             if name.startswith(prefix):
                 model.params.fill(name, source)
@@ -143,10 +194,14 @@ def has_tensors(path: Path, prefix: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _MappedSource:
-    """One tensor of a mapped safetensors file. Implements `TensorSource`; a read touches only the requested part."""
+    """One tensor of a mapped safetensors file. Implements `TensorSource`; a read touches only the requested part.
+
+    `is_part`: it is one of several tensors of a quantized weight, and may have any dtype.
+    """
 
     file: safe_open
     name: str
+    is_part: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,28 +216,49 @@ class _MappedSource:
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         file: Any = self.file
         tensor: Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
+        if not self.is_part and not (tensor.is_floating_point() and tensor.itemsize > 1):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise ModelError(f"tensor {self.name} is {kind}, and no tensors beside it say how it was quantized")
         return tensor
 
 
-def _safetensors(directory: Path, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:
+def _safetensors(
+    directory: Path, quantization: Quantization | None, on_progress: OnProgress
+) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a directory, by name. Read each one before advancing the iterator."""
     files = weight_files(directory)
     sizes = [file.stat().st_size for file in files]
-    for index, path in enumerate(files):
+    index = _index(files) if quantization is not None else {}
+    layers = None if quantization is None else QuantizedLayers(index, quantization)
+    for number, path in enumerate(files):
         with _open(path) as file:
             names = list(file.keys())
         left, num_read = iter(names), 0
         for first in left:
             with _open(path) as file:
-                mapped = 0
+                mapped, find = 0, _finder(file, path, index)
                 for name in itertools.chain((first,), left):
                     source = _MappedSource(file, name)
-                    yield name, source
+                    yield from ((name, source),) if layers is None else layers.of_model(((name, source),), find)
                     num_read += 1
-                    on_progress(sum(sizes[:index]) + sizes[index] * num_read // len(names), sum(sizes))
+                    on_progress(sum(sizes[:number]) + sizes[number] * num_read // len(names), sum(sizes))
                     mapped += source.num_bytes
                     if mapped >= WINDOW_BYTES:
                         break
+
+
+def _index(files: Iterable[Path]) -> dict[str, Path]:
+    """Return the file of each tensor."""
+    found = {}
+    for path in files:
+        with _open(path) as file:
+            found.update(dict.fromkeys(file.keys(), path))
+    return found
+
+
+def _finder(file: safe_open, path: Path, index: Mapping[str, Path]) -> Callable[[str], TensorSource]:
+    """Return a function that opens a tensor of a quantized weight: in `file`, mapped from `path`, or another one."""
+    return lambda name: _MappedSource(file if index[name] == path else _open(index[name]), name, is_part=True)
 
 
 def _gguf(path: Path, spec: ModelSpec, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:

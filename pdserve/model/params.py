@@ -9,13 +9,14 @@ import dataclasses
 import hashlib
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NUM_SAMPLES = 32
@@ -46,6 +47,25 @@ class TensorSource(Protocol):
         ...
 
 
+@runtime_checkable
+class QuantizedSource(TensorSource, Protocol):
+    """A tensor of a checkpoint that can be read without being dequantized."""
+
+    @property
+    def format(self) -> GroupFormat:
+        """The format that holds what `read_quantized` returns."""
+        ...
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `read_quantized` returns the values of `read`; otherwise it rounds them."""
+        ...
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        """Read `part`, as `read` does."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Param:
     """A checkpoint tensor: its name, its `shape`, and the indices of dimension `dim` that this rank holds.
@@ -68,6 +88,10 @@ class Param:
             return value
         blocks = value.view(-1, len(self.order), *value.shape[1:])
         return blocks[:, list(self.order)].view(value.shape)
+
+    def ordered_rows(self, weight: QuantizedWeight) -> QuantizedWeight:
+        """Return `ordered` of a weight that is not dequantized."""
+        return weight if self.order is None else weight.rows(self.ordered(torch.arange(len(weight.values))))
 
     @property
     def held_shape(self) -> tuple[int, ...]:
@@ -117,27 +141,51 @@ class _PieceSource:
 
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         piece = self.piece
-        asked, *rest = part or [slice(0, size) for size in piece.shape]
         if piece.block == 1:  # one read, and not one for each row
+            asked, *rest = part or [slice(0, size) for size in piece.shape]
             first, last = (piece.first + row * piece.stride for row in (asked.start, asked.stop - 1))
-            return self._rows(first, last + 1, rest)[:: piece.stride]
+            return self._rows(slice(first, last + 1), rest)[:: piece.stride]
+        found = [self._rows(rows, rest) for rows, *rest in self.parts(part)]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def parts(self, part: tuple[slice, ...] | None) -> list[tuple[slice, ...]]:
+        """Return the parts of the whole that are `part` of the piece, without regard to `index` and `transposed`."""
+        piece = self.piece
+        asked, *rest = part or [slice(0, size) for size in piece.shape]
         block = piece.block or piece.shape[0]
         found, row = [], asked.start
         while row < asked.stop:
             number, within = divmod(row, block)
             count = min(block - within, asked.stop - row)
             start = piece.first + number * piece.stride + within
-            found.append(self._rows(start, start + count, rest))
+            found.append((slice(start, start + count), *rest))
             row += count
-        return found[0] if len(found) == 1 else torch.cat(found)
+        return found
 
-    def _rows(self, start: int, stop: int, rest: Sequence[slice]) -> Tensor:
-        """Read the rows `[start, stop)` of the tensor, or its columns where they are rows of the piece."""
+    def _rows(self, rows: slice, rest: Sequence[slice]) -> Tensor:
+        """Read rows of the tensor, or its columns where they are rows of the piece."""
         lead = () if self.piece.index is None else (slice(self.piece.index, self.piece.index + 1),)
-        rows = slice(start, stop)
         part = self.whole.read((*lead, *rest, rows) if self.piece.transposed else (*lead, rows, *rest))
         found = part if self.piece.index is None else part[0]
         return found.t() if self.piece.transposed else found
+
+
+@dataclasses.dataclass(frozen=True)
+class _QuantizedPieceSource(_PieceSource):
+    """Implements `QuantizedSource` for rows of a matrix."""
+
+    whole: QuantizedSource
+
+    @property
+    def format(self) -> GroupFormat:
+        return self.whole.format
+
+    @property
+    def is_exact(self) -> bool:
+        return self.whole.is_exact
+
+    def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
+        return concatenated([self.whole.read_quantized(each) for each in self.parts(part)])
 
 
 @dataclasses.dataclass
@@ -167,6 +215,8 @@ class ParamSlots:
         self._waiting: list[_Waiting] = []
         self._samples: WeightSamples = {}
         self._repacked_bytes = 0
+        self._quantized: dict[str, QuantizedWeight | None] = {}
+        """Parameters that are kept as the checkpoint has them, too; None: not filled yet."""
 
     @property
     def device(self) -> torch.device:
@@ -227,15 +277,16 @@ class ParamSlots:
 
     def fill(self, name: str, source: TensorSource) -> None:
         """Copy the held part of parameter `name`, converting its dtype. Raises ModelError when it does not fit."""
-        for old, new in self._renamed:
-            if name.startswith(old):
-                name = new + name.removeprefix(old)
+        name = self._rename(name)
         if name in self._divided:
             shape, pieces = self._divided[name]
             if source.shape != shape:
                 raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
             for piece in pieces:
-                self.fill(piece.name, _PieceSource(source, piece))
+                if isinstance(source, QuantizedSource) and piece.index is None and not piece.transposed:
+                    self.fill(piece.name, _QuantizedPieceSource(source, piece))
+                else:
+                    self.fill(piece.name, _PieceSource(source, piece))
             return
         slot = self._slots.get(name)
         if slot is None:
@@ -247,9 +298,39 @@ class ParamSlots:
         param = self._params[name]
         if source.shape != param.shape:
             raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
-        if slot.numel():
+        if name in self._quantized and isinstance(source, QuantizedSource):
+            self._quantized[name] = quantized = param.ordered_rows(source.read_quantized(param.part))
+            value = quantized.dequantized() if source.is_exact else param.ordered(source.read(param.part))
+            slot.copy_(value)
+        elif slot.numel():
             slot.copy_(param.ordered(source.read(param.part)))
         self._given(name)
+
+    def params_in(self, whole: Tensor) -> list[Param]:
+        """Return the parameters in `whole`, from `stacked`, in order."""
+        return [self._params[name] for name in self._names_in(whole)]
+
+    def names_of(self, name: str) -> list[str]:
+        """Return the parameters that the checkpoint's tensor `name` has; see `rename_under` and `divide`."""
+        name = self._rename(name)
+        return [piece.name for piece in self._divided[name][1]] if name in self._divided else [name]
+
+    def keep_quantized(self, whole: Tensor) -> None:
+        """Keep the parameters in `whole`, from `stacked`, as `QuantizedSource` has them beside their values."""
+        self._quantized |= dict.fromkeys(self._names_in(whole))
+
+    def take_quantized(self, whole: Tensor) -> list[QuantizedWeight]:
+        """Return, in order, what `keep_quantized` kept, and keep it no longer. The parameters are filled.
+
+        Raises:
+            ModelError: the checkpoint has one of them in another form than its headers said.
+        """
+        names = self._names_in(whole)
+        found = [self._quantized.pop(name) for name in names]
+        kept = [weight for weight in found if weight is not None]
+        if len(kept) < len(found):
+            raise ModelError(f"the checkpoint has {names[found.index(None)]} twice, once without quantization")
+        return kept
 
     def when_given(self, wholes: Iterable[Tensor], action: Callable[[], None]) -> None:
         """Run `action` once all parameters in `wholes`, from `stacked`, are filled; at once if they already are."""
@@ -317,6 +398,12 @@ class ParamSlots:
         """Names of the parameters that are stored in `whole`."""
         memory = whole.untyped_storage().data_ptr()
         return [name for name, slot in self._slots.items() if slot.untyped_storage().data_ptr() == memory]
+
+    def _rename(self, name: str) -> str:
+        for old, new in self._renamed:
+            if name.startswith(old):
+                name = new + name.removeprefix(old)
+        return name
 
     def _given(self, name: str) -> None:
         """Mark a parameter as filled and run the actions that waited for it."""

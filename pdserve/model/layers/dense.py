@@ -158,6 +158,10 @@ class VocabEmbedding:
         self.scale = float(torch.tensor(scale, dtype=weight.dtype))
         self._held = vocab_of(vocab_size, parallel.coord.shape.tp_size, parallel.coord.tp_rank)
 
+    def release_weights(self) -> None:
+        """Drop the weights, which were repacked elsewhere. The embedding must not be called afterwards."""
+        self.weight = self.weight.new_empty(0)
+
     def __call__(self, ids: Tensor) -> Tensor:
         """Map int64 `[N]` to `[N, hidden]`, equal on all ranks."""
         rows = self._rows(ids)

@@ -39,6 +39,7 @@ from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
@@ -80,7 +81,9 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer. `head` replaces the model's own, see `beside`.
+    of each layer. `head` replaces the model's own, see `beside`. `formats`: see `Packer`.
+
+    With `packs_embedding` embeddings that the checkpoint has quantized stay so, and nothing else may read them.
     """
 
     def __init__(
@@ -91,9 +94,12 @@ class NativeDecoder:
         format: Format,
         packing: Callable[[], AbstractContextManager[object]] = nullcontext,
         head: Packed | None = None,
+        formats: Mapping[str, GroupFormat] | None = None,
+        *,
+        packs_embedding: bool = False,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
-        self._packer = packer = Packer(Arena(), format, model.params, packing)
+        self._packer = packer = Packer(Arena(), format, model.params, packing, formats or {})
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
@@ -108,9 +114,22 @@ class NativeDecoder:
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         self._head = head
+        self._embedding: Packed | None = None
+        """The embeddings, if they are packed."""
+        embedding = model.embedding if packs_embedding and self._embeds_itself else None
         if head is None and model.head is not None:
-            keeps = model.embedding is not None and model.embedding.weight is model.head.weight
-            self._head = packer.linear(model.head, keeps=keeps)
+            tied = model.embedding is not None and model.embedding.weight is model.head.weight
+            default: Format = "int8" if isinstance(format, GroupFormat) else format
+            kind, own = packer.format_of(model.head.weight, default=default), [model.head.weight]
+            shares = tied and embedding is not None and packer.format_of(own[0], default="bf16") != "bf16"
+            self._head = packer.linear(model.head, keeps=tied and not shares, format=kind)
+            if tied:
+                if embedding is not None and shares:
+                    self._embedding = self._head
+                    model.params.when_given(own, embedding.release_weights)
+                embedding = None
+        if embedding is not None:
+            self._embedding = packer.embedding(embedding)
 
     @property
     def spec(self) -> ModelSpec:
@@ -187,8 +206,12 @@ class NativeDecoder:
             for op in layer.operations:
                 if isinstance(op, Attention | MLA):
                     self._add_heads(local, op)
-        if self._embeds_itself and model.embedding is not None:
-            program.embed(self._x, model.embedding.weight, scale=model.embedding.scale)
+        embedding = model.embedding
+        if self._embedding is not None:
+            assert embedding is not None
+            program.embed_packed(self._x, self._embedding, scale=embedding.scale)
+        elif self._embeds_itself and embedding is not None:
+            program.embed(self._x, embedding.weight, scale=embedding.scale)
         for local, (layer, packed) in enumerate(zip(model.layers, self._layers, strict=True)):
             for sublayer, weights in zip(layer.sublayers, packed, strict=True):
                 self._record(local, sublayer, weights)

@@ -260,17 +260,23 @@ def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | 
     """Raise ValueError unless the tensors are packed weights of `num_in` inputs."""
     deep = {torch.bfloat16: 2, torch.uint8: 4}.get(data.dtype)
     _require(deep is not None, f"{name} is {data.dtype}; packed weights are bfloat16 or uint8")
-    layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), BLOCK, deep)
+    is_grouped = scale is not None and scale.ndim == 5
+    lanes = BLOCK // 2 if is_grouped and data.ndim == 5 and data.shape[3] == BLOCK // 2 else BLOCK
+    layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), lanes, deep)
     fits = data.ndim == 5 and data.shape[1] > 0 and data.shape[2:] == layout and data.is_contiguous()
     _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
     _require(
         (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where, and only where, it is 8-bit"
     )
-    of_outputs = (data.shape[0], data.shape[1] * BLOCK)
-    for what, vector in (("scale", scale), ("bias", bias)):
-        fits = vector is None or (vector.shape == of_outputs and vector.dtype == torch.float32)
+    of_outputs: tuple[int, ...] = (data.shape[0], data.shape[1] * BLOCK)
+    of_groups = of_outputs
+    if scale is not None and is_grouped:
+        groups = min(max(scale.shape[2], 1), layout[0] * 4 // BLOCK)
+        of_groups = (*data.shape[:2], groups, 2 if scale.shape[3] == 2 else 1, BLOCK)
+    for what, vector, shape in (("scale", scale, of_groups), ("bias", bias, of_outputs)):
+        fits = vector is None or (vector.shape == shape and vector.dtype == torch.float32)
         fits = fits and (vector is None or vector.is_contiguous())
-        _require(fits, f"the {what} of {name} is not float32 {list(of_outputs)}, contiguous")
+        _require(fits, f"the {what} of {name} is not float32 {list(shape)}, contiguous")
 
 
 def _check_gated(

@@ -7,7 +7,7 @@ that compute this rank's part with the CPU kernels. The layers and the exchange 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -17,12 +17,13 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
 from pdserve.model.layer_spec import Activation, MoeSpec
-from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear
+from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
 from pdserve.model.mla import MLA
-from pdserve.model.native.weights import Arena, Format, Packed, open_packed
+from pdserve.model.native.weights import Arena, Format, Packed, inputs_of, open_packed
 from pdserve.model.params import ParamSlots
 
 
@@ -116,12 +117,17 @@ PackedOperation = PackedAttention | PackedMLA | PackedDelta | PackedMLP | Packed
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """Makes packed layers that receive their weights once `params` has them."""
+    """Makes packed layers that receive their weights once `params` has them.
+
+    `formats` are those of quantized weights of the checkpoint, by parameter, which are packed as they are. All other
+    weights get `format`.
+    """
 
     arena: Arena
     format: Format
     params: ParamSlots
     packing: Callable[[], AbstractContextManager[object]]
+    formats: Mapping[str, GroupFormat] = dataclasses.field(default_factory=dict)
 
     def operation(self, op: Attention | MLA | GatedDeltaNet | FeedForward) -> PackedOperation:
         """Pack one operation of a layer. Takes ownership of its weights."""
@@ -137,7 +143,7 @@ class Packer:
         if isinstance(op, GatedDeltaNet):
             return PackedDelta(op, self.linear(op.project), self.linear(op.out))
         if isinstance(op, DenseMLP):
-            gate_up, down = self.linear(op.gate_up, num_parts=2), self.linear(op.down)
+            gate_up, down = self.feed_forward(op.gate_up, op.down)
             if not op.group.spans_replicas:
                 return PackedMLP(gate_up, down, op.act)
             op.product = NativeFeedForward(gate_up, down, op.act)
@@ -148,7 +154,7 @@ class Packer:
         shared: PackedShared | None = None
         if op.shared is not None:
             assert isinstance(op.shared, SharedExpert), op.shared
-            shared_gate_up, shared_down = self.linear(op.shared.gate_up, num_parts=2), self.linear(op.shared.down)
+            shared_gate_up, shared_down = self.feed_forward(op.shared.gate_up, op.shared.down)
             gate = None if op.shared.router is None else self.linear(op.shared.router, format="bf16")
             shared = PackedShared(shared_gate_up, shared_down, gate)
         if isinstance(op, TPMoE) and not op.group.spans_replicas:
@@ -179,18 +185,24 @@ class Packer:
         """Pack all experts' gate and up, and down. Drops the originals."""
         weights = experts.weights
         count, wide, hidden_size = weights.gate_up.shape
-        inner, has_bias = wide // 2, weights.gate_up_bias is not None
-        gate_up = open_packed(self.arena, self.format, wide, hidden_size, has_bias=has_bias, num_parts=2, count=count)
+        formats = self._equal_inputs(weights.gate_up, weights.down)
+        has_bias = weights.gate_up_bias is not None
+        gate_up = open_packed(self.arena, formats[0], wide, hidden_size, has_bias=has_bias, num_parts=2, count=count)
         has_bias = weights.down_bias is not None
-        down = open_packed(self.arena, self.format, hidden_size, inner, has_bias=has_bias, count=count)
+        down = open_packed(self.arena, formats[1], hidden_size, wide // 2, has_bias=has_bias, count=count)
+        self._keep(weights.gate_up, formats[0])
+        self._keep(weights.down, formats[1])
 
         def take() -> None:
             pairs = (gate_up, weights.gate_up, weights.gate_up_bias), (down, weights.down, weights.down_bias)
             with self.packing():
-                for packed, each, biases in pairs:
-                    for index, weight in enumerate(each):
-                        packed.put(weight, None if biases is None else biases[index], index=index)
-                    self.params.release_weights(each, packed.num_bytes)
+                for (packed, whole, biases), form in zip(pairs, formats, strict=True):
+                    quantized = self._taken(whole, form)
+                    each = len(quantized) // count
+                    for index, weight in enumerate(whole):
+                        parts = quantized[index * each : (index + 1) * each]
+                        self._put(packed, weight, None if biases is None else biases[index], form, parts, index=index)
+                    self.params.release_weights(whole, packed.num_bytes)
                     if biases is not None:
                         self.params.release_weights(biases, 0)
                 experts.release_weights()
@@ -212,15 +224,14 @@ class Packer:
         Output i of the packed layer is output `order[i]` of the original; None: the outputs keep their order.
         """
         num_out, num_in = linear.weight.shape
-        has_bias, kind = linear.bias is not None, format or self.format
+        has_bias, kind = linear.bias is not None, format or self.format_of(linear.weight)
         packed = open_packed(self.arena, kind, num_out, num_in, has_bias=has_bias, num_parts=num_parts)
+        self._keep(linear.weight, kind)
 
         def take() -> None:
             with self.packing():
-                weight, bias = linear.weight, linear.bias
-                if order is not None:
-                    weight, bias = weight[order], None if bias is None else bias[order]
-                packed.put(weight, bias)
+                quantized = self._taken(linear.weight, kind)
+                self._put(packed, linear.weight, linear.bias, kind, quantized, order=order)
                 if keeps:
                     self.params.add_bytes(packed.num_bytes)
                 else:
@@ -228,6 +239,81 @@ class Packer:
                     linear.release_weights()
 
         self.params.when_given([linear.weight] if linear.bias is None else [linear.weight, linear.bias], take)
+        return packed
+
+    def feed_forward(self, gate_up: Linear, down: Linear) -> tuple[Packed, Packed]:
+        """Pack the layers of a gated feed-forward. Drops the originals."""
+        wide, deep = self._equal_inputs(gate_up.weight, down.weight)
+        return self.linear(gate_up, num_parts=2, format=wide), self.linear(down, format=deep)
+
+    def format_of(self, weight: Tensor, *, default: Format | None = None) -> Format:
+        """Return the format of a parameter: the checkpoint's, if all parts of it are quantized alike enough.
+
+        `default` None stands for that of all weights.
+        """
+        found = []
+        for param in self.params.params_in(weight):
+            form = self.formats.get(param.name)
+            if form is not None and param.held is not None and param.dim == 1:
+                form = within(form, param.held)
+            if form is None:
+                return default or self.format
+            found.append(form)
+        return common_format(found)
+
+    def _equal_inputs(self, first: Tensor, second: Tensor) -> tuple[Format, Format]:
+        """Return the formats of two parameters, such that the output of the one can be the input of the other."""
+        formats = self.format_of(first), self.format_of(second)
+        return formats if inputs_of(formats[0]) == inputs_of(formats[1]) else ("bf16", "bf16")
+
+    def _from_checkpoint(self, weight: Tensor, format: Format) -> bool:
+        """Return whether a parameter is packed as the checkpoint has it."""
+        params = self.params.params_in(weight)
+        return isinstance(format, GroupFormat) and all(param.name in self.formats for param in params)
+
+    def _keep(self, weight: Tensor, format: Format) -> None:
+        if self._from_checkpoint(weight, format):
+            self.params.keep_quantized(weight)
+
+    def _taken(self, weight: Tensor, format: Format) -> list[QuantizedWeight]:
+        """Return what `_keep` kept of a parameter, an item for each of its parts; empty if it kept nothing."""
+        return self.params.take_quantized(weight) if self._from_checkpoint(weight, format) else []
+
+    def _put(
+        self,
+        packed: Packed,
+        weight: Tensor,
+        bias: Tensor | None,
+        format: Format,
+        quantized: Sequence[QuantizedWeight],
+        *,
+        order: Tensor | None = None,
+        index: int = 0,
+    ) -> None:
+        """Fill layer `index` of `packed` with the parts `quantized`, or with `weight` if there are none."""
+        if order is not None:
+            bias = None if bias is None else bias[order]
+        if isinstance(format, GroupFormat):
+            rows = stacked(quantized, format) if quantized else quantize(weight, format)
+            packed.put_values(rows if order is None else rows.rows(order), bias, index=index)
+        else:
+            packed.put(weight if order is None else weight[order], bias, index=index)
+
+    def embedding(self, embedding: VocabEmbedding) -> Packed | None:
+        """Pack embeddings that the checkpoint has quantized, and drop the originals; None: it has not."""
+        kind = self.format_of(embedding.weight, default="bf16")
+        if kind == "bf16":
+            return None
+        packed = open_packed(self.arena, kind, *embedding.weight.shape)
+        self._keep(embedding.weight, kind)
+
+        def take() -> None:
+            with self.packing():
+                self._put(packed, embedding.weight, None, kind, self._taken(embedding.weight, kind))
+                self.params.release_weights(embedding.weight, packed.num_bytes)
+                embedding.release_weights()
+
+        self.params.when_given([embedding.weight], take)
         return packed
 
     def halves(self, linear: Linear) -> tuple[Packed, Packed]:
@@ -244,7 +330,7 @@ class Packer:
         def take() -> None:
             with self.packing():
                 for half, bias, weight in zip(packed, (None, linear.bias), linear.weight.chunk(2, 1), strict=True):
-                    half.put(weight, bias)
+                    self._put(half, weight, bias, self.format, ())
                 self.params.release_weights(linear.weight, sum(half.num_bytes for half in packed))
                 linear.release_weights()
 

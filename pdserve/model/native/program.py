@@ -116,6 +116,11 @@ class Program:
         assert rows.dtype == torch.bfloat16 and rows.is_contiguous() and rows.shape[1] == out.width
         self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width, scale))
 
+    def embed_packed(self, out: Buffer, rows: Packed, *, scale: float = 1.0) -> None:
+        """Record: `out` = the weights of the outputs of `rows`, of 8 or 4 bits, that are the step's tokens."""
+        assert rows.scale is not None and rows.num_in == out.width and rows.num_parts == 1
+        self._op(self._library.pdk_op_embed_packed(self._handle, out.number, self._weights(rows), out.width, scale))
+
     def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:
         """Record: the angles of `place` = positions times `inverse` `[half]`; `factor` multiplies cos and sin.
 

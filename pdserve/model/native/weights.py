@@ -14,11 +14,13 @@ from torch import Tensor
 
 from pdserve.base import native
 from pdserve.base.native import library
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
 
 BLOCK = 32
 """Outputs computed together; a partial block is padded with zeros."""
-Format = Literal["bf16", "int8"]
-_FORMATS: dict[torch.dtype, int] = {torch.bfloat16: 0, torch.uint8: 1}
+Format = Literal["bf16", "int8"] | GroupFormat
+"""Number format of packed weights. Inputs of the products are bf16 for bf16 weights, and 8 bits for all others."""
+_BF16, _INT8, _GROUP4, _GROUP8 = range(4)
 _ZERO = 128
 """The 8-bit encoding of a zero weight."""
 
@@ -60,10 +62,11 @@ class Packed:
     """Linear layers of `num_out` outputs and `num_in` inputs each, packed one after the other.
 
     `data` is bf16 `[count, blocks, k / 2, 32, 2]`, or for 8 bits uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
-    float32 `[count, blocks * 32]`; `bias` is float32 of that shape. `scale` is None for bf16, and `bias` is None for
-    layers without one. `k` is the number of inputs, padded to a multiple of 32. A layer may consist of `num_parts`
-    equal parts (gate and up), which are consecutive in the unpacked weights. Each block holds the same number of
-    outputs of every part, part by part.
+    float32 `[count, blocks * 32]`; `bias` is float32 of that shape. With groups of inputs `scale` is `[count, blocks,
+    groups, 1, 32]`, or with minima `[..., 2, 32]`, and `data` of 4 bits is uint8 `[count, blocks, k / 4, 16, 4]`.
+    `scale` is None for bf16, and `bias` is None for layers without one. `k` is the number of inputs, padded to a
+    multiple of 32. A layer may consist of `num_parts` equal parts (gate and up), which are consecutive in the unpacked
+    weights. Each block holds the same number of outputs of every part, part by part.
     """
 
     data: Tensor
@@ -87,8 +90,33 @@ class Packed:
     def pointers(self) -> native.Weights:
         """Pointers for the C interface, valid as long as this object lives."""
         address = [None if tensor is None else tensor.data_ptr() for tensor in (self.data, self.scale, self.bias)]
-        blocks = self.data.shape[0] * self.data.shape[1]
-        return native.Weights(_FORMATS[self.data.dtype], blocks, self.num_in, *address)
+        count, blocks, deep, lanes, _ = self.data.shape
+        group = has_mins = 0
+        kind = _BF16 if self.scale is None else _INT8
+        if self.scale is not None and self.scale.ndim == 5:
+            kind = _GROUP4 if lanes < BLOCK else _GROUP8
+            group, has_mins = _group_size(deep * 4, self.scale.shape[2]), self.scale.shape[3] - 1
+        return native.Weights(kind, count * blocks, self.num_in, *address, group, has_mins)
+
+    def put_values(self, weight: QuantizedWeight, bias: Tensor | None = None, *, index: int = 0) -> None:
+        """Pack the weights of layer `index`, which have its format, and its bias `[out]` or None.
+
+        Outputs at the end of a layer of one part may be missing, and stay zero.
+        """
+        num_rows, num_in = weight.values.shape
+        assert num_in == self.num_in and (num_rows == self.num_out or self.num_parts == 1), weight.values.shape
+        assert bias is None or (self.bias is not None and bias.shape == (self.num_out,)), "opened without a bias"
+        wide = None if bias is None else bias.float().contiguous()
+        values, scale = weight.values.contiguous(), weight.scale.contiguous()
+        mins = None if weight.mins is None else weight.mins.contiguous()
+        each, block = num_rows // self.num_parts, index * self.data.shape[1]
+        for part in range(self.num_parts):
+            first = part * each
+            library().pdk_weights_put_values(
+                ctypes.byref(self.pointers), block, part, self.num_parts, values[first:].data_ptr(),
+                scale[first:].data_ptr(), None if mins is None else mins[first:].data_ptr(), each, num_in,
+                None if wide is None else wide[first:].data_ptr(),
+            )  # fmt: skip
 
     def put(self, weight: Tensor, bias: Tensor | None = None, *, index: int = 0) -> None:
         """Pack the weights bf16 `[out, in]` of layer `index`, and its bias `[out]` or None."""
@@ -131,6 +159,11 @@ def open_packed(
     scale: Tensor | None = None
     if format == "bf16":
         data = arena.zeros(count, blocks, width // 2, BLOCK, 2, dtype=torch.bfloat16)
+    elif isinstance(format, GroupFormat) and not is_int8(format, num_in):
+        lanes = BLOCK // 2 if format.bits == 4 else BLOCK
+        data = arena.zeros(count, blocks, width // 4, lanes, 4, dtype=torch.uint8)
+        groups = -(-width // format.group)
+        scale = arena.zeros(count, blocks, groups, 2 if format.has_mins else 1, BLOCK, dtype=torch.float32)
     else:
         data = arena.zeros(count, blocks, width // 4, BLOCK, 4, dtype=torch.uint8).fill_(_ZERO)
         scale = arena.zeros(count, blocks * BLOCK, dtype=torch.float32)
@@ -141,8 +174,29 @@ def open_packed(
 def pack(arena: Arena, format: Format, weight: Tensor, bias: Tensor | None = None, *, num_parts: int = 1) -> Packed:
     """Pack `weight` bf16 `[out, in]` and `bias` `[out]` in `num_parts` equal parts; see `Packed`."""
     packed = open_packed(arena, format, *weight.shape, has_bias=bias is not None, num_parts=num_parts)
-    packed.put(weight, bias)
+    if isinstance(format, GroupFormat):
+        packed.put_values(quantize(weight, format), bias)
+    else:
+        packed.put(weight, bias)
     return packed
+
+
+def is_int8(format: GroupFormat, num_in: int) -> bool:
+    """Return whether a format with groups is that of "int8": a scale for all of an output's `num_in` inputs."""
+    return format.bits == 8 and not format.has_mins and format.group >= num_in
+
+
+def inputs_of(format: Format) -> Literal["bf16", "int8"]:
+    """Return the number format of the inputs of products with such weights."""
+    return "bf16" if format == "bf16" else "int8"
+
+
+def _group_size(width: int, groups: int) -> int:
+    """Return the inputs of a group: the smallest power of two of which `groups` cover `width` inputs."""
+    size = BLOCK
+    while -(-width // size) > groups:
+        size *= 2
+    return size
 
 
 def pack_gated(arena: Arena, format: Format, gate_up: Tensor, bias: Tensor | None = None) -> Packed:

@@ -15,5 +15,11 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return sparse_layers(config, where, attention, read_mlp(config, where), read_moe(config, where))
 
 
-QWEN3_MOE = Family(architecture="Qwen3MoeForCausalLM", model_type="qwen3_moe", max_positions=32768, read_layers=_layers)
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    max_positions=32768,
+    read_layers=_layers,
+    gguf="qwen3moe",
+)
 FAMILIES = (QWEN3_MOE,)

@@ -1,0 +1,254 @@
+"""Writes tiny checkpoints in each quantization scheme, as the tools of that scheme lay them out, and dequantized.
+
+The dequantized weights come from the integers and scales before they are packed, with numpy: no code of pdserve.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.tiny import Family, make_tiny
+
+Floats = npt.NDArray[np.float32]
+Stored = tuple[dict[str, Tensor], Floats]
+"""Tensors of a layer by the end of their names, and its dequantized weight `[out, in]`."""
+GROUP = 32
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The output, of eight, at each place of a word."""
+
+
+def _words(values: npt.NDArray[np.int64], bits: int, axis: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Pack values along `axis` into int32, the first into the lowest bits; `order` as `AWQ_ORDER`."""
+    count = 32 // bits
+    moved = np.moveaxis(values, axis, -1)
+    split = moved.reshape(*moved.shape[:-1], -1, count)
+    packed = np.zeros(split.shape[:-1], dtype=np.uint64)
+    for place in range(count):
+        packed |= split[..., order[place] if order else place].astype(np.uint64) << np.uint64(bits * place)
+    return torch.from_numpy(np.ascontiguousarray(np.moveaxis(packed, -1, axis)).astype(np.uint32).view(np.int32))
+
+
+def _half(values: npt.NDArray[Any]) -> Floats:
+    return values.astype(np.float16).astype(np.float32)
+
+
+def _integers(
+    weight: Floats, bits: int, group: int, *, symmetric: bool
+) -> tuple[npt.NDArray[np.int64], Floats, npt.NDArray[np.int64]]:
+    """Round a weight to unsigned values `[out, in]`, scales and zero points `[out, groups]`."""
+    split = weight.reshape(len(weight), -1, group)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = _half(np.abs(split).max(-1) / (top // 2))
+        zero = np.full(scale.shape, 1 << (bits - 1))
+    else:
+        low, high = np.minimum(split.min(-1), 0), np.maximum(split.max(-1), 0)
+        scale = _half((high - low) / top)
+        zero = np.clip(np.rint(-low / scale), 1, top).astype(np.int64)
+    values = np.clip(np.rint(split / scale[..., None]) + zero[..., None], 0, top).astype(np.int64)
+    return values.reshape(weight.shape), scale, zero
+
+
+def _value(values: npt.NDArray[np.int64], scale: Floats, zero: npt.NDArray[np.int64], index: Any) -> Floats:
+    return ((values - zero[:, index]) * scale[:, index].astype(np.float64)).astype(np.float32)
+
+
+def awq(weight: Floats) -> Stored:
+    values, scale, zero = _integers(weight, 4, GROUP, symmetric=False)
+    index = np.arange(weight.shape[1]) // GROUP
+    tensors = {
+        ".qweight": _words(values.T, 4, 1, AWQ_ORDER),
+        ".qzeros": _words(zero.T, 4, 1, AWQ_ORDER),
+        ".scales": torch.from_numpy(scale.T.astype(np.float16)),
+    }
+    return tensors, _value(values, scale, zero, index)
+
+
+def gptq(bits: int, *, symmetric: bool, reorders: bool, offset: int = 1) -> Callable[[Floats], Stored]:
+    def write(weight: Floats) -> Stored:
+        index = np.arange(weight.shape[1]) // GROUP
+        if reorders:
+            index = np.random.default_rng(weight.shape[1]).permutation(index)
+        by_group = np.argsort(index, kind="stable")
+        grouped, scale, zero = _integers(weight[:, by_group], bits, GROUP, symmetric=symmetric)
+        values = np.empty_like(grouped)
+        values[:, by_group] = grouped
+        tensors = {
+            ".qweight": _words(values.T, bits, 0),
+            ".qzeros": _words(zero.T - offset, bits, 1),
+            ".scales": torch.from_numpy(scale.T.astype(np.float16)),
+            ".g_idx": torch.from_numpy(index.astype(np.int32)),
+        }
+        return tensors, _value(values, scale, zero, index)
+
+    return write
+
+
+def pack_quantized(*, symmetric: bool, group: int | None = GROUP, reorders: bool = False) -> Callable[[Floats], Stored]:
+    def write(weight: Floats) -> Stored:
+        size = group or weight.shape[1]
+        index = np.arange(weight.shape[1]) // size
+        if reorders:
+            index = np.random.default_rng(weight.shape[1]).permutation(index)
+        by_group = np.argsort(index, kind="stable")
+        grouped, scale, zero = _integers(weight[:, by_group], 4, size, symmetric=symmetric)
+        values = np.empty_like(grouped)
+        values[:, by_group] = grouped
+        tensors = {
+            ".weight_packed": _words(values, 4, 1),
+            ".weight_scale": torch.from_numpy(scale).bfloat16(),
+            ".weight_shape": torch.tensor(weight.shape),
+        }
+        scale = tensors[".weight_scale"].float().numpy()
+        if not symmetric:
+            tensors[".weight_zero_point"] = _words(zero, 4, 0)
+        if reorders:
+            tensors[".weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
+        return tensors, _value(values, scale, zero, index)
+
+    return write
+
+
+def int8(weight: Floats) -> Stored:
+    scale = (np.abs(weight).max(1, keepdims=True) / 127).astype(np.float32)
+    values = np.rint(weight / scale).astype(np.int8)
+    tensors = {".weight": torch.from_numpy(values), ".weight_scale": torch.from_numpy(scale)}
+    return tensors, values.astype(np.float32) * scale
+
+
+def _float8(weight: Floats, scale: Floats, name: str, stored: Floats) -> Stored:
+    """`scale` is as large as the weight, and `stored` is as it is in the checkpoint."""
+    values = torch.from_numpy(weight / scale).to(torch.float8_e4m3fn)
+    tensors = {".weight": values, name: torch.from_numpy(stored), ".input_scale": torch.tensor(0.5)}
+    return tensors, values.float().numpy() * scale
+
+
+def fp8_tensor(weight: Floats) -> Stored:
+    scale = np.float32(np.abs(weight).max() / 448)
+    return _float8(weight, np.full_like(weight, scale), ".weight_scale", np.array(scale))
+
+
+def fp8_channel(weight: Floats) -> Stored:
+    scale = np.abs(weight).max(1, keepdims=True) / np.float32(448)
+    return _float8(weight, np.broadcast_to(scale, weight.shape), ".weight_scale", scale)
+
+
+def fp8_block(weight: Floats) -> Stored:
+    """Blocks of 48 x 40, which divide no weight."""
+    rows, columns = (-(-size // unit) for size, unit in zip(weight.shape, (48, 40), strict=True))
+    stored = np.empty((rows, columns), dtype=np.float32)
+    for row in range(rows):
+        for column in range(columns):
+            block = weight[row * 48 : (row + 1) * 48, column * 40 : (column + 1) * 40]
+            stored[row, column] = np.abs(block).max() / 448
+    scale = stored.repeat(48, 0).repeat(40, 1)[: weight.shape[0], : weight.shape[1]]
+    return _float8(weight, scale, ".weight_scale_inv", stored)
+
+
+def _compressed(form: str, ignore: list[str] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "format": form}
+    return {
+        "quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group},
+        "ignore": ["lm_head"] if ignore is None else ignore,
+    }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """A `quantization_config`, and how it stores a weight. `stays_packed`: the CPU kernels keep its format."""
+
+    config: Mapping[str, Any]
+    write: Callable[[Floats], Stored]
+    stays_packed: bool = True
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+_W4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
+SCHEMES = {
+    "awq": Scheme({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "gptq": Scheme(_GPTQ | {"sym": True}, gptq(4, symmetric=True, reorders=False)),
+    "gptq, zeros": Scheme(_GPTQ | {"sym": False}, gptq(4, symmetric=False, reorders=False)),
+    "gptq, desc_act": Scheme(
+        _GPTQ | {"sym": False, "desc_act": True}, gptq(4, symmetric=False, reorders=True), stays_packed=False
+    ),
+    "gptq_v2, 8 bits": Scheme(
+        _GPTQ | {"bits": 8, "sym": True, "checkpoint_format": "gptq_v2"},
+        gptq(8, symmetric=True, reorders=False, offset=0),
+    ),
+    "W4A16": Scheme(_compressed("pack-quantized", **_W4, symmetric=True), pack_quantized(symmetric=True)),
+    "W4A16, zeros": Scheme(_compressed("pack-quantized", **_W4, symmetric=False), pack_quantized(symmetric=False)),
+    "W4A16, channel": Scheme(
+        _compressed("pack-quantized", num_bits=4, type="int", strategy="channel"),
+        pack_quantized(symmetric=True, group=None),
+    ),
+    "W4A16, actorder": Scheme(
+        _compressed("pack-quantized", **_W4, actorder="group"),
+        pack_quantized(symmetric=True, reorders=True),
+        stays_packed=False,
+    ),
+    "W8A8": Scheme(_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8),
+    "fp8, tensor": Scheme({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor, stays_packed=False),
+    "fp8, channel": Scheme(
+        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channel, stays_packed=False
+    ),
+    "fp8, block": Scheme({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_block, stays_packed=False),
+}
+
+
+def make_groups(family: Family, directory: Path, **overrides: Any) -> Path:
+    """Make a tiny checkpoint whose weights are whole groups."""
+    if family == "qwen3_moe":
+        overrides["moe_intermediate_size"] = 64
+    return make_tiny(family, directory, **overrides)
+
+
+def is_quantized(name: str) -> bool:
+    """Whether a scheme here quantizes the weight: those of the layers' projections, the routers' excepted."""
+    return name.endswith("_proj.weight")
+
+
+def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme) -> Path:
+    """Write a tiny checkpoint quantized, to `directory`, and dequantized, to the directory that is returned.
+
+    The quantized tensors are in two files: a weight's scales are not beside its values.
+    """
+    plain = directory.with_name(f"{directory.name}-dequantized")
+    shutil.copytree(checkpoint, directory)
+    shutil.copytree(checkpoint, plain)
+    values: dict[str, Tensor] = {}
+    scales: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        dequantized[name] = tensor
+        if not is_quantized(name):
+            values[name] = tensor
+            continue
+        tensors, weight = scheme.write(tensor.float().numpy())
+        dequantized[name] = torch.from_numpy(weight).to(tensor.dtype).contiguous()
+        for end, part in tensors.items():
+            (values if "weight" in end and "scale" not in end else scales)[name.removesuffix(".weight") + end] = (
+                part.contiguous()
+            )
+    (directory / "model.safetensors").unlink()
+    save_file(values, directory / "model-00001-of-00002.safetensors")
+    save_file(scales, directory / "model-00002-of-00002.safetensors")
+    save_file(dequantized, plain / "model.safetensors", metadata={"format": "pt"})
+    edit_config(directory, quantization_config=scheme.config)
+    return plain
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    """Overwrite fields of `config.json`."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))

@@ -1,0 +1,84 @@
+"""Models with quantized weights in the CPU kernels come near to their dequantized weights, on one rank or several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import Quantization
+from pdserve.model.parallel import SingleRank
+from tests.driver import Driver, build, random_prompt
+from tests.quantized import SCHEMES, edit_config, make_groups, write_quantized
+from tests.tiny import VOCAB_SIZE, Family, make_tiny
+from tests.unit.executor.gang import Gang
+from tests.unit.executor.quantized_ranks import logprobs_of
+from tests.unit.model.native_kit import needs_kernels
+
+pytestmark = needs_kernels
+PACKED = [name for name, scheme in SCHEMES.items() if scheme.stays_packed]
+TP2 = ParallelShape(tp_size=2, pp_size=1)
+
+
+def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Kullback-Leibler divergence of `[n, vocab]`, the mean over rows."""
+    return float((wanted.exp() * (wanted - logprobs)).sum(-1).mean())
+
+
+def written(family: Family, directory: Path, name: str) -> tuple[Path, Path]:
+    """A checkpoint of a scheme, and its dequantized form."""
+    tiny = make_groups(family, directory / "tiny", dtype="bfloat16")
+    plain = write_quantized(tiny, directory / "quantized", SCHEMES[name])
+    return directory / "quantized", plain
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_weights_come_near_to_the_dequantized_ones(name: str, tmp_path: Path) -> None:
+    path, plain = written("llama", tmp_path, name)
+    mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
+    wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
+    assert divergence(mine, wanted) < 0.02
+    assert num_bytes < plain_bytes and samples == wanted_samples, "a peer may have the dequantized weights"
+    sixteen, _, sixteen_bytes = logprobs_of(SingleRank(), path, "bf16")
+    assert torch.equal(sixteen, wanted) and sixteen_bytes == plain_bytes
+
+
+@pytest.mark.parametrize("name", ["gptq, desc_act", "fp8, block"])
+def test_other_weights_are_dequantized(name: str, tmp_path: Path) -> None:
+    path, plain = written("llama", tmp_path, name)
+    assert torch.equal(logprobs_of(SingleRank(), path, None)[0], logprobs_of(SingleRank(), plain, None)[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3_moe"])
+def test_any_model_is_rounded_to_four_bits(family: Family, tmp_path: Path) -> None:
+    path = make_tiny(family, tmp_path, dtype="bfloat16")
+    wanted, samples, plain_bytes = logprobs_of(SingleRank(), path, None)
+    quantizations: tuple[Quantization, ...] = ("int4", "int8")
+    four, eight = (logprobs_of(SingleRank(), path, quantization) for quantization in quantizations)
+    assert divergence(four[0], wanted) < 1.0 and four[1] == samples
+    assert divergence(eight[0], wanted) < divergence(four[0], wanted)
+    assert four[2] < eight[2] < plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "ep_size"), [("gptq", "llama", 1), ("awq", "qwen3_moe", 1), ("W8A8", "qwen3_moe", 2)]
+)
+def test_ranks_have_their_part_of_the_scales(
+    name: str, family: Family, ep_size: int, gang: Gang, tmp_path: Path
+) -> None:
+    """Columns of a llama's feed-forward are cut within a group of 32, so that these layers are dequantized."""
+    path, _ = written(family, tmp_path, name)
+    whole, samples, _ = logprobs_of(SingleRank(), path, None)
+    for logprobs, held, _ in gang.run(TP2, logprobs_of, path, None, ep_size):
+        assert divergence(logprobs, whole) < 0.02
+        assert all(held[key].items() <= samples[key].items() for key in held)
+
+
+def test_a_quantized_checkpoint_in_float16_runs_in_bfloat16_on_a_cpu(tmp_path: Path) -> None:
+    path, _ = written("llama", tmp_path, "awq")
+    edit_config(path, dtype="float16")
+    built = build(path)
+    assert built.dtype == "bfloat16" and len(Driver(built).generate([random_prompt(5, VOCAB_SIZE)], 2)[0]) == 2
+    assert build(path, dtype="float16").dtype == "float16"
