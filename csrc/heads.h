@@ -40,10 +40,17 @@ static void place(const Heads& h, const Pages& pages, const int64_t* write_pages
             narrow(turned, h.q + (((q / group) * h.tokens + i) * group + q % group) * wide, wide);
         }
         for (int64_t k = 0; k < h.kv_heads; k++) {
-            bf16* to = pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * dim;
+            bf16* to =
+                pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * pages.row;
+            const float* value = x + (h.heads + h.kv_heads + k) * dim;
             turn(x + (h.heads + k) * dim, dim, h.k_norm, h.eps, h.half, cos, sin, 1.0f, turned);
+            if (pages.format != KVFormat::bf16) {
+                store_codes(turned, dim, pages.format, to);
+                store_codes(value, dim, pages.format, to + pages.value_offset);
+                continue;
+            }
             narrow(turned, to, dim);
-            narrow(x + (h.heads + h.kv_heads + k) * dim, to + pages.value_offset, dim);
+            narrow(value, to + pages.value_offset, dim);
         }
     }
 }

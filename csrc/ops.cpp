@@ -117,7 +117,7 @@ Soon Attend::first_read(Program& p, int thread) const {
     const Attention a = p.attention_of(group, layer);
     const int64_t page = (a.table + piece.row * a.table_stride)[piece.begin / a.pages.page_tokens];
     const int64_t head = piece.head * a.pages.page_tokens + piece.begin % a.pages.page_tokens;
-    return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.dim)};
+    return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.row)};
 }
 
 // Threads share 16-column pieces of all rows, so that few rows keep all of them busy.

@@ -42,7 +42,7 @@ MAX_PAGE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class LoadedEngine:
-    """One rank's executor and its sizes. `dtype`: number format of weights and KV.
+    """One rank's executor and its sizes. `dtype`: number format of weights. `kv_dtype`: that of the KV cache.
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
@@ -68,6 +68,11 @@ class LoadedEngine:
     @property
     def max_total_tokens(self) -> int:
         """Token slots in the KV pool."""
+    @property
+    def kv_dtype(self) -> str:
+        """Number format of keys and values; see `memory/dtypes.py`."""
+        return self.layout.groups[0].dtype
+
         return self.layout.tokens_in(self.num_pages)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.gpu.attention_math import CODES
 from pdserve.model.gpu.decode_attention import (
     EVERYTHING,
     AttentionMask,
@@ -152,7 +153,7 @@ class TritonStep:
         num_tokens, _, dim = heads.qkv.shape
         out, scale = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), dim**-0.5
         q: Tensor | FreshKV
-        if len(rows.tiles) or rows.has_drafts:
+        if len(rows.tiles) or rows.has_drafts or kv.dtype in CODES:
             q = placed(heads, kv, self._write_pages, self._write_slots)
         else:
             q = fresh(heads, self._write_pages, self._write_slots)

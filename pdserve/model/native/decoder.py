@@ -405,8 +405,9 @@ class NativeDecoder:
         group = pool.group
         of_window = group.space is PageSpace.WINDOW
         shape = HeadShape(
-            group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window
-        )
+            group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
+            group.dtype,
+        )  # fmt: skip
         key = (pool, shape, op.rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)

@@ -17,12 +17,16 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import Decoding, PdkHeads, Step, library
+from pdserve.memory.dtypes import row_items
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.weights import Packed
+from pdserve.model.params import torch_dtype
 
 MAX_GROUP = 64
 MAX_HEAD_DIM = 512
+KV_FORMATS = {"bfloat16": 0, "int8": 1, "fp8_e4m3": 2}
+"""`kv_format` of `pdk_heads`, by the name in `memory/dtypes.py`."""
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
 
@@ -57,7 +61,7 @@ class Threads:
 class HeadShape:
     """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
 
-    With `of_window` the pages are those of WINDOW groups.
+    With `of_window` the pages are those of WINDOW groups. `kv_dtype`: number format of the pool.
     """
 
     layers: int
@@ -66,6 +70,7 @@ class HeadShape:
     page_tokens: int
     dim: int
     of_window: bool = False
+    kv_dtype: str = "bfloat16"
 
     @property
     def qkv_width(self) -> int:
@@ -113,16 +118,18 @@ class Program:
     def add_heads(self, heads: HeadShape, kv: Tensor) -> int:
         """Add heads over a KV pool, and return their number.
 
-        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`.
+        `kv` is `[num_pages, layers, 2, kv_heads, page_tokens, row_items(dim, heads.kv_dtype)]`: bf16, or codes of an
+        8-bit format of `memory/dtypes.py`.
         """
-        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
-        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        row, kv_format = row_items(heads.dim, heads.kv_dtype), KV_FORMATS[heads.kv_dtype]
+        assert kv.dtype == torch_dtype(heads.kv_dtype) and kv.is_contiguous(), "pages are contiguous"
+        assert kv.shape[1:] == (heads.layers, 2, heads.num_kv_heads, heads.page_tokens, row), kv.shape
         assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
         assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
         shape = PdkHeads(
-            self._keep(kv), *kv.stride()[:3], heads.num_kv_heads, heads.page_tokens, heads.dim, heads.num_heads,
-            heads.of_window, heads.dim**-0.5,
+            self._keep(kv), *(stride * kv.itemsize // 2 for stride in kv.stride()[:3]), heads.num_kv_heads,
+            heads.page_tokens, heads.dim, heads.num_heads, heads.of_window, kv_format, heads.dim**-0.5,
         )  # fmt: skip
         number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))
         self._heads.append(heads)
