@@ -14,6 +14,7 @@ from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
+from pdserve.config.lora_group import LoraConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 
@@ -23,8 +24,8 @@ EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
-LogprobsMode = Literal["raw", "processed"]
 KVCacheDType = Literal["auto", "fp8_e4m3", "int8"]
+LogprobsMode = Literal["raw", "processed"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 ToolCallParser = Literal[
     "auto", "none", "deepseekv3", "deepseekv31", "glm", "glm45", "glm47", "gpt-oss", "hermes", "kimi_k2", "llama3",
@@ -141,12 +142,12 @@ class MemoryConfig:
         "steps and graphs need more than the rest. On CPU: of the available RAM, for KV pools; 0.2 but at most 4 GiB "
         "when absent",
     )
-    disable_radix_cache: bool = flag(False, help="prefill and monolith: disable the prefix cache")
     kv_cache_dtype: KVCacheDType = flag(
         "auto",
         help="number format of the KV cache. auto: dtype; int8: with a scale for each token and KV head; fp8_e4m3: "
         "without scales. Both take about half the memory and transfer of a bfloat16 cache; equal on both servers",
     )
+    disable_radix_cache: bool = flag(False, help="prefill and monolith: disable the prefix cache")
     radix_eviction_policy: EvictionPolicy = flag("lru", help="order in which cached pages are evicted")
     max_mamba_cache_size: int | None = flag(
         None,
@@ -411,6 +412,7 @@ class ServerConfig:
     disagg: DisaggConfig = DisaggConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
+    lora: LoraConfig = LoraConfig()
     grammar: GrammarConfig = GrammarConfig()
     serving: ServingConfig = ServingConfig()
     access: AccessConfig = AccessConfig()
