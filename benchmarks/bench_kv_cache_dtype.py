@@ -1,12 +1,13 @@
 """What an 8-bit KV cache costs and saves: perplexity, greedy tokens, bytes moved and transfer time, by format.
 
     python -m benchmarks.bench_kv_cache_dtype [--requests 12] [--write]
+    python -m benchmarks.bench_kv_cache_dtype --attention
 
 A service of 1P1D for each `--kv-cache-dtype` answers the same prompts one after the other: pieces of this repository's
 documents, `--input-len` tokens each. Perplexity is that of the pieces' second halves, from the log probabilities of the
 prompt. A token agrees where it is the one of the model's own format; behind the first that differs a text goes its own
 way. `transfer` is `transfer_s` of the request: the part of the time to its first token that is neither queue nor
-prefill.
+prefill. With `--attention` only decode attention of the CPU kernels is measured: rows of 4,096 keys, one thread.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import math
 import statistics
 import sys
+import time
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,11 +27,17 @@ from typing import Any
 if __package__ in (None, ""):  # run by its path: `benchmarks` and `pdserve` lie in the checkout's root
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
+import torch
 from tokenizers import Tokenizer
 
 from benchmarks import report
 from benchmarks.servers import local_pair
 from pdserve.base.hf_tokenizer import read_tokenizer_json
+from pdserve.base.native import best_level
+from pdserve.model.attention.kv_rows import encode_rows
+from pdserve.model.forward_batch import ForwardBatch, HostRows
+from pdserve.model.native.program import HeadShape, Program, Threads
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 FORMATS = ("auto", "int8", "fp8_e4m3")
@@ -124,6 +132,49 @@ def table(all_answers: dict[str, Answers]) -> str:
     return report.markdown_table(header, rows)
 
 
+SHAPES = ((9, 3, 64, 8), (32, 8, 128, 4))
+"""Query heads, KV heads, their size, and rows: SmolLM2-135M and an 8B model."""
+NUM_KEYS, PAGE, ROUNDS = 4096, 64, 15
+
+
+def attention_ms(shape: tuple[int, int, int, int], kv_dtype: str, level: str) -> float:
+    """Return the least milliseconds of decode attention over `NUM_KEYS` keys for each row."""
+    num_heads, kv_heads, dim, num_rows = shape
+    each = NUM_KEYS // PAGE
+    table = np.arange(num_rows * each, dtype=np.int32).reshape(num_rows, each)
+    positions = np.full(num_rows, NUM_KEYS - 1, dtype=np.int64)
+    columns = np.stack((np.zeros_like(positions), positions, table[:, -1].astype(np.int64), positions % PAGE))
+    rows = HostRows(positions, positions + 1, np.arange(num_rows), np.zeros_like(positions), table)
+    batch = ForwardBatch(torch.from_numpy(columns), torch.arange(num_rows), rows)
+    values = torch.randn(num_rows * each, 1, 2, kv_heads, PAGE, dim)
+    kv = values.bfloat16() if kv_dtype == "bfloat16" else encode_rows(values, kv_dtype)
+    program = Program(Threads(1), level, HeadShape(1, num_heads, kv_heads, PAGE, dim, kv_dtype=kv_dtype), kv)
+    qkv, out = program.buffer((num_heads + 2 * kv_heads) * dim), program.buffer(num_heads * dim)
+    program.angles(torch.zeros(dim // 2), 1.0)
+    program.place(qkv, 0, None, None, 0.0)
+    program.attend(0, out)
+    program.reserve(num_rows, 0)
+    program.begin(batch)
+    program.view(qkv, num_rows).normal_()
+    seconds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        program.begin(batch)
+        program.run(0, program.num_ops)
+        seconds.append(time.perf_counter() - began)
+    return 1e3 * min(seconds)
+
+
+def attention_table() -> str:
+    """Decode attention of each shape and format, and its ratio to bfloat16."""
+    level, lines = best_level(), []
+    for shape in SHAPES:
+        found = {name: attention_ms(shape, name, level) for name in ("bfloat16", *FORMATS[1:])}
+        text = "{} heads, {} KV heads of {}, {} rows".format(*shape)
+        lines += [[text, name, f"{ms:.2f}", f"{ms / found['bfloat16']:.2f}"] for name, ms in found.items()]
+    return report.markdown_table([f"{level}, one thread", "KV format", "ms", "ratio"], lines, num_text=2)
+
+
 def document(args: argparse.Namespace, facts: dict[str, Any], found: dict[str, Answers]) -> str:
     """The whole report in Markdown."""
     return f"""# KV cache in 8 bits, {facts["date"]}
@@ -145,7 +196,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=32)
     report.add_write_flags(parser, "kv-cache-dtype")
+    parser.add_argument("--attention", action="store_true", help="only decode attention of the CPU kernels")
     args = parser.parse_args(argv)
+    if args.attention:
+        print(attention_table())
+        return 0
     run = report.Run("kv-cache-dtype", argv, module="bench_kv_cache_dtype")
     found = {kv_format: measure(args, kv_format) for kv_format in FORMATS}
     facts = run.facts(answers={name: dataclasses.asdict(answers) for name, answers in found.items()})

@@ -51,7 +51,8 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
         "all": write_adapter(root / "all", base, seed=1),
         "attention": write_adapter(root / "attention", base, seed=2, rank=8, modules=ATTENTION, use_rslora=False),
     }
-    models = {None: base, **{name: merged(root / f"{name}-merged", base, path) for name, path in paths.items()}}
+    models: dict[str | None, Path] = {None: base}
+    models |= {name: merged(root / f"{name}-merged", base, path) for name, path in paths.items()}
     tokens: dict[str | None, list[list[int]]] = {}
     for name, path in models.items():
         reference = load_reference(path)
