@@ -115,7 +115,7 @@ def _of_flags() -> Iterator[Mistake]:
     yield Mistake(name="word for a number", argv=("--tp", "two"), says="invalid int value: 'two'")
     yield Mistake(name="unknown choice", argv=("--dtype", "fp8"), says="invalid choice: 'fp8'")
     yield Mistake(name="value without a flag", argv=("smollm2",), says="unexpected argument 'smollm2'")
-    yield Mistake(name="unsupported flag of SGLang", argv=("--enable-lora",), says="SGLang has this flag")
+    yield Mistake(name="unsupported flag of SGLang", argv=("--enable-hierarchical-cache",), says="SGLang has this flag")
     yield Mistake(
         name="flags that contradict each other",
         argv=(*decode, "--disaggregation-layerwise-transfer", "--port", "0"),

@@ -249,7 +249,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
     if (fresh)  // keys only: values are prefetched while the keys are used
         for (int64_t r = 0; r < runs_from(p, first_run(p)); r++)
             for (int64_t kv = 0; kv < p.heads; kv++)
-                ask_run(key_of(a, p.row, p.head + kv, first_run(p) + r * RUN), a.pages.dim);
+                ask_run(key_of(a, p.row, p.head + kv, first_run(p) + r * RUN), a.pages.row);
     for (int64_t t = first_run(p), count; t < p.end; t += count * RUN) {
         count = runs_from(p, t);
         const Piece* next = t + count * RUN < p.end ? &p : then;
@@ -280,7 +280,7 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
             OF_RUNS.score[first][at_once](a, q, runs + kv * RUNS + r, n, scores + h * SPAN + r * RUN);
             if (r + n == count)
                 soften_span(softmax, h, at_once, count * RUN, p.begin - t, p.end - t, scores, weights,
-                            first ? late[kv] : nullptr, RUN * a.pages.dim / 32);
+                            first ? late[kv] : nullptr, RUN * a.pages.row / 32);
         });
         by_pages(a, p, t, [&](int64_t kv, int64_t r, int64_t n, int64_t h, int64_t at_once, bool first) {
             OF_RUNS.mix[first][at_once](a.pages, runs + kv * RUNS + r, n, weights + h * SPAN + r * RUN,
@@ -289,8 +289,8 @@ static void decode(const Attention& a, const Piece& p, bool fresh, const Piece* 
         for (int64_t r = count; r < more; r++)
             for (int64_t kv = 0; kv < p.heads; kv++) {
                 const bf16* keys = key_of(a, next->row, next->head + kv, from + r * RUN);
-                ask_run(keys, a.pages.dim);
-                ask_run(keys + a.pages.value_offset, a.pages.dim);
+                ask_run(keys, a.pages.row);
+                ask_run(keys + a.pages.value_offset, a.pages.row);
             }
         if (t + count * RUN < p.end && (t + count * RUN) % p.segment) continue;
         for (int64_t h = 0; h < heads; h++) softmax.result.total[h] = sum(load(softmax.sums + 16 * h));

@@ -44,12 +44,19 @@ static void place(const Heads& h, const Pages& pages, const int64_t* write_pages
             narrow(turned, h.q + (((q / group) * h.tokens + i) * group + q % group) * wide, wide);
         }
         for (int64_t k = 0; k < h.kv_heads; k++) {
-            bf16* to = pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * dim;
-            const float *from = keys + k * dim, *own = h.k_norm && h.whole ? h.k_norm + k * dim : h.k_norm;
+            bf16* to =
+                pages.base + write_pages[i] * pages.page_stride + (k * pages.page_tokens + write_slots[i]) * pages.row;
+            const float *from = keys + k * dim, *value = keys + (h.kv_heads + k) * dim;
+            const float* own = h.k_norm && h.whole ? h.k_norm + k * dim : h.k_norm;
             const float scale = h.k_norm ? (h.whole ? of_k : inverse_rms(from, dim, h.eps)) : 1.0f;
             turn(from, dim, own, h.half, cos, sin, scale, turned);
+            if (pages.format != KVFormat::bf16) {
+                store_codes(turned, dim, pages.format, to);
+                store_codes(value, dim, pages.format, to + pages.value_offset);
+                continue;
+            }
             narrow(turned, to, dim);
-            narrow(keys + (h.kv_heads + k) * dim, to + pages.value_offset, dim);
+            narrow(value, to + pages.value_offset, dim);
         }
     }
 }

@@ -129,11 +129,22 @@ struct Latents {
     bf16* q;  // [tokens][heads][padded (rank + rope)], scaled
 };
 
-// One layer's keys and values. Element d of (page, head, token) of the keys is at
-// `base + page * page_stride + head * page_tokens * dim + token * dim + d`; values lie `value_offset` elements after.
+// Number format of keys and values in pages: pdk_heads describes the rows.
+enum class KVFormat : int32_t { bf16 = 0, int8 = 1, fp8_e4m3 = 2 };
+
+// The items of bf16 that a row of `dim` values, those of one token and head, takes in a page. `dim` is even.
+inline int64_t row_items(KVFormat format, int64_t dim) {
+    return format == KVFormat::bf16 ? dim : format == KVFormat::int8 ? ((dim + 3) / 4 * 4 + 4) / 2 : dim / 2;
+}
+
+// One layer's keys and values. The key of (page, head, token) is at
+// `base + page * page_stride + (head * page_tokens + token) * row`; its value lies `value_offset` items after. `row`:
+// see `row_items`.
 struct Pages {
     bf16* base;
     int64_t page_stride, value_offset, page_tokens, dim;
+    KVFormat format;
+    int64_t row;
 };
 
 // Sliding window, logit cap and sinks. 0 and null disable each.

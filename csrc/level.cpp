@@ -36,6 +36,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #include "amx.h"
 #endif
 #include "linear.h"
+#include "codes.h"
 #include "heads.h"
 #include "place_latents.h"
 #include "runs.h"

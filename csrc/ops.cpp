@@ -138,7 +138,7 @@ Soon Attend::first_read(Program& p, int thread) const {
     const Attention a = p.attention_of(group, layer);
     const int64_t page = (a.table + piece.row * a.table_stride)[piece.begin / a.pages.page_tokens];
     const int64_t head = piece.head * a.pages.page_tokens + piece.begin % a.pages.page_tokens;
-    return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.dim)};
+    return {reinterpret_cast<const uint8_t*>(a.pages.base + page * a.pages.page_stride + head * a.pages.row)};
 }
 
 // Calls call(row, first column, last column) for the thread's share. Threads share 16-column pieces of all rows, so

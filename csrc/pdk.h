@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 16
+#define PDK_VERSION 17
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -50,13 +50,15 @@ typedef struct {
     const int64_t* folded; /* [rows], or NULL: see pdk_step */
 } pdk_decoding;
 
-/* A KV pool, bf16, and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens][dim] at
-   base + page * page_stride + layer * layer_stride, and V lies value_offset after it. Strides are in items. Page
+/* A KV pool and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens] rows at
+   base + page * page_stride + layer * layer_stride, and V lies value_offset after it. A row has `dim` values in
+   `kv_format` 0: bf16; 1: int8, padded to a multiple of 4 bytes, and then a float scale; 2: FP8 E4M3. Strides are in
+   items of 2 bytes. Page
    numbers are those of `table`, or with `of_window` those of `window_table`, whose entries behind the window are
    undefined. `page_tokens` is equal in all heads of a program. */
 typedef struct {
     void* base;
-    int64_t page_stride, layer_stride, value_offset, kv_heads, page_tokens, dim, heads, of_window;
+    int64_t page_stride, layer_stride, value_offset, kv_heads, page_tokens, dim, heads, of_window, kv_format;
     float scale;
 } pdk_heads;
 

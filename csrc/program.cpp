@@ -178,7 +178,8 @@ void Program::share(int64_t n, int thread, int64_t& first, int64_t& last) const 
 Pages Program::pages_of(int64_t group, int64_t layer) const {
     const pdk_heads& heads = groups[group]->heads;
     return {static_cast<bf16*>(heads.base) + layer * heads.layer_stride, heads.page_stride, heads.value_offset,
-            heads.page_tokens, heads.dim};
+            heads.page_tokens, heads.dim, static_cast<KVFormat>(heads.kv_format),
+            row_items(static_cast<KVFormat>(heads.kv_format), heads.dim)};
 }
 
 Attention Program::attention_of(int64_t group, int64_t layer) const {

@@ -76,6 +76,21 @@ INLINE void store_bytes(int8_t* p, I x) {
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1)));
 }
 
+INLINE I load_bytes(const int8_t* p) {
+    const __m128i x = _mm_loadu_si128((const __m128i*)p);
+    return {_mm256_cvtepi8_epi32(x), _mm256_cvtepi8_epi32(_mm_srli_si128(x, 8))};
+}
+INLINE __m256 e4m3(__m256i x) {
+    const __m256i low = _mm256_slli_epi32(_mm256_and_si256(x, _mm256_set1_epi32(0x7f)), 20);
+    __m256 v = _mm256_castsi256_ps(_mm256_add_epi32(low, _mm256_set1_epi32(120 << 23)));
+    v = _mm256_min_ps(v, _mm256_fmadd_ps(v, _mm256_set1_ps(2.0f), _mm256_set1_ps(-0x1p-6f)));
+    return _mm256_or_ps(v, _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32((int)0x80000000))));
+}
+INLINE F load_e4m3(const uint8_t* p) {
+    const I x = load_bytes((const int8_t*)p);
+    return {e4m3(x.a), e4m3(x.b)};
+}
+
 INLINE P pairs(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }

@@ -13,6 +13,7 @@ import torch
 from pdserve.config.groups import (
     AttentionBackendName,
     KernelConfig,
+    KVCacheDType,
     LogprobsMode,
     MemoryConfig,
     ModelConfig,
@@ -50,6 +51,7 @@ def build(
     logprobs_mode: LogprobsMode = "raw",
     model_impl: Literal["auto", "native", "transformers"] = "auto",
     speculative: SpeculativeConfig | None = None,
+    kv_cache_dtype: KVCacheDType = "auto",
 ) -> LoadedEngine:
     """An executor on CPU, with one thread unless told otherwise, or on the CUDA device."""
     return build_executor(
@@ -63,7 +65,7 @@ def build(
                 logprobs_mode=logprobs_mode,
                 model_impl=model_impl,
             ),
-            memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens),
+            memory=MemoryConfig(page_size=page_size, max_total_tokens=max_total_tokens, kv_cache_dtype=kv_cache_dtype),
             kernels=KernelConfig(
                 device=device,
                 cpu_threads=cpu_threads,

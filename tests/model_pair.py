@@ -16,11 +16,13 @@ from pdserve.config.groups import (
     DisaggMode,
     DType,
     KernelConfig,
+    KVCacheDType,
     MemoryConfig,
     ModelConfig,
     ModelImpl,
     ScheduleConfig,
 )
+from pdserve.config.lora_group import LoraConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
 from pdserve.executor.factory import build_executor
@@ -32,6 +34,7 @@ from tests.waiting import wait_until
 
 NUM_ROWS = 8
 PLAIN = SpeculativeConfig()
+NO_LORA = LoraConfig()
 
 
 class ModelServer(SchedulerThread):
@@ -56,11 +59,18 @@ class ModelServer(SchedulerThread):
         num_slots: int | None,
         dtype: DType,
         speculative: SpeculativeConfig,
+        kv_cache_dtype: KVCacheDType = "auto",
+        lora: LoraConfig = NO_LORA,
     ) -> None:
         super().__init__(mode)
         config = ServerConfig(
             model=ModelConfig(model_path=str(path), dtype=dtype, model_impl=model_impl),
-            memory=MemoryConfig(page_size=16, max_total_tokens=max_total_tokens, max_mamba_cache_size=num_slots),
+            memory=MemoryConfig(
+                page_size=16,
+                max_total_tokens=max_total_tokens,
+                max_mamba_cache_size=num_slots,
+                kv_cache_dtype=kv_cache_dtype,
+            ),
             kernels=KernelConfig(device="cpu", cpu_threads=1),
             schedule=ScheduleConfig(
                 chunked_prefill_size=chunk,
@@ -74,6 +84,7 @@ class ModelServer(SchedulerThread):
                 disaggregation_layerwise_transfer=layerwise,
             ),
             speculative=speculative,
+            lora=lora,
         )
         self.built = built = build_executor(config, max_rows=NUM_ROWS)
         executor = built.executor
@@ -103,27 +114,16 @@ class ModelPair:
         return (self.answering,) if self.prefill is None else (self.prefill, self.answering)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], num_new: int, aborted: Mapping[int, int] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_new: int,
+        aborted: Mapping[int, int] | None = None,
+        loras: Sequence[str | None] | None = None,
     ) -> list[list[int]]:
         """Return greedy tokens of `prompts`, which run at once. `aborted`: by index, tokens after which it is aborted;
-        its tokens are those that came.
+        its tokens are those that came. `loras`: see `send`.
         """
-        rids = []
-        for prompt in prompts:
-            self._num_sent += 1
-            rid = f"r{self._num_sent}"
-            rids.append(rid)
-            for server in self.servers:
-                server.mailbox.post(
-                    GenerateRequest(
-                        rid=rid,
-                        input_ids=list(prompt),
-                        sampling=CoreSamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True),
-                        room=None
-                        if self.prefill is None
-                        else RoomAddress(host=ADDRESS[0], port=ADDRESS[1], room=self._num_sent),
-                    )
-                )
+        rids = self.send(prompts, num_new, loras)
         for index, count in (aborted or {}).items():
             rid = rids[index]
             wait_until(lambda rid=rid, count=count: len(self.answering.tokens[rid]) >= count, "tokens", DEADLINE_S)  # type: ignore[misc]
@@ -132,6 +132,29 @@ class ModelPair:
         for server in self.servers:
             server.wait_for(rids)
         return [self.answering.tokens[rid] for rid in rids]
+
+    def send(
+        self, prompts: Sequence[Sequence[int]], num_new: int, loras: Sequence[str | None] | None = None
+    ) -> list[str]:
+        """Send requests to all servers, and return their ids. `loras`: the adapter of each; None: none has one."""
+        rids = []
+        for prompt, lora in zip(prompts, loras or [None] * len(prompts), strict=True):
+            self._num_sent += 1
+            rid = f"r{self._num_sent}"
+            rids.append(rid)
+            for server in self.servers:
+                server.mailbox.post(
+                    GenerateRequest(
+                        rid=rid,
+                        input_ids=list(prompt),
+                        lora=lora,
+                        sampling=CoreSamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True),
+                        room=None
+                        if self.prefill is None
+                        else RoomAddress(host=ADDRESS[0], port=ADDRESS[1], room=self._num_sent),
+                    )
+                )
+        return rids
 
     def assert_idle(self) -> None:
         """Everything comes free, and the audit finds nothing."""
@@ -155,24 +178,31 @@ def running_models(
     num_slots: int | None = None,
     speculative: SpeculativeConfig = PLAIN,
     prefill_speculative: SpeculativeConfig = PLAIN,
+    kv_cache_dtype: KVCacheDType = "auto",
+    lora: LoraConfig = NO_LORA,
+    prefill_lora: LoraConfig | None = None,
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated.
 
-    `speculative` is for the server that generates text, `prefill_speculative` for the other one.
+    `speculative` is for the server that generates text, `prefill_speculative` for the other one; so are `lora` and
+    `prefill_lora`, which is `lora` when None.
     """
     served: Served = {}
     hub = MemoryHub()
 
-    def start(mode: DisaggMode, tokens: int, impl: ModelImpl, drafter: SpeculativeConfig) -> ModelServer:
+    def start(
+        mode: DisaggMode, tokens: int, impl: ModelImpl, drafter: SpeculativeConfig, adapters: LoraConfig
+    ) -> ModelServer:
         return ModelServer(
             path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
-            model_impl=impl, num_slots=num_slots, dtype=dtype, speculative=drafter,
+            model_impl=impl, num_slots=num_slots, dtype=dtype, speculative=drafter, kv_cache_dtype=kv_cache_dtype,
+            lora=adapters,
         )  # fmt: skip
 
     with contextlib.ExitStack() as stack:
-        prefill = start("prefill", 4096, prefill_impl, prefill_speculative) if pair else None
+        prefill = start("prefill", 4096, prefill_impl, prefill_speculative, prefill_lora or lora) if pair else None
         if prefill is not None:
             stack.callback(prefill.close)
-        answering = start("decode" if pair else "null", max_total_tokens, model_impl, speculative)
+        answering = start("decode" if pair else "null", max_total_tokens, model_impl, speculative, lora)
         stack.callback(answering.close)
         yield ModelPair(prefill, answering)

@@ -12,6 +12,8 @@ from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE
 from pdserve.executor.interface import Executor
 from pdserve.protocol.messages import (
+    Command,
+    CommandReply,
     EngineState,
     FinishReason,
     OutputBatch,
@@ -63,6 +65,7 @@ class SchedulerThread:
         self.stack = contextlib.ExitStack()
         """Closed after the scheduler has ended."""
         self._states: list[EngineState] = []
+        self._replies: dict[str, CommandReply] = {}
         self._heard = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -105,6 +108,14 @@ class SchedulerThread:
             assert self._heard.wait_for(lambda: len(self._states) > count, DEADLINE_S), "the scheduler is dead"
             return self._states[-1]
 
+    def command(self, command: Command) -> CommandReply:
+        """Send a command, whose `query_id` is new, and wait for its reply."""
+        with self._heard:
+            self.mailbox.post(command)
+            answered = self._heard.wait_for(lambda: command.query_id in self._replies, DEADLINE_S)
+            assert answered, "the scheduler is dead"
+            return self._replies[command.query_id]
+
     def wait_for(self, rids: Sequence[str]) -> None:
         """Wait until these requests have ended."""
         with self._heard:
@@ -136,6 +147,8 @@ class SchedulerThread:
         with self._heard:
             if isinstance(message, StateReply):
                 self._states.append(message.state)
+            elif isinstance(message, CommandReply):
+                self._replies[message.query_id] = message
             elif isinstance(message, OutputBatch):
                 for output in message.outputs:
                     self.tokens[output.rid] += output.token_ids

@@ -19,7 +19,8 @@ import torch
 from pdserve.config.groups import AttentionBackendName, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
-from pdserve.memory.layout import DTYPE_BYTES, PageSpace, pages_for
+from pdserve.memory.dtypes import DTYPE_BYTES
+from pdserve.memory.layout import PageSpace, pages_for
 from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.driver import random_prompt

@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 16
+VERSION = 17
 
 
 class Step(Structure):
@@ -61,7 +61,7 @@ class PdkHeads(Structure):
     _fields_ = (
         ("base", c_void_p),
         *((name, c_int64) for name in ("page_stride", "layer_stride", "value_offset")),
-        *((name, c_int64) for name in ("kv_heads", "page_tokens", "dim", "heads", "of_window")),
+        *((name, c_int64) for name in ("kv_heads", "page_tokens", "dim", "heads", "of_window", "kv_format")),
         ("scale", c_float),
     )
 

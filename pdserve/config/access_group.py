@@ -21,13 +21,15 @@ def flag(
     env: str | None = None,
     secret: bool = False,
     refused: Mapping[str, str] | None = None,
+    many: bool = False,
 ) -> Any:
     """Declare a dataclass field that is also a command-line flag; `names` are additional flag names.
 
     `env` is an environment variable that replaces an absent flag. A `secret` never appears in a repr, in
     `/get_server_info` or in a log. `refused`: advice by value, for values of SGLang that are not supported here.
+    With `many` the flag takes several words, which are joined by commas.
     """
-    metadata = {"help": help, "names": names, "env": env, "secret": secret, "refused": refused or {}}
+    metadata = {"help": help, "names": names, "env": env, "secret": secret, "refused": refused or {}, "many": many}
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 

@@ -41,6 +41,8 @@ class Flag:
     secret: bool
     refused: Mapping[str, str]
     """Advice for values of SGLang that are not supported here, by value."""
+    many: bool = False
+    """Whether the flag takes several words, which are joined by commas."""
 
 
 @functools.cache
@@ -67,6 +69,7 @@ def _flags() -> Iterator[Flag]:
                 env=field.metadata["env"],
                 secret=field.metadata["secret"],
                 refused=field.metadata.get("refused", {}),
+                many=field.metadata.get("many", False),
             )
 
 
@@ -96,6 +99,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+class _Joined(argparse.Action):
+    """Joins the words of a flag, and those of earlier ones of its name, by commas."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        """See `argparse.Action`."""
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, ",".join([*([] if before is None else [before]), *values]))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser, with one argument group per config group. Absent flags are absent from the result."""
     parser = _Parser(
@@ -115,6 +129,8 @@ def build_parser() -> argparse.ArgumentParser:
         common: dict[str, Any] = {"dest": flag.field, "help": text.replace("%", "%%")}
         if flag.kind is bool:
             sections[flag.group].add_argument(*flag.names, action=argparse.BooleanOptionalAction, **common)
+        elif flag.many:
+            sections[flag.group].add_argument(*flag.names, nargs="+", action=_Joined, metavar=_metavar(flag), **common)
         else:
             choices = flag.choices or None
             sections[flag.group].add_argument(

@@ -326,6 +326,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             f"{config.parallel.pp_size}",
             field="disaggregation_prefill_pp",
         )
+    _check_lora(config)
     if config.model.quantization not in (None, "bf16"):
         kernels = config.kernels
         other = None
@@ -340,6 +341,20 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
                 f"--quantization {config.model.quantization} is for the native CPU kernels, not {other}",
                 field="quantization",
             )
+
+
+def _check_lora(config: ServerConfig) -> None:
+    """Check that nothing else is asked for that adapters do not have."""
+    kernels, parallel = config.kernels, config.parallel
+    without = {
+        "enable_deterministic_inference": kernels.enable_deterministic_inference,
+        "enable_dp_attention": parallel.enable_dp_attention,
+        "quantization": config.model.quantization is not None,
+        "cpu_kernels": kernels.cpu_kernels == "native",
+    }
+    for field, is_given in without.items():
+        if config.lora.is_on and is_given:
+            raise ConfigError(f"--{field.replace('_', '-')} is not supported with --enable-lora", field=field)
 
 
 def _check_attention(kernels: KernelConfig) -> None:

@@ -42,7 +42,7 @@ enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enab
 enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache
 enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
-enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache enable-lora
+enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache
 enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
 enable-memory-saver enable-metrics-for-all-schedulers enable-mfu-metrics enable-mis
 enable-mm-global-cache enable-mscclpp enable-multi-layer-eagle enable-multimodal enable-nan-detection
@@ -73,15 +73,15 @@ hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
-kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path kv-cache-dtype
+kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path
 kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend
 linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
 load-snapshot-publish-interval load-watch-interval log-requests-format
-lora-backend lora-drain-wait-threshold lora-eviction-policy lora-paths lora-strict-loading
+lora-backend lora-drain-wait-threshold lora-eviction-policy lora-strict-loading
 lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds
 mamba-max-states-per-path mamba-radix-cache-strategy mamba-ssm-dtype mamba-track-interval max-ep-size
-max-loaded-loras max-lora-chunk-size max-lora-rank max-loras-per-batch
+max-loaded-loras max-lora-chunk-size
 media-url-max-file-size-mb min-free-slots-delay mlx-enable-sampling mm-attention-backend mm-enable-dp-encoder
 mm-feature-transport mm-global-cache-backend mm-io-worker-num mm-max-concurrent-calls mm-per-request-timeout
 mm-preprocess-cache-size-mb mm-process-config mm-processor-worker-num model-checksum model-config-parser

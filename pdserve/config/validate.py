@@ -51,6 +51,7 @@ def check(config: ServerConfig) -> None:
     _check_host("host", config.serving.host)
     config.access.check()
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
+    config.lora.check((config.model.model_path, config.model.served_model_name))
     config.accepted.check()
     _check_observe(config.observe)
 

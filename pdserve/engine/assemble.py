@@ -110,7 +110,7 @@ def make_scheduler(
     `step_log` None: decode steps are not logged.
     """
     limits, speculation = _limits(config, built), make_speculation(config, built)
-    context = SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation)
+    context = SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation, built.loras)
     rules = PriorityRules.of(config.schedule)
     waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory, rules)
     role: SchedulerRole

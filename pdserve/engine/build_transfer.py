@@ -233,6 +233,8 @@ def _handshake(config: ServerConfig, built: LoadedEngine, transport: Transport, 
         "deterministic_ep_size": parallel.ep_size if fixed else 0,
         "deterministic_dp_attention": parallel.num_sharing if fixed else 0,
     }
+    if built.kv_dtype != built.dtype:  # otherwise the KV layout names the model's dtype
+        facts["dtype"] = built.dtype
     if config.disagg.disaggregation_enable_kv_checksum:
         facts["disaggregation_enable_kv_checksum"] = 1
     return facts
@@ -253,7 +255,7 @@ def _register(
         host=host,
         port=int(port),
         page_size=config.memory.page_size,
-        kv_cache_dtype=built.dtype,
+        kv_cache_dtype=built.kv_dtype,
         model=built.spec.digest(),
         facts={**start.handshake, **built.layout.fields()},
     )

@@ -22,6 +22,7 @@ import torch
 from pdserve.base.native import Unavailable, best_level
 from pdserve.config.groups import KernelConfig, ModelConfig
 from pdserve.errors import ConfigError
+from pdserve.memory.dtypes import EIGHT_BIT
 from pdserve.model.attention.batch_invariant import BatchInvariantAttention
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention
 from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_cannot_run
@@ -46,8 +47,12 @@ _LOG = logging.getLogger(__name__)
 Choice = Literal["torch", "triton", "flashinfer", "batch_invariant"]
 
 
-def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Choice:
+def choose_attention(
+    kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_dtype: str | None = None
+) -> Choice:
     """Choose by `--attention-backend`. `auto`: flashinfer, then triton on CUDA where they run, torch elsewhere.
+
+    `kv_dtype`: number format of the KV cache; None: that of the model.
 
     Raises:
         ConfigError: the requested backend cannot run this model here.
@@ -72,8 +77,8 @@ def choose_attention(kernels: KernelConfig, spec: ModelSpec, dtype: torch.dtype,
     if asked == "auto":
         if device.type != "cuda" or runtime.cannot_run(device) is not None:
             return "torch"
-        return "triton" if _no_flashinfer(spec, dtype, device) is not None else "flashinfer"
-    reason = _no_flashinfer(spec, dtype, device) if asked == "flashinfer" else None
+        return "triton" if _no_flashinfer(spec, dtype, device, kv_dtype) is not None else "flashinfer"
+    reason = _no_flashinfer(spec, dtype, device, kv_dtype) if asked == "flashinfer" else None
     reason = reason or runtime.cannot_run(device)
     if reason is not None:
         raise _refusal(asked, reason)
@@ -134,8 +139,10 @@ def make_delta_kernels(choice: Choice) -> DeltaKernels:
     return TritonDelta()
 
 
-def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> str | None:
+def _no_flashinfer(spec: ModelSpec, dtype: torch.dtype, device: torch.device, kv_dtype: str | None) -> str | None:
     """Return why flashinfer cannot run; None when it can."""
+    if kv_dtype in EIGHT_BIT:
+        return f"it is not called with a KV cache in {kv_dtype}"
     if device.type != "cuda":
         return f"flashinfer is for CUDA, and the device is {device.type}"
     if importlib.util.find_spec("flashinfer") is None:

@@ -20,6 +20,7 @@ from pdserve.executor.draft_loading import load_draft_model
 from pdserve.executor.drafter import Drafter, draft_pool
 from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
+from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
 from pdserve.executor.pools import Agree, PoolDemand, captured_sizes, longest_chunk, make_pools, size_pools
 from pdserve.executor.sampler import choose_with_torch
@@ -42,7 +43,7 @@ MAX_PAGE_TOKENS = 128
 
 @dataclasses.dataclass(frozen=True)
 class LoadedEngine:
-    """One rank's executor and its sizes. `dtype`: number format of weights and KV.
+    """One rank's executor and its sizes. `dtype`: number format of weights. `kv_dtype`: that of the KV cache.
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
@@ -59,11 +60,18 @@ class LoadedEngine:
     arithmetic: str
     group_sizes: GroupPoolSizes = GroupPoolSizes()
     can_split_prompts: bool = True
+    loras: LoraAdapters | None = None
+    """LoRA adapters of this rank; None without --enable-lora."""
 
     @property
     def layout(self) -> KVLayout:
         """Geometry of the whole model's pages; this rank's pages are `layout.of_rank(coord)`."""
         return self.executor.layout
+
+    @property
+    def kv_dtype(self) -> str:
+        """Number format of keys and values; see `memory/dtypes.py`."""
+        return self.layout.groups[0].dtype
 
     @property
     def max_total_tokens(self) -> int:
@@ -112,9 +120,11 @@ def build_executor(
         raise ConfigError(f"page_size must be in [1, {MAX_PAGE_TOKENS}], got {page_tokens}", field="page_size")
     local = LocalRanks.of(config.parallel, parallel.coord)
     device = prepare_device(config.kernels, local)
+    max_lora_rank = check_adapters(config)
     wanted = read_model(config, resolve_model_path(config.model.model_path), device, parallel, startup)
     context_length = resolve_context_length(config.model.context_length, wanted.spec)
     loaded = load(wanted)
+    loras = make_loras(wanted, loaded, max_lora_rank)
     draft_model = load_draft_model(wanted, loaded)
     if draft_model is not None:
         group = draft_model.kv_group(page_tokens, wanted.dtype)
@@ -137,7 +147,7 @@ def build_executor(
             draft_model, draft_pool(pools), held, num_drafts=config.speculative.max_drafts, num_pages=sizes.num_pages,
             num_rows=max_rows, dtype=loaded.model.dtype, device=device,
         )  # fmt: skip
-    executor = _executor(wanted, loaded, pools, table, context_length, drafter, returns_results=returns_results)
+    executor = _executor(wanted, loaded, pools, table, context_length, drafter, loras, returns_results=returns_results)
     with startup.part(WARM_UP):
         make_ready(executor, config, max_rows, context_length)
     _LOG.info(
@@ -147,7 +157,7 @@ def build_executor(
     )  # fmt: skip
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
-        loaded.arithmetic, sizes.groups, loaded.can_split_prompts,
+        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras,
     )  # fmt: skip
 
 
@@ -158,6 +168,7 @@ def _executor(
     table: PageTable,
     context_length: int,
     drafter: Drafter | None,
+    loras: LoraAdapters | None,
     *,
     returns_results: bool,
 ) -> LocalExecutor:
@@ -166,14 +177,15 @@ def _executor(
     targets = [pool for pool in pools if pool.group.kind not in (GroupKind.STAMP, GroupKind.DRAFT)]
     attention = loaded.bind(targets, max_drafts=max_drafts)
     return LocalExecutor(
-        loaded.model, loaded.layout, pools, attention, table, context_length=context_length,
+        loaded.model, loaded.layout, pools, attention if loras is None else loras.begin_with(attention), table,
+        context_length=context_length,
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
         grammars=_grammars(wanted), returns_results=returns_results,
         choose=choose_with_torch if kernels is None else kernels.chooser(),
         decode=None if kernels is None else (kernels.decode, kernels.max_native_rows),
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
         processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
-        fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts,
+        fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts, loras=loras,
     )  # fmt: skip
 
 
@@ -192,7 +204,7 @@ def make_ready(executor: LocalExecutor, config: ServerConfig, max_rows: int, con
     if executor.device.type != "cuda":
         return
     if not executor.can_capture:
-        _LOG.info("decode steps are not captured: the model is split over ranks, or attention runs with torch")
+        _LOG.info("decode steps are not captured: split over ranks, attention by torch, or LoRA adapters")
         return
     executor.warm_up(longest_chunk(config, context_length))
     sizes = captured_sizes(config.kernels, max_rows)

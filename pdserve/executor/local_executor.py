@@ -29,6 +29,7 @@ from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
 from pdserve.executor.graphs import Capture, DecodeGraphs, GraphCapture, Padding
 from pdserve.executor.input_batch import HostBatch, SamplingMetadata, StepParams, TokenPool, read_plan, sampled_rows
 from pdserve.executor.interface import BatchPlan, HostPages, StepHandle, StepResult
+from pdserve.executor.loras import LoraAdapters
 from pdserve.executor.model_runner import (
     MIN_TOKENS,
     Collect,
@@ -107,7 +108,7 @@ class LocalExecutor:
     step of each row that samples; None: no model drafts.
 
     `fold` folds the pending tokens of state slots, for models with recurrent layers that take drafts. `max_forced`:
-    most tokens forced by its grammar that `StepResult.drafts` offers for a row.
+    most tokens forced by its grammar that `StepResult.drafts` offers for a row. `loras`: adapters of rows; None: off.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class LocalExecutor:
         drafter: ModelDrafter | None = None,
         fold: Fold | None = None,
         max_forced: int = 0,
+        loras: LoraAdapters | None = None,
     ) -> None:
         self._model = model
         self._attention = attention
@@ -138,7 +140,7 @@ class LocalExecutor:
             model, attention, choose, processed_logprobs=processed_logprobs,
             taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
-        self._layout = layout
+        self._layout, self._loras = layout, loras
         self.pools = pools
         self._table = table
         self.device = device
@@ -305,6 +307,8 @@ class LocalExecutor:
         self._unwritten.pop(row, None)
         self._sampling_metadata.clear(row)
         self._grammars.close(row)
+        if self._loras is not None:
+            self._loras.close_row(row)
         if self._pending is not None:
             self._pending.drop(row)
 
@@ -386,6 +390,8 @@ class LocalExecutor:
             drafts = StepDrafts.of(plan)
         parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
+        if self._loras is not None:
+            batches = tuple(map(self._loras.into, batches))
         if self._pending is not None:
             batches = tuple(map(self._pending.fold_into, batches))
             self._pending.launched(plan, has_drafts=drafts is not None)

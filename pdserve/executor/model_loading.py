@@ -79,6 +79,12 @@ class ModelToLoad:
     parallel: Parallel
     startup: StartupTimes
 
+    @property
+    def kv_dtype(self) -> str:
+        """Number format of the model's keys and values, by its name in `memory/dtypes.py`."""
+        asked = self.config.memory.kv_cache_dtype
+        return self.dtype if asked == "auto" else asked
+
 
 class Bind(Protocol):
     """Binds a model to the pools of its rank; see `LoadedModel`."""
@@ -151,6 +157,9 @@ def _choose_way(wanted: ModelToLoad) -> tuple[Way, str]:
     config = wanted.config
     if config.kernels.enable_deterministic_inference:
         _keep_bits(wanted.device)
+    if config.lora.is_on:
+        _LOG.info("the model runs with torch: enable_lora is set")
+        return "torch", ""
     level = choose_level(config.kernels, config.model, wanted.spec, torch_dtype(wanted.dtype), wanted.device)
     return ("torch", "") if level is None else ("kernels", level)
 
@@ -158,7 +167,7 @@ def _choose_way(wanted: ModelToLoad) -> tuple[Way, str]:
 def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
     """Load for torch. The attention backend follows `--attention-backend`."""
     kernels, device, spec = wanted.config.kernels, wanted.device, wanted.spec
-    choice = choose_attention(kernels, spec, torch_dtype(wanted.dtype), device)
+    choice = choose_attention(kernels, spec, torch_dtype(wanted.dtype), device, wanted.kv_dtype)
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels(choice))
         for op in (op for layer in decoder.layers for op in layer.operations):
@@ -167,7 +176,7 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
         _fill(decoder, wanted)
     _LOG.info("attention backend: %s", choice)
     bind = partial(bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
-    layout = kv_layout(spec, wanted.config.memory.page_size, wanted.dtype)
+    layout = kv_layout(spec, wanted.config.memory.page_size, wanted.dtype, wanted.kv_dtype)
     return LoadedModel(decoder, layout, bind, decoder=decoder, choice=choice)
 
 
@@ -184,7 +193,7 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
         _fill(decoder, wanted)
     number_format = model.quantization or ("quantized" if formats else wanted.dtype)
     arithmetic = f"{arithmetic_of(level)} {wanted.dtype if number_format == 'bf16' else number_format}"
-    layout = kv_layout(wanted.spec, page_tokens, wanted.dtype)
+    layout = kv_layout(wanted.spec, page_tokens, wanted.dtype, wanted.kv_dtype)
     return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native, decoder=decoder)
 
 

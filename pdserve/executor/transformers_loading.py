@@ -88,6 +88,8 @@ def _check(config: ServerConfig) -> None:
         "enable_dp_attention": parallel.enable_dp_attention,
         "enable_deterministic_inference": config.kernels.enable_deterministic_inference,
         "quantization": config.model.quantization is not None,
+        "enable_lora": config.lora.is_on,
+        "kv_cache_dtype": config.memory.kv_cache_dtype != "auto",
         "attention_backend": config.kernels.attention_backend not in ("auto", "torch"),
     }
     reasons = {
@@ -97,6 +99,8 @@ def _check(config: ServerConfig) -> None:
         "enable_dp_attention": "its feed-forward layers are not split over ranks",
         "enable_deterministic_inference": "its products may depend on the batch",
         "quantization": "its linear layers are not packed",
+        "enable_lora": "its linear layers take no adapters",
+        "kv_cache_dtype": "its KV cache has the model's dtype",
         "attention_backend": "its attention runs with torch",
     }
     for field, is_wrong in wrong.items():

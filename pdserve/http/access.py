@@ -148,6 +148,8 @@ COMMANDS = frozenset(
         "/start_profile",
         "/stop_profile",
         "/pd_role_switch",
+        "/load_lora_adapter",
+        "/unload_lora_adapter",
         "/observe",
     }
 )

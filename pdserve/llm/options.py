@@ -159,11 +159,14 @@ def _by_field(given: Mapping[str, Given]) -> dict[str, Value]:
     """
     known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
     refused = {*OWNED, *(flag.field for flag in flags() if flag.group == "access")}
+    adapters = {flag.field for flag in flags() if flag.group == "lora"}
     values: dict[str, Value] = {}
     for name, value in _flat(given):
         field = known.get(name) or VLLM_NAMES.get(name, name)
         if field == CACHING and isinstance(value, bool | None):
             field, value = "disable_radix_cache", None if value is None else not value
+        if field in adapters:
+            raise ConfigError(f"{name}: requests of LLM name no LoRA adapter; leave it out", field=name)
         if field in refused:
             raise ConfigError(f"{name}: LLM has no HTTP server and runs on this machine; leave it out", field=name)
         if value is None:

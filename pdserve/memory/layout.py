@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
+from pdserve.memory.dtypes import DTYPE_BYTES, row_bytes, row_items
 
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "uint64": 8}
 LAYOUT_VERSION = 3
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
 """A number of tokens or pages, or a position; or an array of them."""
@@ -79,7 +79,7 @@ class Shard(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plane:
-    """One tensor of each layer of a group: `[num_heads, rows, width]`, contiguous.
+    """One tensor of each layer of a group: `[num_heads, rows, width]`, contiguous. `dtype`: see `dtypes`.
 
     `num_heads`: heads that the page holds. `num_heads_total`: heads of the model. In a token group the rows are the
     tokens of a page.
@@ -96,7 +96,7 @@ class Plane:
     @property
     def head_bytes(self) -> int:
         """Bytes of one head of one layer of one page."""
-        return self.rows * self.width * DTYPE_BYTES[self.dtype]
+        return self.rows * row_bytes(self.width, self.dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -208,10 +208,11 @@ class KVGroup:
 
     @property
     def page_shape(self) -> tuple[int, int, int, int, int]:
-        """`(layer, plane, head, row, width)` of one page of a uniform group."""
+        """`(layer, plane, head, row, items of a row)` of one page of a uniform group."""
         assert self.is_uniform, self.name
         plane = self.planes[0]
-        return (self.num_layers, self.num_planes, plane.num_heads, plane.rows, plane.width)
+        items = row_items(plane.width, plane.dtype)
+        return (self.num_layers, self.num_planes, plane.num_heads, plane.rows, items)
 
     @property
     def num_kv_heads(self) -> int:

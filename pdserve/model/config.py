@@ -214,8 +214,10 @@ LayerKind = tuple[GroupKind, int | None, tuple[Plane, ...]]
 _GROUP_ORDER = (GroupKind.FULL, GroupKind.MLA, GroupKind.INDEX, GroupKind.WINDOW, GroupKind.STATE)
 
 
-def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
+def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str, kv_dtype: str | None = None) -> KVLayout:
     """Return the KV layout of a model: layers that cache the same planes form a group.
+
+    `dtype`: the model's. `kv_dtype`: that of keys and values; None: `dtype`.
 
     Attention layers with a window have groups of kind WINDOW, other attention layers groups of kind FULL, and layers
     with latents groups of kind MLA, with INDEX beside them where an index selects tokens. The attention layers of a
@@ -233,8 +235,8 @@ def kv_layout(spec: ModelSpec, page_tokens: int, dtype: str) -> KVLayout:
                 window = None if keeps_all else op.window
                 kind = GroupKind.FULL if window is None else GroupKind.WINDOW
                 planes = attention_group(
-                    page_tokens=page_tokens, num_kv_heads=op.num_kv_heads, head_dim=op.head_dim, dtype=dtype,
-                    num_layers=spec.num_layers,
+                    page_tokens=page_tokens, num_kv_heads=op.num_kv_heads, head_dim=op.head_dim,
+                    dtype=kv_dtype or dtype, num_layers=spec.num_layers,
                 ).planes  # fmt: skip
                 layers.setdefault((kind, window, planes), []).append(index)
             elif isinstance(op, MLASpec):

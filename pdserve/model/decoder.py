@@ -104,6 +104,11 @@ class Decoder:
             self.head = Linear(kernels, head)
 
     @property
+    def kernels(self) -> Kernels:
+        """The kernels between products."""
+        return self._kernels
+
+    @property
     def num_layers(self) -> int:
         """Number of layers on this rank."""
         return len(self.layers)

@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.model.lora import LoraAdapter
+
 IntArray = npt.NDArray[np.int64]
 NOWHERE = -1
 """The page of a token whose KV is not written, and the slot of a row whose state is not kept."""
@@ -42,6 +44,8 @@ class HostRows:
     slots: npt.NDArray[np.int32] | None = None
     num_drafts: IntArray | None = None
     num_folded: IntArray | None = None
+    adapters: tuple[LoraAdapter | None, ...] | None = None
+    """The LoRA adapter of each row. None: no row has one."""
 
     def in_window(self) -> HostRows:
         """Return the rows as backends over a WINDOW group see them: `pages` are the window's."""
@@ -51,7 +55,7 @@ class HostRows:
     def apart(self) -> HostRows:
         """Return rows without drafts: each token of a row with drafts becomes a row of one token.
 
-        For attention kernels that compute such a row like a decode step. `num_folded` is dropped.
+        For attention kernels that compute such a row like a decode step. `num_folded` and `adapters` are dropped.
         """
         if self.num_drafts is None:
             return self

@@ -18,7 +18,10 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_DTYPES = {
+    "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8,
+    "fp8_e4m3": torch.uint8,
+}  # fmt: skip
 _NUM_SAMPLES = 32
 EXPERT_SAMPLES = 2
 """Values of each weight of an expert that are compared with other ranks and peers: a model has thousands of them."""
@@ -30,7 +33,7 @@ WeightSamples = dict[str, dict[int, float]]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name` (bfloat16, float16 or float32), of weights and KV."""
+    """Return the torch dtype called `name`: bfloat16, float16 or float32, or that of the codes of 8-bit KV."""
     return _DTYPES[name]
 
 

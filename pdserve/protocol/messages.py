@@ -53,6 +53,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """`X-Request-Id` of the HTTP call, for log lines. None: it was not sent by HTTP."""
     prior_output_ids: list[int] = msgspec.field(default_factory=list)
     """Output tokens of an earlier attempt on another server. They are prefilled with the prompt and not sent again."""
+    lora: str | None = None
+    """Name of a loaded LoRA adapter. None: the model itself."""
 
     @property
     def given_ids(self) -> list[int]:
@@ -76,6 +78,7 @@ class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     room: int
     input_ids: list[int]
     replica: int
+    lora: str | None = None
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -139,11 +142,35 @@ class DeclarePeerDead(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     instance: str
 
 
+class LoadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Loads the LoRA adapter in the directory `path` as `name`."""
+
+    query_id: str
+    name: str
+    path: str
+
+
+class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Unloads the LoRA adapter `name`. Requests that have it keep it."""
+
+    query_id: str
+    name: str
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the scheduler."""
 
 
-Command = FlushCache | PauseGeneration | ContinueGeneration | StartProfile | StopProfile | DeclarePeerDead
+Command = (
+    FlushCache
+    | PauseGeneration
+    | ContinueGeneration
+    | StartProfile
+    | StopProfile
+    | DeclarePeerDead
+    | LoadLora
+    | UnloadLora
+)
 """Answered with a `CommandReply`."""
 ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | Shutdown
 

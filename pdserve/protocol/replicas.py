@@ -109,7 +109,7 @@ class ReplicatedChannel:
             self._rooms.setdefault(room, request.rid)
             named = room % len(self._channels)
             if self._named and named != replica and not is_probe(request):
-                redirect = RedirectReceiver(room=room, input_ids=request.given_ids, replica=replica)
+                redirect = RedirectReceiver(room=room, input_ids=request.given_ids, replica=replica, lora=request.lora)
                 await self._channels[named].send(redirect)
         await self._channels[replica].send(request)
 

@@ -55,7 +55,10 @@ ASKED_WITH_BODY = (
     *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize"),
     *("/parse_function_call", "/separate_reasoning"),
 )
-COMMANDS = ("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile")
+COMMANDS = (
+    *("/flush_cache", "/pause_generation", "/continue_generation", "/start_profile", "/stop_profile"),
+    *("/load_lora_adapter", "/unload_lora_adapter"),
+)
 FORWARDED = (*GENERATING, *ASKED, *ASKED_WITH_BODY, *COMMANDS, "/abort_request")
 """Paths that are forwarded to workers with few or no changes."""
 TICK_S = 1.0

@@ -11,8 +11,9 @@ import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.base.log import SparingLog, about, escaped
-from pdserve.errors import RequestError
+from pdserve.errors import ModelError, RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
+from pdserve.executor.loras import LoraAdapters
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease, Lease
 from pdserve.protocol.failure import Failure
@@ -21,10 +22,12 @@ from pdserve.protocol.messages import (
     EngineCoreOutput,
     FinishReason,
     GenerateRequest,
+    LoadLora,
     OutputBatch,
     RequestTiming,
     ToApi,
     TokenLogprob,
+    UnloadLora,
 )
 from pdserve.scheduler.request import Req, finish_for_token
 from pdserve.scheduler.speculation import Speculation
@@ -250,14 +253,16 @@ class SchedulerContext:
         clock: Clock,
         limits: StepLimits,
         speculation: Speculation | None = None,
+        loras: LoraAdapters | None = None,
     ) -> None:
-        """`speculation` None: no row has drafts."""
+        """`speculation` None: no row has drafts. `loras` None: the model takes no LoRA adapters."""
         self.memory = memory
         self.speculation = speculation
         self.executor = executor
         self.outbox = outbox
         self.clock = clock
         self.limits = limits
+        self._loras = loras
         self.counters: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.offloaded_bytes = 0
@@ -281,6 +286,36 @@ class SchedulerContext:
         """True while no step is under way."""
         return self._launched == self._resolved
 
+    # ------------------------------------------------------------------ LoRA adapters
+
+    def give_adapter(self, req: Req, name: str) -> None:
+        """Give a request the adapter `name`. Raises RequestError when it is not loaded."""
+        loras = self._require_loras()
+        req.adapter = loras.find(name)
+        req.key_offset = loras.key_offset(req.adapter)
+
+    def adapter_digest(self, name: str) -> str:
+        """Return the digest of the adapter `name`; empty when it is not loaded."""
+        loras = self._require_loras()
+        return loras.find(name).digest if name in loras.names else ""
+
+    def change_adapters(self, command: LoadLora | UnloadLora) -> tuple[bool, str]:
+        """Load or unload an adapter; returns whether it succeeded, and a message."""
+        try:
+            loras = self._require_loras()
+            if isinstance(command, LoadLora):
+                adapter = loras.load(command.name, command.path)
+                return True, f"the LoRA adapter {command.name!r} of rank {adapter.rank} is loaded"
+            loras.unload(command.name)
+        except (ModelError, RequestError) as error:
+            return False, str(error)
+        return True, f"the LoRA adapter {command.name!r} is unloaded"
+
+    def _require_loras(self) -> LoraAdapters:
+        if self._loras is None:
+            raise RequestError("this server takes no LoRA adapters; start it with --enable-lora", field="lora_path")
+        return self._loras
+
     # ------------------------------------------------------------------ rows and pages of a request
 
     def assign_row(self, req: Req) -> bool:
@@ -292,6 +327,8 @@ class SchedulerContext:
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
         self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params)
+        if req.adapter is not None:
+            self._require_loras().open_row(row, req.adapter)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:

@@ -18,6 +18,7 @@ from pdserve.config.schedule_group import ScheduleConfig, SchedulePolicy
 from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
+from pdserve.model.lora import LoraAdapter
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import FinishReason, GenerateRequest
@@ -80,6 +81,10 @@ class Req:
     """See `RequestTiming.chunks`."""
     speculation: RequestSpeculation | None = None
     """None until drafts are looked for."""
+    adapter: LoraAdapter | None = None
+    """The LoRA adapter that computes the request."""
+    key_offset: int = 0
+    """See `LoraAdapters.key_offset`; 0 without an adapter."""
     _token_bytes: bytes = b""
 
     @property
@@ -144,10 +149,21 @@ class Req:
         """Output tokens that may still be sampled."""
         return self.spec.sampling.max_new_tokens - len(self.output_ids)
 
+    @property
+    def adapter_digest(self) -> str:
+        """Digest of the LoRA adapter; empty without one."""
+        return "" if self.adapter is None else self.adapter.digest
+
     def token_bytes(self, num_tokens: int) -> bytes:
-        """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache."""
+        """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache.
+
+        With an adapter `key_offset` is added to each, so that no other adapter has the same key.
+        """
         if len(self._token_bytes) < 4 * num_tokens:
-            self._token_bytes = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32).tobytes()
+            token_ids = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32)
+            if self.key_offset:
+                token_ids = (token_ids.astype(np.int64) + self.key_offset).astype(np.uint32)
+            self._token_bytes = token_ids.tobytes()
         return self._token_bytes[: 4 * num_tokens]
 
 

@@ -26,6 +26,7 @@ from pdserve.protocol.messages import (
     FinishReason,
     FlushCache,
     GenerateRequest,
+    LoadLora,
     OutputBatch,
     PauseGeneration,
     PauseMode,
@@ -37,6 +38,7 @@ from pdserve.protocol.messages import (
     StateReply,
     StopProfile,
     ToScheduler,
+    UnloadLora,
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
@@ -312,12 +314,15 @@ class Scheduler:
                 | StartProfile()
                 | StopProfile()
                 | DeclarePeerDead()
+                | LoadLora()
+                | UnloadLora()
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
-            case RedirectReceiver(room=room, input_ids=input_ids, replica=replica):
+            case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
-                self.kv.redirect(room, prompt_digest(input_ids), replica)
+                adapter = "" if lora is None else self.context.adapter_digest(lora)
+                self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
             case Shutdown():
                 self._stopping = True
             case Woken():
@@ -341,6 +346,8 @@ class Scheduler:
             self._retry_after.sample(self._num_ended())
             self._audited = False
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
+            if spec.lora is not None:
+                self.context.give_adapter(req, spec.lora)
             self.role.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
@@ -381,6 +388,8 @@ class Scheduler:
                 return self._profiler.start(command)
             case StopProfile():
                 return self._profiler.stop()
+            case LoadLora() | UnloadLora():
+                return self.context.change_adapters(command)
             case DeclarePeerDead(instance=instance):
                 if self.kv is None or not self.kv.declare_dead(instance):
                     return False, f"there is no peer {instance!r}"

@@ -47,6 +47,7 @@ from pdserve.server.request.schemas import (
     DetokenizeBody,
     FunctionCallBody,
     GenerateBody,
+    LoadLoraBody,
     PairProbeBody,
     PauseBody,
     PeerBody,
@@ -54,8 +55,9 @@ from pdserve.server.request.schemas import (
     ReasoningBody,
     RoleSwitchBody,
     TokenizeBody,
+    UnloadLoraBody,
 )
-from pdserve.server.sglang_api import admin, commands, health, observability, parse
+from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
@@ -78,6 +80,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
     "/declare_peer_dead": PeerBody,
+    "/load_lora_adapter": LoadLoraBody,
+    "/unload_lora_adapter": UnloadLoraBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/pd_role_switch": RoleSwitchBody,
@@ -150,7 +154,10 @@ def create_app(
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
-    context = ServerContext(config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id)
+    context = ServerContext(
+        config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
+        dict(config.lora.adapters),
+    )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
@@ -205,6 +212,8 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("pause_generation", "POST", "/pause_generation", commands.pause_generation),
     ("continue_generation", "POST", "/continue_generation", commands.continue_generation),
     ("declare_peer_dead", "POST", "/declare_peer_dead", commands.declare_peer_dead),
+    ("load_lora_adapter", "POST", "/load_lora_adapter", lora.load_lora_adapter),
+    ("unload_lora_adapter", "POST", "/unload_lora_adapter", lora.unload_lora_adapter),
     ("start_profile", "POST", "/start_profile", commands.start_profile),
     ("start_profile", "GET", "/start_profile", commands.start_profile),
     ("stop_profile", "POST", "/stop_profile", commands.stop_profile),

@@ -6,6 +6,7 @@ import dataclasses
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
@@ -18,6 +19,7 @@ from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import RequestState
+from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.request.intake import (
     TransferAddress,
@@ -56,6 +58,8 @@ class ServerContext:
     formats: ChatFormats = ChatFormats()
     control_token_id: str = NO_TOKEN_ID
     """`base.proof.token_id` of this server's control token."""
+    adapters: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
 
     def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` as a handler of this server's requests."""
@@ -125,6 +129,8 @@ class ServerContext:
             raise RequestError(
                 message, field="priority", status=503, code="priority_disabled", retry_after_s=PRIORITY_RETRY_S
             )
+        if self.config.lora.is_on:
+            prompts = self._with_adapters(prompts, body)
         check_size(prompts, n, self.limits().most_body_tokens, field)
         return make_requests(
             prompts,
@@ -138,6 +144,22 @@ class ServerContext:
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
             default_priority=schedule.default_priority,
         )
+
+    def _with_adapters(self, prompts: Sequence[GenerateRequest], body: TransferAddress) -> list[GenerateRequest]:
+        """Give each prompt the adapter that `lora_path` of the body names, or else `model`.
+
+        Raises:
+            RequestError: 404 for an adapter that is not loaded.
+        """
+        named = getattr(body, "lora_path", None)
+        if named is None:
+            model = getattr(body, "model", None)
+            named = model if model in self.adapters else None
+        names = scalar_or_list(named, len(prompts), "lora_path", str)
+        for name in names:
+            if name is not None and name not in self.adapters:
+                raise self.no_such_model(name, field="lora_path")
+        return [msgspec.structs.replace(prompt, lora=name) for prompt, name in zip(prompts, names, strict=True)]
 
     def limits(self) -> RequestLimits:
         """Return the limits of a request.
@@ -157,9 +179,9 @@ class ServerContext:
         return None if constraint is None else await self.grammars.take(constraint, self.client.require_ready())
 
     def check_model(self, name: str | None) -> None:
-        """Check the model name of a request. Without `--strict-model-name` every name is accepted.
+        """Check the model name of a request. Without `--strict-model-name` and LoRA adapters every name is accepted.
 
-        With it None, the names in `ANY_MODEL` and this server's model are accepted.
+        With them None, the names in `ANY_MODEL`, this server's model and its adapters are accepted.
 
         Raises:
             RequestError: 404 for another model; 400 for a name that is too long, because every event repeats it.
@@ -167,7 +189,8 @@ class ServerContext:
         if name is not None and len(name) > MAX_MODEL_CHARS:
             message = f"model has {len(name)} characters; the maximum is {MAX_MODEL_CHARS}"
             raise RequestError(message, field="model")
-        if name is None or not self.config.serving.strict_model_name or name in ANY_MODEL or self.is_model(name):
+        is_strict = self.config.serving.strict_model_name or self.config.lora.is_on
+        if name is None or not is_strict or name in ANY_MODEL or self.is_model(name) or name in self.adapters:
             return
         raise self.no_such_model(name)
 
@@ -175,11 +198,12 @@ class ServerContext:
         """Whether `name` is a name of this server's model."""
         return name in (self.model_name, self.config.model.model_path)
 
-    def no_such_model(self, name: str) -> RequestError:
-        """Return the 404 for a model that this server does not have."""
+    def no_such_model(self, name: str, field: str = "model") -> RequestError:
+        """Return the 404 for a model or adapter, named in `field`, that this server does not have."""
+        known = ", ".join(map(repr, (self.model_name, *self.adapters)))
         return RequestError(
-            f"model {name!r} does not exist; this server has {self.model_name!r}",
-            field="model",
+            f"{'model' if field == 'model' else 'LoRA adapter'} {name!r} does not exist; this server has {known}",
+            field=field,
             status=404,
             code="model_not_found",
         )

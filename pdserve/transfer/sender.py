@@ -224,8 +224,10 @@ class SendSide:
         if room.target is not None and room.target.key == key:
             return
         if room.digest != info.prompt_digest:
-            message = "prefill and decode have different prompts for this room"
-            self._turn_away(peer, key, _failure("prompt_mismatch", message))
+            code, message = "prompt_mismatch", "prefill and decode have different prompts for this room"
+            if room.digest.partition(".")[0] == info.prompt_digest.partition(".")[0]:
+                code, message = "lora_mismatch", "prefill and decode have different LoRA adapters for this request"
+            self._turn_away(peer, key, _failure(code, message))
         elif (wrong := self._validation_failure(room, info)) is not None:
             self._refuse(peer, key, wrong)
         elif room.target is None or self._supersedes(room, key):

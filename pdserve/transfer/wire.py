@@ -309,7 +309,11 @@ class Wire:
         return self._codec.decode(self._seal.open(sealed, max_bytes=MAX_FRAME_BYTES))
 
 
-def prompt_digest(token_ids: list[int]) -> str:
-    """Return a short digest of a prompt: both sides must have tokenized the request alike."""
+def prompt_digest(token_ids: list[int], adapter: str = "") -> str:
+    """Return a short digest of a prompt: both sides must have tokenized the request alike.
+
+    `adapter`: digest of the request's LoRA adapter, which follows behind a dot; empty: it has none.
+    """
     packed = struct.pack(f"<{len(token_ids)}I", *token_ids)
-    return hashlib.blake2b(packed, digest_size=8).hexdigest()
+    digest = hashlib.blake2b(packed, digest_size=8).hexdigest()
+    return f"{digest}.{adapter}" if adapter else digest

@@ -228,6 +228,7 @@ def stranger(pair: Pair, model: str, *flags: str) -> Iterator[Server]:
     [
         ("page_size", ("--page-size", "32"), {}),
         pytest.param("kv_cache_dtype", ("--dtype", "bfloat16"), {}, marks=pytest.mark.slow),
+        pytest.param("kv_cache_dtype", ("--kv-cache-dtype", "int8"), {}, marks=pytest.mark.slow),
         pytest.param("num_layers", (), {"num_hidden_layers": 2}, marks=pytest.mark.slow),
         ("model", (), {"intermediate_size": 128}),
         ("pp_size", ("--pp-size", "2"), {}),

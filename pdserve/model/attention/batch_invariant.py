@@ -178,7 +178,7 @@ class BatchInvariantStep:
 
     def _blocks(self, layer: int, gathered: Gathered) -> tuple[Tensor, Tensor]:
         """Gather keys and values, float32 `[B, kv_heads, num_blocks, BLOCK, D]` each; unwritten slots are zero."""
-        pages = self._pool.gathered(layer, gathered.blocks, gathered.num_rows, gathered.junk)
+        pages = self._pool.gathered(layer, gathered.blocks, gathered.num_rows, gathered.junk, torch.float32)
         slots = pages.float()[:, :, :, : gathered.num_blocks * BLOCK]
         keys, values = slots.reshape(*slots.shape[:3], gathered.num_blocks, BLOCK, slots.shape[-1])
         return keys, values

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from pdserve.memory import shared
+from pdserve.memory.dtypes import EIGHT_BIT, row_items
 from pdserve.memory.layout import KVGroup
+from pdserve.model.attention.kv_rows import decode_rows, encode_rows
 from pdserve.model.forward_batch import HostRows, IntArray, to_device
 from pdserve.model.params import torch_dtype
 
@@ -165,15 +167,16 @@ class GroupPool:
 
     @functools.cached_property
     def pages(self) -> Tensor:
-        """View `[num_pages, layer, plane, head, row, width]` of a group whose planes are alike."""
+        """View `[num_pages, layer, plane, head, row, items of a row]` of a group whose planes are alike."""
         values = self._raw.view(torch_dtype(self.group.dtype))
         return values.view(self.num_pages + 1, *self.group.page_shape)[: self.num_pages]
 
     def plane(self, layer: int, plane: int) -> Tensor:
         """View `[num_pages + 1, head, row, width]` of one plane of the group's layer number `layer`, null page
-        included.
+        included. Not for planes of codes.
         """
         group, shape = self.group, self.group.planes[plane]
+        assert shape.dtype not in EIGHT_BIT, shape
         values = self._raw.view(torch_dtype(shape.dtype))
         size = values.element_size()
         offset = (layer * group.layer_bytes + group.plane_offsets[plane]) // size
@@ -196,28 +199,37 @@ class GroupPool:
 
 
 class KVPool(GroupPool):
-    """The pool of a group of keys and values of one shape."""
+    """The pool of a group of keys and values of one shape.
+
+    In a group of an 8-bit format (`memory/dtypes.py`) the rows are codes, which `write` and `gathered` convert.
+    """
 
     def __init__(self, group: KVGroup, num_pages: int, device: torch.device, *, shareable: bool = True) -> None:
         super().__init__(group, num_pages, device, shareable=shareable)
         self._all = self._raw.view(torch_dtype(group.dtype)).view(num_pages + 1, *group.page_shape)
-        self._block_rows = self._all.view(-1, group.page_tokens * group.head_dim)
-        self._slot_rows = self._all.view(-1, group.head_dim)
+        self._row_items = row_items(group.head_dim, group.dtype)
+        self.has_codes = group.dtype in EIGHT_BIT
+        self._block_rows = self._all.view(-1, group.page_tokens * self._row_items)
+        self._slot_rows = self._all.view(-1, self._row_items)
 
     def layer(self, layer: int) -> Tensor:
-        """View `[num_pages + 1, 2, kv_head, page_tokens, head_dim]`: K and V of one layer, null page included."""
+        """View `[num_pages + 1, 2, kv_head, page_tokens, items of a row]`: K and V of one layer, null page included."""
         return self._all[:, layer]
 
-    def gathered(self, layer: int, blocks: Tensor, num_rows: int, junk: Tensor | None) -> Tensor:
+    def gathered(
+        self, layer: int, blocks: Tensor, num_rows: int, junk: Tensor | None, values_dtype: torch.dtype
+    ) -> Tensor:
         """Gather K and V of `num_rows` rows of equally many pages: `[2, num_rows, kv_head, slot, head_dim]`.
 
         `blocks` comes from `PageGather.block_index`. The slots `junk`, from `PageGather.junk_slots`, become zero.
+        `values_dtype`: what codes are converted to; other pools return their own dtype.
         """
         group = self.group
         found = self._block_rows[group.block(layer) :].index_select(0, blocks)
         if junk is not None:
-            found.view(-1, group.head_dim).index_fill_(0, junk, 0.0)
-        return found.view(group.num_planes, num_rows, group.num_kv_heads, -1, group.head_dim)
+            found.view(-1, self._row_items).index_fill_(0, junk, 0)
+        found = found.view(group.num_planes, num_rows, group.num_kv_heads, -1, self._row_items)
+        return decode_rows(found, group.dtype, group.head_dim, values_dtype) if self.has_codes else found
 
     def slot_index(self, pages: Tensor, slots: Tensor) -> Tensor:
         """Return the index for `write` of tokens at `(pages, slots)` `[N]`: int64 `[N * kv_heads]`, head fastest."""
@@ -225,12 +237,18 @@ class KVPool(GroupPool):
         blocks = pages[:, None] * self.group.page_blocks + heads
         return (blocks * self.group.page_tokens + slots[:, None]).flatten()
 
-    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values `[N, num_kv_heads, head_dim]` of N tokens; `index` comes from `slot_index`."""
-        group = self.group
+    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the keys and values `[N, num_kv_heads, head_dim]` of N tokens; `index` comes from `slot_index`.
+
+        Returns the keys and values that the pages then hold: in a pool of codes, those that the codes stand for.
+        """
+        group, kept = self.group, []
         for plane, values in enumerate((k, v)):
             slots = self._slot_rows[group.block(layer, plane) * group.page_tokens :]
-            slots.index_copy_(0, index, values.reshape(-1, group.head_dim))
+            rows = encode_rows(values, group.dtype) if self.has_codes else values
+            slots.index_copy_(0, index, rows.reshape(-1, self._row_items))
+            kept.append(decode_rows(rows, group.dtype, group.head_dim, values.dtype) if self.has_codes else values)
+        return kept[0], kept[1]
 
 
 def _allocate(num_bytes: int, device: torch.device, shareable: bool) -> Tensor:

@@ -199,7 +199,7 @@ class TorchStep:
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """See `StepAttention.attend`."""
         q, k, v = heads.finished()
-        self._pool.write(layer, self._writes, k, v)
+        k, v = self._pool.write(layer, self._writes, k, v)
         out = torch.empty_like(q)
         for group in self._groups:
             out.index_copy_(0, group.into, self._together(layer, q, group, heads.sinks))
@@ -211,7 +211,7 @@ class TorchStep:
     def _together(self, layer: int, q: Tensor, group: RowGroup, sinks: Tensor | None) -> Tensor:
         """Attend one group: `[N, num_heads, head_dim]`. Query heads of a KV head are treated as query positions."""
         spec = self._pool.group
-        gathered = self._pool.gathered(layer, group.blocks, group.num_rows, group.junk)
+        gathered = self._pool.gathered(layer, group.blocks, group.num_rows, group.junk, q.dtype)
         k, v = gathered[:, :, :, : group.length]
         heads = (group.num_rows, -1, spec.num_kv_heads, self._num_heads // spec.num_kv_heads, spec.head_dim)
         queries = q.index_select(0, group.tokens).view(heads).transpose(1, 2)
@@ -227,7 +227,7 @@ class TorchStep:
         if row.blocks is None:
             keys, values = k.transpose(0, 1), v.transpose(0, 1)
         else:
-            keys, values = self._pool.gathered(layer, row.blocks, 1, None)[:, 0, :, : row.num_keys]
+            keys, values = self._pool.gathered(layer, row.blocks, 1, None, q.dtype)[:, 0, :, : row.num_keys]
         queries = q.view(row.num_tokens, spec.num_kv_heads, -1, spec.head_dim).permute(2, 1, 0, 3)
         shared = (queries.shape[0], -1, -1, -1)
         if sinks is not None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdserve.model.attention.interface import ALL_POSITIONS, Heads, ScoreRule
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.forward_batch import Filling, ForwardBatch, HostRows, IntArray, to_device
+from pdserve.model.gpu.attention_math import CODES
 from pdserve.model.gpu.decode_attention import (
     AttentionMask,
     FreshKV,
@@ -153,7 +154,7 @@ class TritonStep:
         out, mask, sinks = heads.qkv.new_empty(num_tokens, heads.num_heads, dim), self._mask, heads.sinks
         scale = dim**-0.5 if self._scale is None else self._scale
         q: Tensor | FreshKV
-        if len(rows.tiles) or rows.has_drafts:
+        if len(rows.tiles) or rows.has_drafts or kv.dtype in CODES:
             q = placed(heads, kv, self._write_pages, self._write_slots)
         else:
             q = fresh(heads, self._write_pages, self._write_slots)

@@ -6,35 +6,76 @@ Scores are in units of log2, because the device has exp2. A `kv` pointer points 
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def key_row(kv, page, kv_head, slot, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
-    """Return the pointer to the K of a head in a slot of a page. Arguments may be vectors."""
-    return kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + slot) * DIM
+CODES = {torch.int8: 1, torch.uint8: 2}
+"""FORMAT of pages with codes, int8 and fp8_e4m3 (`memory/dtypes.py`); of other pages it is 0."""
 
 
 @triton.jit
-def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, DIM: tl.constexpr):
+def key_row(kv, page, kv_head, slot, page_stride, PAGE: tl.constexpr, ROW: tl.constexpr):
+    """Return the pointer to the K of a head in a slot of a page; rows have ROW items. Arguments may be vectors."""
+    return kv + page.to(tl.int64) * page_stride + (kv_head * PAGE + slot) * ROW
+
+
+@triton.jit
+def page_rows(kv, table, positions, is_read, page_stride, PAGE: tl.constexpr, ROW: tl.constexpr):
     """Return pointers to the K rows of `positions` of one request and head; `table` is its page-table line."""
     pages = tl.load(table + positions // PAGE, mask=is_read, other=0)
-    return key_row(kv, pages, 0, positions % PAGE, page_stride, PAGE, DIM)
+    return key_row(kv, pages, 0, positions % PAGE, page_stride, PAGE, ROW)
+
+
+@triton.jit
+def load_rows(rows, dims, mask, is_read, queries, ROW: tl.constexpr, FORMAT: tl.constexpr):
+    """Load the values at pointers `rows` `[N]`: `[N, BLOCK_DIM]`, codes converted to the dtype of `queries`.
+
+    `mask` broadcasts to the result; `is_read` `[N]` is true where a row is read.
+    """
+    at = rows[:, None] + dims[None, :]
+    if FORMAT == 0:
+        return tl.load(at, mask=mask, other=0.0)
+    codes = tl.load(at, mask=mask, other=0)
+    if FORMAT == 1:
+        scale_at = (rows + (ROW - 4)).to(tl.pointer_type(tl.float32), bitcast=True)
+        scales = tl.load(scale_at, mask=is_read, other=0.0)
+        return (codes.to(tl.float32) * scales[:, None]).to(queries.dtype)
+    # the exponent is placed 120 higher; below 2^-6 that adds 2^-7, which the minimum removes
+    bits = ((codes & 0x7F).to(tl.int32) << 20) + (120 << 23)
+    size = bits.to(tl.float32, bitcast=True)
+    size = tl.minimum(size, 2.0 * size - 0.015625)
+    return tl.where(codes >= 128, -size, size).to(queries.dtype)
+
+
+@triton.jit
+def e4m3_codes(x):
+    """Return the nearest codes of FP8 E4M3, ties to even, as int32; magnitudes above 448 become 448."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    fine = (((size + 16384.0) - 16384.0) * 512.0).to(tl.int32)  # below 2^-6: multiples of 2^-9
+    coarse = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    return tl.where(size < 0.015625, fine, coarse) | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
+
+
+@triton.jit
+def int8_codes(x, inverse):
+    """Return `x * inverse` rounded to int32, ties to even. Its magnitude is at most 127."""
+    return ((x * inverse + 12582912.0) - 12582912.0).to(tl.int32)
 
 
 @triton.jit
 def ask_ahead(
-    kv, table, start, end, page_stride, value_offset, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr
+    kv, table, start, end, page_stride, value_offset, BLOCK_KEYS: tl.constexpr, PAGE: tl.constexpr, ROW: tl.constexpr
 ):  # fmt: skip
     """Prefetch keys and values from `start` on into the L2 cache, without waiting.
 
     Does nothing when a row is not a multiple of 16 bytes, which the prefetch instruction requires.
     """
-    ROW_BYTES: tl.constexpr = DIM * kv.dtype.element_ty.primitive_bitwidth // 8
+    ROW_BYTES: tl.constexpr = ROW * kv.dtype.element_ty.primitive_bitwidth // 8
     if ROW_BYTES % 16 == 0:
         positions = tl.minimum(start + tl.arange(0, BLOCK_KEYS), end - 1)
-        rows = page_rows(kv, table, positions, positions >= 0, page_stride, PAGE, DIM)
+        rows = page_rows(kv, table, positions, positions >= 0, page_stride, PAGE, ROW)
         num_bytes = tl.full((BLOCK_KEYS,), ROW_BYTES, tl.int32)
         for which in tl.static_range(2):
             lines = (rows + which * value_offset).to(tl.int64, bitcast=True)

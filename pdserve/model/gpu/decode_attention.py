@@ -17,9 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.model.gpu.attention_math import (
+    CODES,
     ask_ahead,
     finished,
     key_row,
+    load_rows,
     online_softmax_update,
     page_rows,
     scores_of,
@@ -97,11 +99,11 @@ def attend_decode(
     """Write the attention of rows into `out`.
 
     `q`, `out` `[N, num_heads, D]`, the last two dimensions contiguous. `kv` `[num_pages, 2, num_kv_heads, page_tokens,
-    D]`, contiguous within a page. `table` int32 `[R, P]`: pages of each row. `ends` int32 `[R]`: number of positions.
-    `tokens` int32 `[R]`: the row's index in `q` and `out`. `through`: `counters`. `sinks` float32 `[num_heads]`: logits
-    that take softmax weight and add no value. `parts` is a power of two. A row with an end of 0 gets zeros; with
-    `FreshKV` each row has at least its new token. With a window, only the pages of visible positions are read; other
-    entries of `table` may have any value.
+    D]`, contiguous within a page; codes have the items of a row instead of D. `table` int32 `[R, P]`: pages of each
+    row. `ends` int32 `[R]`: number of positions. `tokens` int32 `[R]`: the row's index in `q` and `out`. `through`:
+    `counters`. `sinks` float32 `[num_heads]`: logits that take softmax weight and add no value. `parts` is a power of
+    two. A row with an end of 0 gets zeros; with `FreshKV` each row has at least its new token. With a window, only the
+    pages of visible positions are read; other entries of `table` may have any value.
     """
     num_rows, (num_heads, dim) = len(ends), out.shape[1:]
     num_kv_heads, page_tokens = kv.shape[2:4]
@@ -113,14 +115,17 @@ def attend_decode(
     has_cap, fresh = mask.softcap > 0, q if isinstance(q, FreshKV) else None
     source = q if isinstance(q, Tensor) else q.qkv
     block_dim = power_of_2(dim)
-    tiling = AttentionTiling.of(num_rows * num_kv_heads, dim, kv.dtype, out.device)
+    values_dtype = out.dtype if kv.dtype in CODES else kv.dtype
+    tiling = AttentionTiling.of(num_rows * num_kv_heads, dim, values_dtype, out.device)
+    assert fresh is None or kv.dtype not in CODES, "keys and values become codes in `place_heads`"
     assert len(through) >= num_rows * num_kv_heads, "one counter for each row and KV head"
     _decode[(num_rows, num_kv_heads, parts)](
         source, out, kv, table, ends, tokens, partial_out, lse, through, sinks if sinks is not None else ends,
         *_fresh_arguments(fresh, source),
         source.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
-        GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
+        GROUP=group, PAGE=page_tokens, DIM=dim, ROW=kv.shape[-1], FORMAT=CODES.get(kv.dtype, 0),
+        BLOCK_DIM=block_dim, BLOCK_HEADS=max(16, power_of_2(group)),
         BLOCK_KEYS=tiling.keys, PART=_PART_TOKENS, MOST_PARTS=_MAX_PARTS, IS_WHOLE=parts == 1,
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None, IS_FRESH=fresh is not None,
         QUERY_STEP=2 if fresh is not None and fresh.has_gates else 1,
@@ -166,8 +171,9 @@ def _decode(
     q, out, kv, table, ends, tokens, partial_out, lse, through, sinks,
     write_pages, write_slots, cos, sin, q_norm, k_norm, eps, angle_stride,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEYS: tl.constexpr, PART: tl.constexpr, MOST_PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_KEYS: tl.constexpr, PART: tl.constexpr,
+    MOST_PARTS: tl.constexpr, IS_WHOLE: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_FRESH: tl.constexpr,
     QUERY_STEP: tl.constexpr, ROTARY: tl.constexpr, HAS_NORM: tl.constexpr, NORM_OFFSET: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -187,8 +193,8 @@ def _decode(
     if CHAINED:  # ends, pages and most keys were written before the awaited kernel began
         if first < end:
             ask_ahead(
-                kv + kv_head * PAGE * DIM, table + row.to(tl.int64) * table_stride, first, end, page_stride,
-                value_offset, BLOCK_KEYS, PAGE, DIM,
+                kv + kv_head * PAGE * ROW, table + row.to(tl.int64) * table_stride, first, end, page_stride,
+                value_offset, BLOCK_KEYS, PAGE, ROW,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
     if (first < end) | (part == 0):
@@ -201,7 +207,7 @@ def _decode(
         cells = is_head[:, None] & is_dim[None, :]
         of_token = q + token * q_stride
         stored = last  # end of the keys that lie in pages
-        of_head = kv + kv_head * PAGE * DIM
+        of_head = kv + kv_head * PAGE * ROW
         line = table + row.to(tl.int64) * table_stride
         if IS_FRESH:
             stored = tl.minimum(last, end - 1)
@@ -228,17 +234,17 @@ def _decode(
             if HAS_CAP:
                 score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0) * 1.4426950408889634
             total, top, weight = total + value.to(tl.float32), score, weight + 1.0
-            to_page = key_row(kv, page, kv_head, slot, page_stride, PAGE, DIM)
+            to_page = key_row(kv, page, kv_head, slot, page_stride, PAGE, ROW)
             is_kept = is_one & (page >= 0)
             tl.store(to_page + dims[None, :] + one, key, mask=is_kept)
             tl.store(to_page + value_offset + dims[None, :] + one, value, mask=is_kept)
         for start in range(first, stored, BLOCK_KEYS):
             positions = start + tl.arange(0, BLOCK_KEYS)
             is_seen = positions < stored
-            rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, DIM)
+            rows = page_rows(of_head, line, positions, is_seen, page_stride, PAGE, ROW)
             cells_read = is_seen[:, None] & is_dim[None, :]
-            keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
-            values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
+            keys = load_rows(rows, dims, cells_read, is_seen, queries, ROW, FORMAT)
+            values = load_rows(rows + value_offset, dims, cells_read, is_seen, queries, ROW, FORMAT)
             scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
             scores = tl.where(is_seen[None, :], scores, float("-inf"))
             total, top, weight = online_softmax_update(total, top, weight, scores, values)

@@ -12,13 +12,13 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.base.env import triton_is_interpreted
-from pdserve.model.gpu.attention_math import online_softmax_update, page_rows, scores_of
+from pdserve.model.gpu.attention_math import CODES, load_rows, online_softmax_update, page_rows, scores_of
 from pdserve.model.gpu.decode_attention import EVERYTHING, LOG2_E, AttentionMask
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 
 def tile_rows(group: int, dim: int, dtype: torch.dtype) -> int:
-    """Return the query rows of a tile."""
+    """Return the query rows of a tile. `dtype`: that of the pages."""
     least = max(32, power_of_2(group))
     if triton_is_interpreted() or dtype.itemsize > 2:
         return least
@@ -54,12 +54,13 @@ def attend_extend(
     num_kv_heads, page_tokens = kv.shape[2:4]
     group, block_dim = num_heads // num_kv_heads, power_of_2(dim)
     has_cap = mask.softcap > 0
-    block_rows = tile_rows(group, dim, q.dtype)
+    block_rows = tile_rows(group, dim, kv.dtype)
     _extend[(len(tiles), num_kv_heads)](
         q, out, kv, table, starts, ends, offsets, tiles, sinks if sinks is not None else ends,
         q.stride(0), out.stride(0), kv.stride(0), kv.stride(1), table.stride(0),
         scale if has_cap else scale * LOG2_E, mask.softcap, mask.window,
-        GROUP=group, PAGE=page_tokens, DIM=dim, BLOCK_DIM=block_dim, BLOCK_ROWS=block_rows,
+        GROUP=group, PAGE=page_tokens, DIM=dim, ROW=kv.shape[-1], FORMAT=CODES.get(kv.dtype, 0),
+        BLOCK_DIM=block_dim, BLOCK_ROWS=block_rows,
         TOKENS=block_rows // group, BLOCK_KEYS=_block_keys(block_dim, q.dtype),
         HAS_WINDOW=mask.window > 0, HAS_CAP=has_cap, HAS_SINKS=sinks is not None,
         num_warps=8 if block_rows * block_dim >= 128 * 128 else 4, num_stages=2, **chaining(q.device),
@@ -75,7 +76,8 @@ def _block_keys(block_dim: int, dtype: torch.dtype) -> int:
 def _extend(
     q, out, kv, table, starts, ends, offsets, tiles, sinks,
     q_stride, out_stride, page_stride, value_offset, table_stride, scale, softcap, window,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_DIM: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -114,13 +116,13 @@ def _extend(
     if HAS_WINDOW:
         first = tl.maximum(low - window + 1, 0) // BLOCK_KEYS * BLOCK_KEYS
         seen_by_all = first
-    of_head = kv + kv_head * PAGE * DIM
+    of_head = kv + kv_head * PAGE * ROW
     line = table + row.to(tl.int64) * table_stride
     for begin in range(first, seen_by_all, BLOCK_KEYS):
         positions = begin + tl.arange(0, BLOCK_KEYS)
-        rows = page_rows(of_head, line, positions, positions >= 0, page_stride, PAGE, DIM)
-        keys = tl.load(rows[:, None] + dims[None, :], mask=is_dim[None, :], other=0.0)
-        values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=is_dim[None, :], other=0.0)
+        rows = page_rows(of_head, line, positions, positions >= 0, page_stride, PAGE, ROW)
+        keys = load_rows(rows, dims, is_dim[None, :], positions >= 0, queries, ROW, FORMAT)
+        values = load_rows(rows + value_offset, dims, is_dim[None, :], positions >= 0, queries, ROW, FORMAT)
         scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
         total, top, weight = online_softmax_update(total, top, weight, scores, values)
     for begin in range(seen_by_all, high, BLOCK_KEYS):
@@ -128,10 +130,10 @@ def _extend(
         is_read = positions < high
         if HAS_WINDOW:  # pages behind the window belong to other rows, or to none
             is_read = is_read & (positions > low - window)
-        rows = page_rows(of_head, line, positions, is_read, page_stride, PAGE, DIM)
+        rows = page_rows(of_head, line, positions, is_read, page_stride, PAGE, ROW)
         cells_read = is_read[:, None] & is_dim[None, :]
-        keys = tl.load(rows[:, None] + dims[None, :], mask=cells_read, other=0.0)
-        values = tl.load(rows[:, None] + value_offset + dims[None, :], mask=cells_read, other=0.0)
+        keys = load_rows(rows, dims, cells_read, is_read, queries, ROW, FORMAT)
+        values = load_rows(rows + value_offset, dims, cells_read, is_read, queries, ROW, FORMAT)
         scores = scores_of(queries, keys, scale, softcap, HAS_CAP)
         is_seen = positions[None, :] <= position[:, None]
         if HAS_WINDOW:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.gpu.attention_math import key_row, scaled_by_norm
+from pdserve.model.gpu.attention_math import CODES, e4m3_codes, int8_codes, key_row, scaled_by_norm
 from pdserve.model.gpu.runtime import chaining, power_of_2
 
 _BLOCK_HEADS = 8
@@ -49,8 +49,8 @@ def place_heads(
         qkv, q, kv, write_pages, write_slots, *(qkv if each is None else each for each in (cos, sin, q_norm, k_norm)),
         eps, qkv.stride(0), 0 if cos is None else cos.stride(0), kv.stride(0), kv.stride(1),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, QUERY_STEP=1 + has_gates, PAGE=page_tokens, DIM=dim,
-        ROTARY=0 if cos is None else cos.shape[-1], BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS,
-        HAS_NORM=has_norm, NORM_OFFSET=norm_offset,
+        ROW=kv.shape[-1], FORMAT=CODES.get(kv.dtype, 0), ROTARY=0 if cos is None else cos.shape[-1],
+        BLOCK_HALF=power_of_2(dim // 2), BLOCK_HEADS=_BLOCK_HEADS, HAS_NORM=has_norm, NORM_OFFSET=norm_offset,
         num_warps=2, **chaining(qkv.device),
     )  # fmt: skip
     return q
@@ -93,7 +93,7 @@ def _place(
     qkv, q, kv, write_pages, write_slots, cos, sin, q_norm, k_norm, eps,
     qkv_stride, angle_stride, page_stride, value_offset,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, QUERY_STEP: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr,
+    DIM: tl.constexpr, ROW: tl.constexpr, FORMAT: tl.constexpr,
     ROTARY: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr,
     NORM_OFFSET: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
@@ -142,8 +142,20 @@ def _place(
 
     page, slot = tl.load(write_pages + token), tl.load(write_slots + token)
     kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-    to_plane = key_row(kv, page, kv_head, slot, page_stride, PAGE, DIM) + tl.where(is_value, value_offset, 0)
+    to_plane = key_row(kv, page, kv_head, slot, page_stride, PAGE, ROW) + tl.where(is_value, value_offset, 0)
     are_kept = cells & (head >= NUM_HEADS)[:, None] & (page >= 0)
+    if FORMAT == 1:
+        low_values, high_values = turned_low.to(tl.float32), turned_high.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(low_values), 1), tl.max(tl.abs(high_values), 1))
+        inverse = (127.0 / tl.maximum(most, 1e-30))[:, None]
+        turned_low = int8_codes(low_values, inverse).to(tl.int8)
+        turned_high = int8_codes(high_values, inverse).to(tl.int8)
+        scale_at = (to_plane + (ROW - 4)).to(tl.pointer_type(tl.float32), bitcast=True)
+        is_stored = (head >= NUM_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS) & (page >= 0)
+        tl.store(scale_at, most / 127.0, mask=is_stored)
+    elif FORMAT == 2:
+        turned_low = e4m3_codes(turned_low.to(tl.float32)).to(tl.uint8)
+        turned_high = e4m3_codes(turned_high.to(tl.float32)).to(tl.uint8)
     tl.store(to_plane[:, None] + first[None, :], turned_low, mask=are_kept)
     tl.store(to_plane[:, None] + second[None, :], turned_high, mask=are_kept)
 

@@ -442,7 +442,7 @@ class NativeDecoder:
             of_window = group.space is PageSpace.WINDOW
             shape = HeadShape(
                 group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
-                op.spec.scale,
+                op.spec.scale, kv_dtype=group.dtype,
             )  # fmt: skip
         key = (pool, shape, op.rotary)
         if key not in self._heads:

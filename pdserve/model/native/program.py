@@ -16,12 +16,16 @@ import torch
 from torch import Tensor
 
 from pdserve.base.native import Decoding, PdkHeads, PdkRouting, Step, library
+from pdserve.memory.dtypes import row_items
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.resources import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, Activation, Buffer, HeadShape, Threads
 from pdserve.model.native.weights import Packed
+from pdserve.model.params import torch_dtype
 
+KV_FORMATS = {"bfloat16": 0, "int8": 1, "fp8_e4m3": 2}
+"""`kv_format` of `pdk_heads`, by the name in `memory/dtypes.py`."""
 _ITEM_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.int64: 8}
 _NO_VIEW = (0, 0), torch.empty(0)
 
@@ -62,18 +66,19 @@ class Program:
     def add_heads(self, heads: HeadShape, kv: Tensor) -> int:
         """Add heads over a KV pool, and return their number.
 
-        `kv` is bf16 `[num_pages, layers, 2, kv_heads, page_tokens, dim]`; of latents `[num_pages, layers, 1, 1,
-        page_tokens, dim]`.
+        `kv` is `[num_pages, layers, 2, kv_heads, page_tokens, row_items(dim, heads.kv_dtype)]`: bf16, or codes of an
+        8-bit format of `memory/dtypes.py`. Of latents it is bf16 `[num_pages, layers, 1, 1, page_tokens, dim]`.
         """
-        assert kv.dtype == torch.bfloat16 and kv.is_contiguous(), "pages are contiguous bf16"
-        planes = 1 if heads.of_latents else 2
-        assert kv.shape[1:] == (heads.layers, planes, heads.num_kv_heads, heads.page_tokens, heads.dim), kv.shape
+        row, kv_format, planes = row_items(heads.dim, heads.kv_dtype), KV_FORMATS[heads.kv_dtype], 2 - heads.of_latents
+        assert kv.dtype == torch_dtype(heads.kv_dtype) and kv.is_contiguous(), "pages are contiguous"
+        assert kv.shape[1:] == (heads.layers, planes, heads.num_kv_heads, heads.page_tokens, row), kv.shape
         assert heads.dim % 2 == 0 and heads.dim <= MAX_HEAD_DIM, f"heads of {heads.dim}"
         assert heads.num_heads % heads.num_kv_heads == 0 and heads.num_heads <= MAX_GROUP * heads.num_kv_heads
         assert all(heads.page_tokens == other.page_tokens for other in self._heads), "pages have the same tokens"
+        strides = [stride * kv.itemsize // 2 for stride in kv.stride()]
         shape = PdkHeads(
-            self._keep(kv), *kv.stride()[:2], 0 if heads.of_latents else kv.stride(2), heads.num_kv_heads,
-            heads.page_tokens, heads.dim, heads.num_heads, heads.of_window,
+            self._keep(kv), *strides[:2], 0 if heads.of_latents else strides[2], heads.num_kv_heads,
+            heads.page_tokens, heads.dim, heads.num_heads, heads.of_window, kv_format,
             heads.dim**-0.5 if heads.scale is None else heads.scale,
         )  # fmt: skip
         number = self._number(self._library.pdk_add_heads(self._handle, ctypes.byref(shape)))

@@ -48,7 +48,7 @@ class HeadShape:
     """Attention heads: `num_heads` query heads share `num_kv_heads` heads of `dim`, whose pool has `layers` layers.
 
     With `of_window` the pages are those of WINDOW groups. `scale` multiplies the scores; None: `dim ** -0.5`.
-    With `of_latents` the one KV head is a latent, which is key and value.
+    With `of_latents` the one KV head is a latent, which is key and value. `kv_dtype`: number format of the pool.
     """
 
     layers: int
@@ -59,6 +59,7 @@ class HeadShape:
     of_window: bool = False
     scale: float | None = None
     of_latents: bool = False
+    kv_dtype: str = "bfloat16"
 
     @property
     def qkv_width(self) -> int:

@@ -104,7 +104,7 @@ class DecodeRole(MixedBatchRole):
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
         address = (room.host, room.port or 0)
-        digest, logprob_params = prompt_digest(req.spec.given_ids), req.spec.logprobs
+        digest, logprob_params = prompt_digest(req.spec.given_ids, req.adapter_digest), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
         req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=needs_transfer)
         req.cacheable = not req.receiver.is_fake

@@ -54,7 +54,7 @@ class PrefillRole(BaseRole):
         if room is None:
             raise RequestError("a prefill server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.num_input_tokens)
-        digest = prompt_digest(req.spec.given_ids)
+        digest = prompt_digest(req.spec.given_ids, req.adapter_digest)
         req.sender = self._kv.open_sender(room.room, room.host, digest, req.num_input_tokens)
         self.live[req.rid] = req
         self._rooms[room.room] = req

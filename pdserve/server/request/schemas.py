@@ -41,7 +41,7 @@ Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
 """
 
 UNSUPPORTED_NATIVE = (
-    "audio_data", "custom_logit_processor", "image_data", "input_embeds", "lora_path",
+    "audio_data", "custom_logit_processor", "image_data", "input_embeds",
     "return_hidden_states", "return_routed_experts", "session_params", "video_data",
 )  # fmt: skip
 UNSUPPORTED_NATIVE_SAMPLING = ("custom_params",)
@@ -106,6 +106,7 @@ class GenerateBody(msgspec.Struct):
     priority: Priority | None = None
     data_parallel_rank: int | None = None
     model: str | None = None
+    lora_path: Names = None
     bootstrap_host: Hosts = None
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
@@ -292,6 +293,19 @@ class ProfileBody(msgspec.Struct):
     activities: list[str] | None = None
     record_shapes: bool | None = None
     with_stack: bool | None = None
+
+
+class LoadLoraBody(msgspec.Struct):
+    """`POST /load_lora_adapter`: name of the adapter, and its directory on this server."""
+
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoraBody(msgspec.Struct):
+    """`POST /unload_lora_adapter`."""
+
+    lora_name: str
 
 
 class RoleSwitchBody(msgspec.Struct):

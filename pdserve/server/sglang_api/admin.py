@@ -114,7 +114,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "skip_tokenizer_init": context.tokenizer is None,
         "is_embedding": False,
         "stream_interval": 1,
-        "lora_paths": None,
+        "lora_paths": context.adapters or None,
     }
 
 
@@ -223,9 +223,14 @@ def _model_card(context: ServerContext) -> dict[str, Any]:
     }
 
 
+def _adapter_card(context: ServerContext, name: str) -> dict[str, Any]:
+    return {**_model_card(context), "id": name, "root": context.adapters[name], "parent": context.model_name}
+
+
 async def list_models(context: ServerContext, _: Request) -> Response:
-    """Return the list of models, which has one entry."""
-    return json_response({"object": "list", "data": [_model_card(context)]})
+    """Return the list of models: the model, and then its LoRA adapters."""
+    adapters = [_adapter_card(context, name) for name in context.adapters]
+    return json_response({"object": "list", "data": [_model_card(context), *adapters]})
 
 
 async def get_model(context: ServerContext, request: Request) -> Response:
@@ -235,6 +240,8 @@ async def get_model(context: ServerContext, request: Request) -> Response:
         RequestError: 404 when the path names another model than the served one.
     """
     name = request.path_params["name"]
+    if name in context.adapters:
+        return json_response(_adapter_card(context, name))
     if not context.is_model(name):
         raise context.no_such_model(name)
     return json_response(_model_card(context))

@@ -294,6 +294,8 @@ async def generate(context: ServerContext, request: Request) -> Response:
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
     context.check_model(body.model)
+    if body.lora_path is not None and not context.config.lora.is_on:
+        raise RequestError("lora_path: this server has no LoRA adapters (--enable-lora)", field="lora_path")
     prompts, field, batch = await _prompts(context, body)
     several = isinstance(body.sampling_params, list)
     names = [

@@ -96,7 +96,8 @@ def test_servers_of_a_pair_are_pinned_to_cores_that_no_other_has(monkeypatch: py
         ({"page_size": 1000}, "page_size"),
         ({"dtype": "int8"}, "dtype"),
         ({"enforce_eager": True}, "--enforce-eager"),
-        ({"lora_paths": "x"}, "--lora-paths"),
+        ({"lora_backend": "x"}, "--lora-backend"),
+        ({"lora_paths": "a=x"}, "lora_paths"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], field: str) -> None:

@@ -24,6 +24,7 @@ from pdserve.config.groups import (
     ServingConfig,
     TransferBackend,
 )
+from pdserve.config.lora_group import LoraConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
@@ -44,6 +45,7 @@ from pdserve.protocol.messages import (
     FinishReason,
     FlushCache,
     GenerateRequest,
+    LoadLora,
     OutputBatch,
     PauseGeneration,
     PeerLoad,
@@ -55,6 +57,7 @@ from pdserve.protocol.messages import (
     StateReply,
     StopProfile,
     TokenLogprob,
+    UnloadLora,
     WaitsFor,
 )
 from pdserve.server.app import create_app, make_metrics
@@ -65,6 +68,7 @@ from pdserve.server.text.tokenizer import Tokenizer
 from tests.waiting import until
 
 OPEN = AccessConfig()
+NO_LORA = LoraConfig()
 EOS = 0
 CONTEXT = 128
 TEMPLATE = (
@@ -197,7 +201,15 @@ class ScriptedScheduler:
                     self.num_flushes += 1
                     text = "requests are running" if self.busy else "flushed"
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message=text))
-                case PauseGeneration() | ContinueGeneration() | StartProfile() | StopProfile() | DeclarePeerDead():
+                case (
+                    PauseGeneration()
+                    | ContinueGeneration()
+                    | StartProfile()
+                    | StopProfile()
+                    | DeclarePeerDead()
+                    | LoadLora()
+                    | UnloadLora()
+                ):
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
                 case Shutdown():
@@ -346,11 +358,13 @@ def make_config(
     allowed_prefill: str | None = None,
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
+    lora: LoraConfig = NO_LORA,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
         schedule=schedule or ScheduleConfig(),
+        lora=lora,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(
@@ -377,6 +391,7 @@ async def bench(
     bootstrap_port: int | None = None,
     control_token: str = "",
     schedule: ScheduleConfig | None = None,
+    lora: LoraConfig = NO_LORA,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -388,6 +403,7 @@ async def bench(
         allowed_prefill=allowed_prefill,
         bootstrap_port=bootstrap_port,
         schedule=schedule,
+        lora=lora,
         **serving,
     )
     api, low = memory_channel_pair()

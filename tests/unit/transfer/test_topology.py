@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pdserve.base.parallel import SINGLE, ParallelShape, RankCoord, check_split, layers_of
 from pdserve.errors import ConfigError, HandshakeError
-from pdserve.memory.layout import DTYPE_BYTES, GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
+from pdserve.memory.dtypes import DTYPE_BYTES
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
 from pdserve.transfer.plan import PageCopy, ShardFlow, check_shapes, plan_flow, shard_flows
 from tests.share import rest_slow
 

@@ -1,0 +1,175 @@
+"""`LoraAdapters`: the adapters that one rank has loaded, and the rows that use them.
+
+`factory` makes it with the executor. The scheduler loads and unloads adapters by commands, which all ranks of a replica
+handle in the same order, and gives each row its request's adapter. A step takes the adapters of its rows when it is
+launched. An adapter that is unloaded stays in memory until its last request has left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from pathlib import Path
+
+from pdserve.base.parallel import layers_of
+from pdserve.config.groups import ServerConfig
+from pdserve.config.lora_group import DEFAULT_MAX_RANK, wrong_name
+from pdserve.errors import ConfigError, ModelError, RequestError
+from pdserve.executor.input_batch import HostBatch
+from pdserve.executor.model_loading import LoadedModel, ModelToLoad
+from pdserve.model.attention.interface import AttentionBackend, StepAttention
+from pdserve.model.decoder import Decoder
+from pdserve.model.forward_batch import ForwardBatch
+from pdserve.model.lora import LoraAdapter, lora_targets, read_adapter, read_scaling
+from pdserve.model.lora_layers import LoraStep, attach_lora
+
+KEY_BITS = 32
+"""Bits of a key of the prefix cache, see `LoraAdapters.key_offset`."""
+
+
+def check_adapters(config: ServerConfig) -> int:
+    """Check the adapters of `--lora-paths` as far as their configs tell; returns the largest rank to be served.
+
+    Raises:
+        ConfigError: an adapter is missing, not supported, or of a larger rank than `--max-lora-rank`.
+    """
+    lora, largest = config.lora, 0
+    for name, path in lora.adapters.items():
+        try:
+            rank, _ = read_scaling(Path(path))
+        except ModelError as error:
+            raise ConfigError(f"--lora-paths {name}: {error}", field="lora_paths") from error
+        if lora.max_lora_rank is not None and rank > lora.max_lora_rank:
+            raise ConfigError(
+                f"--lora-paths {name}: rank {rank} is larger than --max-lora-rank {lora.max_lora_rank}",
+                field="lora_paths",
+            )
+        largest = max(largest, rank)
+    return lora.max_lora_rank or max(largest, DEFAULT_MAX_RANK)
+
+
+class LoraAdapters:
+    """The adapters of one rank, by name. Scheduler thread only, except at start-up.
+
+    Takes over the linear layers of `decoder`, which is loaded. `max_loaded`: most adapters at a time.
+    """
+
+    def __init__(self, decoder: Decoder, max_rank: int, max_loaded: int) -> None:
+        spec, coord = decoder.spec, decoder.parallel.coord
+        self._targets = lora_targets(spec, coord)
+        first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
+        self._step = attach_lora(decoder, self._targets, first)
+        self._dtype, self._device = decoder.dtype, decoder.params.device
+        self._max_rank, self._max_loaded = max_rank, max_loaded
+        self._shift = (spec.vocab_size - 1).bit_length()
+        self._loaded: dict[str, LoraAdapter] = {}
+        self._numbers: dict[str, int] = {}
+        """By digest, the number of each adapter that was ever loaded."""
+        self._rows: dict[int, LoraAdapter] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the loaded adapters."""
+        return tuple(self._loaded)
+
+    def load(self, name: str, path: str) -> LoraAdapter:
+        """Load the adapter in the directory `path` as `name`.
+
+        Raises:
+            ModelError: the name is taken or wrong, too many adapters are loaded, or as `read_adapter`.
+        """
+        reason = wrong_name(name)
+        if reason is not None:
+            raise ModelError(f"the adapter {reason}")
+        if name in self._loaded:
+            raise ModelError(f"an adapter {name!r} is loaded already; unload it first")
+        if len(self._loaded) >= self._max_loaded:
+            raise ModelError(f"{len(self._loaded)} adapters are loaded, as many as --max-loras-per-batch allows")
+        found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
+        number = self._numbers.setdefault(found.digest, len(self._numbers) + 1)
+        if number >> (KEY_BITS - self._shift):
+            raise ModelError(
+                f"{number} different adapters were loaded since the start, more than keys of prefixes tell"
+            )
+        adapter = LoraAdapter(name, number, found.rank, found.digest, found.weights)
+        self._loaded[name] = adapter
+        return adapter
+
+    def unload(self, name: str) -> None:
+        """Forget the adapter `name`; requests that have it keep it. Raises ModelError when there is none."""
+        if name not in self._loaded:
+            raise ModelError(f"there is no adapter {name!r}")
+        del self._loaded[name]
+
+    def find(self, name: str) -> LoraAdapter:
+        """Return the adapter `name`. Raises RequestError, a 404, when it is not loaded."""
+        adapter = self._loaded.get(name)
+        if adapter is None:
+            raise RequestError(
+                f"the LoRA adapter {name!r} is not loaded", field="lora_path", status=404, code="lora_not_found"
+            )
+        return adapter
+
+    def key_offset(self, adapter: LoraAdapter) -> int:
+        """Return what is added to token ids in keys of the prefix cache: bits above those of all token ids."""
+        return adapter.number << self._shift
+
+    def begin_with(self, backend: AttentionBackend) -> LoraBackend:
+        """Return `backend` with the grouping of a step's tokens by adapter."""
+        return LoraBackend(backend, self._step)
+
+    # ------------------------------------------------------------------ rows
+
+    def open_row(self, row: int, adapter: LoraAdapter) -> None:
+        """Give an open row of the executor an adapter."""
+        self._rows[row] = adapter
+
+    def close_row(self, row: int) -> None:
+        """Forget the adapter of a row, if it has one."""
+        self._rows.pop(row, None)
+
+    def of_rows(self, rows: Iterable[int]) -> tuple[LoraAdapter | None, ...] | None:
+        """Return the adapter of each row; None when no row has one."""
+        found = tuple(map(self._rows.get, rows))
+        return found if any(found) else None
+
+    def into(self, batch: HostBatch) -> HostBatch:
+        """Return `batch` with the adapters of its rows."""
+        adapters = self.of_rows(batch.table_rows.tolist()) if self._rows else None
+        return batch if adapters is None else dataclasses.replace(
+            batch, rows=dataclasses.replace(batch.rows, adapters=adapters)
+        )  # fmt: skip
+
+
+class LoraBackend:
+    """An attention backend that begins `LoraStep` with each step. Steps cannot be captured."""
+
+    def __init__(self, backend: AttentionBackend, step: LoraStep) -> None:
+        self._backend, self._step = backend, step
+
+    def begin(self, batch: ForwardBatch) -> StepAttention:
+        """See `AttentionBackend.begin`."""
+        self._step.begin(batch.host)
+        return self._backend.begin(batch)
+
+    def capturing(self) -> None:
+        """See `AttentionBackend.capturing`. Returns None: which products a step needs depends on its rows."""
+
+
+def make_loras(wanted: ModelToLoad, loaded: LoadedModel, max_rank: int) -> LoraAdapters | None:
+    """Give a loaded model adapters, and load those of `--lora-paths`; None without --enable-lora.
+
+    `max_rank`: see `check_adapters`. Raises ConfigError, which names the adapter.
+    """
+    lora = wanted.config.lora
+    if not lora.is_on:
+        return None
+    decoder = loaded.decoder
+    assert decoder is not None and loaded.kernels is None, "choose_way leaves adapters to torch"
+    adapters = LoraAdapters(decoder, max_rank, lora.max_loras_per_batch)
+    for name, path in lora.adapters.items():
+        try:
+            adapters.load(name, path)
+        except ModelError as error:
+            raise ConfigError(f"--lora-paths {name}: {error}", field="lora_paths") from error
+    return adapters

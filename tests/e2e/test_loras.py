@@ -1,0 +1,57 @@
+"""LoRA adapters through a pair of real servers and its router, split over ranks: by name, loaded and unloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from tests.adapters import merged, write_adapter
+from tests.e2e.harness import assert_idle, running_pair
+from tests.model_families import prompts_of
+from tests.reference import load_reference, reference_greedy
+from tests.tiny import make_tiny
+
+NUM_NEW = 8
+FLAGS = ("--dtype", "float32", "--max-total-tokens", "4096", "--served-model-name", "tiny")
+
+
+@pytest.mark.slow
+def test_a_pair_serves_adapters_and_takes_new_ones(tmp_path: Path) -> None:
+    base = make_tiny("qwen3", tmp_path / "base", eos_token_id=None)
+    paths = {name: write_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("first", "second"))}
+    prompts = prompts_of((40, 90))
+    models: dict[str, Path] = {name: merged(tmp_path / f"{name}-merged", base, path) for name, path in paths.items()}
+    models["tiny"] = base
+    expected: dict[str, list[list[int]]] = {}
+    for name, path in models.items():
+        reference = load_reference(path)
+        expected[name] = [reference_greedy(reference, prompt, NUM_NEW) for prompt in prompts]
+
+    with running_pair(
+        str(base), *FLAGS, "--enable-lora", "--lora-paths", f"first={paths['first']}",
+        prefill_flags=("--tp-size", "2"),
+    ) as pair:  # fmt: skip
+
+        def post(path: str, body: dict[str, Any]) -> requests.Response:
+            return requests.post(f"{pair.url}{path}", json=body, timeout=60)
+
+        def tokens_of(name: str) -> list[list[int]]:
+            sampling = {"temperature": 0, "max_new_tokens": NUM_NEW, "ignore_eos": True}
+            answer = post("/generate", {"input_ids": prompts, "sampling_params": sampling, "model": name})
+            assert answer.status_code == 200, answer.text
+            return [each["output_ids"] for each in answer.json()]
+
+        assert all(tokens_of(name) == expected[name] for name in ("first", "tiny"))
+        second = {"lora_name": "second", "lora_path": str(paths["second"])}
+        assert post("/v1/completions", {"model": "second", "prompt": "x"}).status_code == 404
+        assert post("/load_lora_adapter", second).status_code == 200
+        models_of_router = requests.get(f"{pair.url}/v1/models", timeout=60).json()["data"]
+        assert [model["id"] for model in models_of_router] == ["tiny", "first", "second"]
+        assert all(tokens_of(name) == expected[name] for name in ("second", "first", "tiny"))
+        assert post("/load_lora_adapter", second).status_code == 400
+        assert post("/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
+        assert post("/v1/completions", {"model": "second", "prompt": "x"}).status_code == 404
+        assert_idle(*pair.workers)

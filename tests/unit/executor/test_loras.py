@@ -1,0 +1,210 @@
+"""LoRA adapters: tokens equal those of merged weights, alone, beside each other, in a pair and on several ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.lora_group import LoraConfig
+from pdserve.config.resolve import Machine, fill_in
+from pdserve.errors import ConfigError
+from pdserve.executor.factory import build_executor
+from pdserve.model.parallel import Parallel
+from pdserve.protocol.messages import AbortRequest, LoadLora, UnloadLora
+from tests.adapters import ATTENTION, merged, write_adapter
+from tests.driver import Driver
+from tests.model_families import prompts_of
+from tests.model_pair import running_models
+from tests.reference import load_reference, reference_greedy
+from tests.tiny import make_tiny
+from tests.unit.executor.gang import Gang
+
+NUM_NEW = 8
+PROMPTS = prompts_of((40, 63, 130, 40))
+NATIVE: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A checkpoint, directories of adapters by name, and the tokens behind each of `PROMPTS`, by adapter."""
+
+    base: Path
+    paths: Mapping[str, Path]
+    tokens: Mapping[str | None, list[list[int]]]
+
+    def config(self, *names: str, **changes: Any) -> LoraConfig:
+        """The flags of a server with some of the adapters, under their names."""
+        return LoraConfig(lora_paths=",".join(f"{name}={self.paths[name]}" for name in names), **changes)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
+    root = tmp_path_factory.mktemp("adapters")
+    base = make_tiny("qwen2", root / "base", eos_token_id=None)
+    paths = {
+        "all": write_adapter(root / "all", base, seed=1),
+        "attention": write_adapter(root / "attention", base, seed=2, rank=8, modules=ATTENTION, use_rslora=False),
+    }
+    models: dict[str | None, Path] = {None: base}
+    models |= {name: merged(root / f"{name}-merged", base, path) for name, path in paths.items()}
+    tokens: dict[str | None, list[list[int]]] = {}
+    for name, path in models.items():
+        reference = load_reference(path)
+        tokens[name] = [reference_greedy(reference, prompt, NUM_NEW) for prompt in PROMPTS]
+    return Adapted(base, paths, tokens)
+
+
+@pytest.mark.parametrize("is_pair", [False, True], ids=["monolith", "pair"])
+def test_adapters_side_by_side_give_the_merged_weights_tokens(is_pair: bool, adapted: Adapted) -> None:
+    """The same prompts with each adapter and with none: a prefix of another adapter's is no hit."""
+    names = [None, "all", "attention"]
+    assert len({str(adapted.tokens[name]) for name in names}) == 3
+    with running_models(adapted.base, pair=is_pair, lora=adapted.config("all", "attention"), **NATIVE) as server:
+        computing = server.prefill or server.answering
+        for name in names:
+            assert server.generate(PROMPTS, NUM_NEW, loras=[name] * len(PROMPTS)) == adapted.tokens[name]
+        assert computing.state().counters.get("cached_tokens", 0) == 0
+        mixed = [names[i % 3] for i in range(len(PROMPTS))]
+        expected = [adapted.tokens[name][i] for i, name in enumerate(mixed)]
+        assert server.generate(PROMPTS, NUM_NEW, loras=mixed) == expected, "in one batch"
+        assert computing.state().counters["cached_tokens"] > 0, "of the same adapter's"
+        server.assert_idle()
+
+
+def test_a_pair_whose_adapters_differ_fails_by_name(adapted: Adapted, tmp_path: Path) -> None:
+    other = write_adapter(tmp_path, adapted.base, seed=3)
+    others = LoraConfig(lora_paths=f"all={other}")
+    with running_models(adapted.base, pair=True, lora=adapted.config("all"), prefill_lora=others, **NATIVE) as pair:
+        assert pair.prefill is not None
+        rids = pair.send(PROMPTS[:1], NUM_NEW, ["all"])
+        pair.answering.wait_for(rids)
+        assert pair.answering.finish[rids[0]].err_type == "lora_mismatch"
+        pair.prefill.mailbox.post(AbortRequest(rid=rids[0]))  # as a router does
+        pair.prefill.wait_for(rids)
+        assert pair.generate(PROMPTS[:1], NUM_NEW) == adapted.tokens[None][:1]
+        pair.assert_idle()
+
+
+def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: Path) -> None:
+    config = LoraConfig(enable_lora=True, max_loras_per_batch=1, max_lora_rank=8)
+    with running_models(adapted.base, pair=False, lora=config, **NATIVE) as server:
+        scheduler, paths = server.answering, {name: str(path) for name, path in adapted.paths.items()}
+
+        def load(number: int, name: str, path: str) -> str:
+            reply = scheduler.command(LoadLora(query_id=f"load{number}", name=name, path=path))
+            return "" if reply.ok else reply.message
+
+        assert server.generate(PROMPTS[:1], NUM_NEW, loras=["all"]) == [[]]
+        assert [finish.status_code for finish in scheduler.finish.values()] == [404]
+        assert not load(0, "all", paths["all"])
+        assert server.generate(PROMPTS, NUM_NEW, loras=["all"] * 4) == adapted.tokens["all"]
+        assert "loaded already" in load(1, "all", paths["all"])
+        assert "--max-loras-per-batch" in load(2, "attention", paths["attention"])
+        assert not scheduler.command(UnloadLora(query_id="no", name="attention")).ok
+        assert scheduler.command(UnloadLora(query_id="all", name="all")).ok
+        assert not load(3, "all", paths["attention"]), "another one of the same name"
+        assert server.generate(PROMPTS, NUM_NEW, loras=["all"] * 4) == adapted.tokens["attention"]
+        assert scheduler.command(UnloadLora(query_id="again", name="all")).ok
+        too_large = write_adapter(tmp_path / "large", adapted.base, rank=16)
+        assert "--max-lora-rank 8" in load(4, "large", str(too_large))
+        wide = make_tiny("qwen2", tmp_path / "wide", eos_token_id=None, hidden_size=128)
+        assert "has shape" in load(5, "wide", str(write_adapter(tmp_path / "of-wide", wide)))
+        server.assert_idle()
+
+
+def on_rank(parallel: Parallel, base: Path, lora: LoraConfig, names: list[str | None]) -> list[list[int]]:
+    """Tokens of `PROMPTS` at once, each with its adapter, on one rank."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(base), dtype="float32"),
+        memory=MemoryConfig(page_size=16, max_total_tokens=2048),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+        lora=lora,
+    )
+    built = build_executor(config, max_rows=8, parallel=parallel)
+    driver, loras = Driver(built), built.loras
+    assert loras is not None
+    rows = [driver.open(prompt, len(prompt) + NUM_NEW) for prompt in PROMPTS]
+    for row, name in zip(rows, names, strict=True):
+        if name is not None:
+            loras.open_row(row, loras.find(name))
+    outputs: list[list[int]] = [[] for _ in rows]
+    computed = [0] * len(rows)
+    for _ in range(NUM_NEW):
+        ends = [len(prompt) + len(output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
+        steps = [(row, start, end, True) for row, start, end in zip(rows, computed, ends, strict=True)]
+        for output, token in zip(outputs, driver.step(*steps), strict=True):
+            assert token is not None
+            output.append(token.token_id)
+        computed = ends
+    return outputs
+
+
+def test_tensor_ranks_and_stages_cut_adapters(adapted: Adapted, gang: Gang) -> None:
+    names = ["all", None, "attention", "all"]
+    wanted = [adapted.tokens[name][i] for i, name in enumerate(names)]
+    for shape in (ParallelShape(tp_size=2, pp_size=1), ParallelShape(tp_size=1, pp_size=2)):
+        found = gang.run(shape, on_rank, adapted.base, adapted.config("all", "attention"), names)
+        assert found == [wanted, wanted]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_dora": True}, "use_dora: DoRA"),
+        ({"bias": "all"}, "bias 'all'"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"r": 0}, "r must be"),
+        ({"modules": ("embed_tokens",)}, "changes no linear layer"),
+    ],
+)
+def test_adapters_that_are_not_served_are_refused_at_the_start(
+    changes: dict[str, Any], message: str, adapted: Adapted, tmp_path: Path
+) -> None:
+    path = write_adapter(tmp_path / "adapter", adapted.base, **changes)
+    with pytest.raises(ConfigError, match=r"--lora-paths a: ") as caught:
+        on_rank_config(adapted, LoraConfig(lora_paths=f"a={path}"))
+    assert message in str(caught.value) and caught.value.field == "lora_paths"
+
+
+def on_rank_config(adapted: Adapted, lora: LoraConfig, **model: Any) -> None:
+    """Build an executor with these adapters."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(adapted.base), dtype="float32", **model),
+        memory=MemoryConfig(page_size=16, max_total_tokens=512),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+        lora=lora,
+    )
+    build_executor(config, max_rows=2)
+
+
+def test_other_ways_to_run_a_model_take_no_adapters(adapted: Adapted) -> None:
+    with pytest.raises(ConfigError, match=r"--enable-lora does not fit a model through transformers"):
+        on_rank_config(adapted, LoraConfig(enable_lora=True), model_impl="transformers")
+    machine = Machine(has_cuda=False, num_cores=4)
+    for kernels in (KernelConfig(cpu_kernels="native"), KernelConfig(enable_deterministic_inference=True)):
+        with pytest.raises(ConfigError, match="with --enable-lora"):
+            fill_in(ServerConfig(lora=LoraConfig(enable_lora=True), kernels=kernels), machine)
+
+
+@pytest.mark.parametrize(
+    ("lora", "field"),
+    [
+        (LoraConfig(lora_paths="a=x,a=y"), "lora_paths"),
+        (LoraConfig(lora_paths="a="), "lora_paths"),
+        (LoraConfig(lora_paths="smollm2=x"), "lora_paths"),
+        (LoraConfig(lora_paths="a=x,b=y", max_loras_per_batch=1), "lora_paths"),
+        (LoraConfig(max_loras_per_batch=0), "max_loras_per_batch"),
+        (LoraConfig(max_lora_rank=0), "max_lora_rank"),
+    ],
+)
+def test_wrong_flags_are_named(lora: LoraConfig, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        fill_in(ServerConfig(lora=lora), Machine(has_cuda=False, num_cores=4))
+    assert caught.value.field == field
