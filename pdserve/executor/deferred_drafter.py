@@ -30,7 +30,7 @@ from pdserve.executor.verify import accepted_counts
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.model.forward_batch import IntArray, to_device
-from pdserve.model.interface import LayerTaps
+from pdserve.model.interface import Model
 
 DEPTH = 16
 """Most positions of a row's backlog."""
@@ -51,19 +51,16 @@ class Backlog:
 class DeferredDrafter:
     """Runs a `ModelDrafter` beside the steps of one executor. All ranks of a replica defer the same steps.
 
-    `num_prompt` int64 `[table rows]`: prompt tokens of each row. `hidden_size` and `dtype` are those of the target's
-    layer outputs.
+    `model` is the target. `num_prompt` int64 `[table rows]`: prompt tokens of each row.
     """
 
     def __init__(
         self,
         drafter: ModelDrafter,
+        model: Model,
         table: PageTable,
         layout: KVLayout,
         num_prompt: IntArray,
-        *,
-        hidden_size: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._drafter, self._table, self._layout, self._num_prompt = drafter, table, layout, num_prompt
@@ -71,17 +68,11 @@ class DeferredDrafter:
         self._starts = np.zeros(table.num_rows, dtype=np.int64)
         self._counts = np.zeros(table.num_rows, dtype=np.int64)
         """By table row: the first position of its backlog, and the number of its positions."""
-        width = 0 if drafter.taps is None else len(drafter.taps.layers) * hidden_size
-        self._hidden = torch.zeros(table.num_rows * DEPTH, width, dtype=dtype, device=device)
-
-    @property
-    def taps(self) -> LayerTaps | None:
-        """See `ModelDrafter.taps`."""
-        return self._drafter.taps
+        width = 0 if drafter.taps is None else len(drafter.taps.layers) * model.spec.hidden_size
+        self._hidden = torch.zeros(table.num_rows * DEPTH, width, dtype=model.dtype, device=device)
 
     def open(self, row: int) -> None:
-        """See `ModelDrafter.open`."""
-        self._drafter.open(row)
+        """Drop the backlog of table row `row`: a new request has it."""
         self._counts[row] = 0
 
     def begin(self, plan: BatchPlan) -> Backlog | None:

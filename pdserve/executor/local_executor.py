@@ -38,8 +38,8 @@ from pdserve.executor.model_runner import (
     NativeDecode,
     NativeDecodePath,
     OnLayer,
+    choose_runner,
     cut_plan,
-    make_runner,
 )
 from pdserve.executor.prompt_logprobs import (
     PromptLogprobParams,
@@ -132,6 +132,7 @@ class LocalExecutor:
     ) -> None:
         self._model = model
         self._attention = attention
+        self._drafter = drafter
         self._model_runner = ModelRunner(
             model, attention, choose, processed_logprobs=processed_logprobs,
             taps=None if drafter is None else drafter.taps,
@@ -146,18 +147,15 @@ class LocalExecutor:
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = make_runner(device, overlap, layout.layers_of(self.coord))
+        self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(
                 decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
             )
-        self._drafter: DeferredDrafter | None = None
+        self._deferred: DeferredDrafter | None = None
         if drafter is not None:
-            self._drafter = DeferredDrafter(
-                drafter, table, layout, self._sampling_metadata.num_prompt, hidden_size=model.spec.hidden_size,
-                dtype=model.dtype, device=device,
-            )  # fmt: skip
+            self._deferred = DeferredDrafter(drafter, model, table, layout, self._sampling_metadata.num_prompt, device)
         self._pending = PendingRows(table) if layout.has_state else None
         self._fold = fold
         self.max_forced = max_forced
@@ -292,8 +290,9 @@ class LocalExecutor:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
-        if self._drafter is not None:
+        if self._drafter is not None and self._deferred is not None:
             self._drafter.open(row)
+            self._deferred.open(row)
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
@@ -328,8 +327,8 @@ class LocalExecutor:
             has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
             has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
             compute = None if has_copies or has_pending else self._native_path.computation(plan)
-            if compute is not None and self._drafter is not None:
-                compute = self._drafter.keeping(plan, compute, self._native_path.tapped)
+            if compute is not None and self._deferred is not None:
+                compute = self._deferred.keeping(plan, compute, self._native_path.tapped)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)
@@ -392,7 +391,7 @@ class LocalExecutor:
             if self.coord.shape.num_ranks == 1:
                 plan = shorten(plan, self._grammars.allowed(plan))
             drafts = StepDrafts.of(plan)
-        backlog = None if self._drafter is None else self._drafter.begin(plan)
+        backlog = None if self._deferred is None else self._deferred.begin(plan)
         parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
         if self._pending is not None:
@@ -420,8 +419,8 @@ class LocalExecutor:
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
         if step.drafts is not None:
             self._tokens.put_drafts(step.drafts.table_rows, step.drafts.positions, step.drafts.token_ids)
-        if self._drafter is not None:
-            self._drafter.catch_up(step.backlog, self._tokens.tensor)
+        if self._deferred is not None:
+            self._deferred.catch_up(step.backlog, self._tokens.tensor)
         self._model_runner.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
             self._model_runner.idle()
@@ -456,9 +455,9 @@ class LocalExecutor:
             if masks is not None:
                 masks.sampled(chosen.token_ids)
         proposals: Proposals | None = None
-        if self._drafter is not None:
+        if self._deferred is not None:
             sampled = None if step.drafts is None or chosen is None else chosen.token_ids
-            proposals = self._drafter.propose(step.backlog, step.plan, step.batches[0], sampled, self._tokens.tensor)
+            proposals = self._deferred.propose(step.backlog, step.plan, step.batches[0], sampled, self._tokens.tensor)
             if on_layer is not None:
                 on_layer(last)
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
@@ -485,11 +484,5 @@ class LocalExecutor:
             self._pending.resolved(plan, found.more)
         drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
         if failed is not None and self.max_forced:
-            drafts |= self._forced_drafts(plan, found.failed)
+            drafts |= self._grammars.forced_drafts(plan, found.failed, self.max_forced)
         return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
-
-    def _forced_drafts(self, plan: BatchPlan, failed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return what grammars force behind the tokens just sampled, by plan row."""
-        indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
-        forced = self._grammars.forced(list(indices), self.max_forced)
-        return {indices[row]: tokens for row, tokens in forced.items()}

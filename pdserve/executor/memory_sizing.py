@@ -36,8 +36,8 @@ def bytes_behind_pool(
 ) -> int:
     """Device memory reserved beside the KV pool, in bytes.
 
-    It covers steps of `chunk` prompt tokens beside decode rows of `row_tokens` tokens, drafts included, and decode steps
-    captured at batch sizes `sizes`.
+    It covers steps of `chunk` prompt tokens beside decode rows of `row_tokens` tokens, drafts included, and decode
+    steps captured at batch sizes `sizes`.
     """
     return (
         LIBRARIES_BYTES

@@ -356,13 +356,6 @@ class StreamRunner:
         self._reporter.shutdown()
 
 
-def make_runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
-    """Make the runner of steps on `device`."""
-    if device.type == "cuda":
-        return StreamRunner(device, own_layers)
-    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)
-
-
 def _computed(compute: Compute) -> Collect:
     """Compute now; an exception is raised where the step is resolved."""
     try:
@@ -482,3 +475,10 @@ class NativeDecodePath:
             return StepResult(plan.step, found.tokens, more=found.more)
 
         return collect
+
+
+def choose_runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
+    """Return the runner of steps on `device`."""
+    if device.type == "cuda":
+        return StreamRunner(device, own_layers)
+    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)
