@@ -240,7 +240,8 @@ def test_steps_beside_a_drafter_are_replayed_and_keep_what_it_reads(
         if captures:
             executor.capture_decode((1, 2), counted)
         row = driver.open(random_prompt(21, VOCAB_SIZE), 40)
-        start, known, drafts, given = 0, 21, [], ()
+        start, known, drafts = 0, 21, []
+        given: tuple[int, ...] = ()
         for step, num_proposals in enumerate((0, 0, 0, None, None, 0, 0, None)):
             end = known + len(given)
             result = run(
