@@ -41,12 +41,7 @@ from pdserve.executor.model_runner import (
     choose_runner,
     cut_plan,
 )
-from pdserve.executor.prompt_logprobs import (
-    PromptLogprobParams,
-    PromptLogprobRange,
-    pack_scores,
-    read_prompt_logprobs,
-)
+from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
 from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, take_apart
@@ -144,6 +139,8 @@ class LocalExecutor:
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
+        self._constrained: set[int] = set()
+        """Open rows with a grammar."""
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
@@ -296,6 +293,7 @@ class LocalExecutor:
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
+            self._constrained.add(row)
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
     def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
@@ -308,7 +306,9 @@ class LocalExecutor:
         self._open.remove(row)
         self._unwritten.pop(row, None)
         self._sampling_metadata.clear(row)
-        self._grammars.close(row)
+        if row in self._constrained:
+            self._constrained.remove(row)
+            self._grammars.close(row)
         if self._pending is not None:
             self._pending.drop(row)
 
@@ -402,7 +402,8 @@ class LocalExecutor:
         if any(len(batch.sampled) for batch in batches):
             table_rows, ends = sampled_rows(batches)
             params = self._sampling_metadata.pick(table_rows, ends)
-            grammars = self._grammars.pick(params, None if drafts is None else plan)
+            if self._constrained:
+                grammars = self._grammars.pick(params, None if drafts is None else plan)
         stamps, copies = None, None
         if self._stamps is not None:
             stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
