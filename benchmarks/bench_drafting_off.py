@@ -44,7 +44,9 @@ class Rows:
         per_row = -(-(context + num_steps + 2) // PAGE_TOKENS)
         self._built: LoadedEngine = build_executor(
             ServerConfig(
-                model=ModelConfig(model_path=str(shape), dtype="bfloat16", load_format="dummy"),
+                model=ModelConfig(
+                    model_path=str(shape), dtype="bfloat16", load_format="dummy", context_length=context + num_steps + 2
+                ),
                 memory=MemoryConfig(page_size=PAGE_TOKENS, max_total_tokens=PAGE_TOKENS * per_row * batch),
                 kernels=KernelConfig(device="cpu", cpu_kernels="native"),
                 speculative=SpeculativeConfig(speculative_algorithm=None if kind == PLAIN else "NEXTN"),
