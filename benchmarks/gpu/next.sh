@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What to run at once on a machine with one GPU, the most wanted first; eighteen minutes at most, ten as a rule. A
+# What to run at once on a machine with one GPU, the most wanted first; twenty minutes at most, eleven as a rule. A
 # failure of one step does not stop the next. Arguments choose steps: packages pair hybrid hybrid-timings hybrid-pair
-# fence checks timings (all when absent). Where a call may take ten minutes: the first four, and the others in a second
-# call.
+# fence checks timings verify (all when absent). Where a call may take ten minutes: the first four, and the others in a
+# second call.
 #
 #   packages   installs what build/gpu-wheels holds (`python -m benchmarks.gpu.wheels --make`, beforehand) into
 #              build/gpu-site, for the steps behind it
@@ -13,6 +13,7 @@
 #   fence      no byte lands in the GPU's memory after a fence, whatever the sender does
 #   checks     kernels and tiny models against the CPU
 #   timings    decode and prefill of published shapes
+#   verify     a verify step of 4 tokens beside a decode step: the shape of Qwen3-8B, batch 1 and 16
 #
 #   OUT=DIR      a folder: it gets summary.txt, the reports, and all else in gpu-next.tar.gz, anew after each step;
 #                without it all is in build/gpu only
@@ -26,7 +27,7 @@ DEVICE=${DEVICE:-cuda}
 FILES=$PWD/build/gpu
 KEEP=${OUT:-}
 SUMMARY=$FILES/summary.txt
-STEPS=${*:-packages pair hybrid hybrid-timings hybrid-pair fence checks timings}
+STEPS=${*:-packages pair hybrid hybrid-timings hybrid-pair fence checks timings verify}
 WORST=0
 unset OUT # each step is told where to write
 export PYTHONUNBUFFERED=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
@@ -90,6 +91,7 @@ if [ "$DEVICE" = cpu ]; then
     hybrid_timings=(--tiny --hybrid --skip-checks)
     checks=(--tiny --skip-timings)
     timings=(--tiny --skip-checks)
+    verify=(--tiny)
 else
     pair=(--max-minutes 3)
     fence=(--rounds 9)
@@ -98,6 +100,7 @@ else
     hybrid_timings=(--hybrid --skip-checks --max-minutes 1.6)
     checks=(--skip-timings --max-minutes 1.7)
     timings=(--skip-checks --models Qwen3-8B Qwen3-0.6B --max-minutes 1.8)
+    verify=(--max-minutes 1.5)
 fi
 
 for name in $STEPS; do
@@ -110,6 +113,7 @@ for name in $STEPS; do
         fence) step fence 110 "$PYTHON" -m benchmarks.gpu.fence_check "${fence[@]}" ;;
         checks) step checks 120 "$PYTHON" -m benchmarks.gpu.check_cuda "${checks[@]}" ;;
         timings) step timings 130 "$PYTHON" -m benchmarks.gpu.check_cuda "${timings[@]}" ;;
+        verify) step verify 120 "$PYTHON" -m benchmarks.gpu.verify_timings "${verify[@]}" ;;
         *) note "$name?" 2 0 ;;
     esac
 done

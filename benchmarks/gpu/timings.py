@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 
 from pdserve.config.groups import AttentionBackendName, KernelConfig, MemoryConfig, ModelConfig, ServerConfig
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.memory.dtypes import DTYPE_BYTES
@@ -40,6 +41,8 @@ class Plan:
     prefills: tuple[int, ...] = (512, 2048, 8192)
     num_warm: int = 5
     num_timed: int = 30
+    num_drafts: int = 0
+    """Most drafts of a row."""
 
     @property
     def num_steps(self) -> int:
@@ -137,7 +140,7 @@ def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> LoadedEn
     """An executor with random weights of `config`'s shape, no captured steps, and as large a pool as there is room."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    longest = max((plan.context + plan.num_steps + 2, *(tokens + 1 for tokens in plan.prefills)))
+    longest = max((plan.context + plan.num_steps + 2 + plan.num_drafts, *(tokens + 1 for tokens in plan.prefills)))
     context = min(config["max_position_embeddings"], longest)
     device: Literal["cuda", "cpu"] = "cuda" if plan.device == "cuda" else "cpu"
     return build_executor(
@@ -146,6 +149,10 @@ def build_dummy(directory: Path, config: dict[str, Any], plan: Plan) -> LoadedEn
             memory=MemoryConfig(page_size=plan.page_size),
             kernels=KernelConfig(
                 device=device, attention_backend=plan.attention_backend, disable_cuda_graph=True, cpu_kernels="torch"
+            ),
+            speculative=SpeculativeConfig(
+                speculative_algorithm="NGRAM" if plan.num_drafts else None,
+                speculative_num_draft_tokens=1 + plan.num_drafts if plan.num_drafts else None,
             ),
         ),
         max_rows=max(plan.batches),
@@ -171,7 +178,7 @@ class Timer:
     def fits(self, batch: int) -> bool:
         """Whether the pool has room for so many rows of decode."""
         slots = batch if self._built.executor.layout.has_state else 0
-        pages = batch * self._pages(self._plan.context + self._plan.num_steps + 1)
+        pages = batch * self._pages(self._plan.context + self._plan.num_steps + 1 + self._plan.num_drafts)
         return pages <= self._built.num_pages and slots <= self._built.group_sizes.num_slots
 
     def fits_prompt(self, num_tokens: int) -> bool:
@@ -202,6 +209,25 @@ class Timer:
         self._close(rows)
         return times
 
+    def verify(self, batch: int, num_drafts: int) -> Timing:
+        """Steps of `batch` rows with `num_drafts` wrong drafts each, one by one, as speculative decoding runs them.
+
+        Each row goes on behind its first sampled token. The floor is that of a decode step.
+        """
+        context, num_steps = self._plan.context, self._plan.num_steps
+        rows = [self._open(index, context, context + num_steps + 1 + num_drafts) for index in range(batch)]
+        steps = [[(row, context + step, context + step + 1 + num_drafts) for row in rows] for step in range(num_steps)]
+        times = self._run(steps, ahead=False, num_drafts=num_drafts)
+        self._close(rows)
+        middle = context + self._plan.num_warm + self._plan.num_timed // 2
+        floor = decode_floor_s(
+            self._limits, weight_bytes=self.shape.read_params(batch) * DTYPE_BYTES[self._built.dtype],
+            kv_bytes=batch * middle * self._built.executor.layout.token_bytes,
+            state_bytes=batch * self.shape.state_bytes,
+        )  # fmt: skip
+        name = f"verify {batch} x {1 + num_drafts}"
+        return _timing(name, times[self._plan.num_warm :], floor, batch * (1 + num_drafts))
+
     def prefill(self, num_tokens: int) -> Timing:
         """One prompt of `num_tokens`, over and over."""
         row = self._open(0, num_tokens, num_tokens + 1)
@@ -225,9 +251,14 @@ class Timer:
         return row
 
     def _run(
-        self, steps: list[list[tuple[int, int, int]]], *, ahead: bool, before: Callable[[int], None] | None = None
+        self,
+        steps: list[list[tuple[int, int, int]]],
+        *,
+        ahead: bool,
+        before: Callable[[int], None] | None = None,
+        num_drafts: int = 0,
     ) -> list[float]:
-        """Seconds of each step."""
+        """Seconds of each step; the last `num_drafts` tokens of each row are drafts."""
         executor = self._built.executor
 
         def launch(index: int) -> StepHandle:
@@ -235,8 +266,9 @@ class Timer:
                 before(index)
             return executor.launch(plans[index])
 
+        drafts = tuple(range(2, 2 + num_drafts))
         plans = [
-            BatchPlan(0, tuple(BatchRow(str(row), row, start, end, True) for row, start, end in ranges))
+            BatchPlan(0, tuple(BatchRow(str(row), row, start, end, True, drafts=drafts) for row, start, end in ranges))
             for ranges in steps
         ]
         times = []

@@ -22,6 +22,7 @@ from pdserve.executor.grammar_rows import GrammarRows
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.loras import LoraAdapters, check_adapters, make_loras
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad, load, read_model
+from pdserve.executor.model_runner import NativeDecode
 from pdserve.executor.pools import Agree, PoolDemand, captured_sizes, longest_chunk, make_pools, size_pools
 from pdserve.executor.sampler import choose_with_torch
 from pdserve.grammar.compile import JsonRules
@@ -129,6 +130,8 @@ def build_executor(
     if draft_model is not None:
         group = draft_model.kv_group(page_tokens, wanted.dtype)
         loaded = dataclasses.replace(loaded, layout=with_draft(loaded.layout, group))
+        if loaded.kernels is not None:
+            loaded.kernels.tap_samples(draft_model.taps)
     held, shape = loaded.layout.of_rank(parallel.coord), parallel.coord.shape
     demand = PoolDemand(
         wanted.spec, held, wanted.dtype, device, max_rows, context_length, local.count * config.parallel.dp_size,
@@ -182,7 +185,7 @@ def _executor(
         device=wanted.device, overlap=config.schedule.disable_overlap_schedule is False,
         grammars=_grammars(wanted), returns_results=returns_results,
         choose=choose_with_torch if kernels is None else kernels.chooser(),
-        decode=None if kernels is None else (kernels.decode, kernels.max_native_rows),
+        decode=None if kernels is None else NativeDecode(kernels.decode, kernels.max_native_rows, kernels.tapped),
         returns_prompt_results=not config.kernels.enable_deterministic_inference,
         processed_logprobs=config.model.logprobs_mode == "processed", drafter=drafter,
         fold=attention.fold if isinstance(attention, StateBackend) else None, max_forced=max_drafts, loras=loras,

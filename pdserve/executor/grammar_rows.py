@@ -372,6 +372,11 @@ class GrammarRows:
         found = {row: tuple(_unless_failed(answer, [])[:most]) for row, answer in asked.items()}
         return {row: forced for row, forced in found.items() if forced}
 
+    def forced_drafts(self, plan: BatchPlan, failed: Sequence[int], most: int) -> dict[int, tuple[int, ...]]:
+        """Return what is forced behind the rows of `plan` that have sampled, by index, without the rows `failed`."""
+        indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
+        return {indices[row]: tokens for row, tokens in self.forced(list(indices), most).items()}
+
     def shut_down(self) -> None:
         """End the threads."""
         for opening in self._opening.values():

@@ -29,7 +29,7 @@ from pdserve.model.attention.interface import CapturableBackend, CapturedAttenti
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import NOWHERE, ForwardBatch, HostRows, fill
 from pdserve.model.gpu import runtime
-from pdserve.model.interface import Model
+from pdserve.model.interface import LayerTaps, Model
 
 _LOG = logging.getLogger(__name__)
 DEFAULT_MAX_ROWS = 256
@@ -39,11 +39,13 @@ DEFAULT_MAX_ROWS = 256
 class DecodeOutput:
     """The output of a decode step, valid until the next step.
 
-    `logits` `[n, vocab]` in the model's dtype; `argmax` int64 `[n]`, which is already in the rows' tokens.
+    `logits` `[n, vocab]` in the model's dtype; `argmax` int64 `[n]`, which is already in the rows' tokens. `tapped`:
+    the outputs of the tapped layers, as `LayerTaps.hidden`; None where no layer is tapped.
     """
 
     logits: Tensor
     argmax: Tensor
+    tapped: Tensor | None = None
 
 
 Replay = Callable[[], None]
@@ -173,7 +175,10 @@ class _Sized:
 
 
 class DecodeGraphs:
-    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `padding.spare_row`."""
+    """The captured sizes of one model. `tokens` int32 `[rows, context]`: no request has row `padding.spare_row`.
+
+    `tapped`: layers whose outputs each step keeps, for a drafter.
+    """
 
     def __init__(
         self,
@@ -185,6 +190,7 @@ class DecodeGraphs:
         max_pages: int,
         sizes: Sequence[int],
         capture: Capture,
+        tapped: Sequence[int] = (),
     ) -> None:
         assert sizes and list(sizes) == sorted(set(sizes)), "sizes ascend"
         self._model, self._tokens = model, tokens
@@ -192,6 +198,9 @@ class DecodeGraphs:
         self._facts = torch.zeros(4 * sizes[-1], dtype=torch.int64, device=tokens.device)
         self._logits = torch.zeros(sizes[-1], model.spec.vocab_size, dtype=model.dtype, device=tokens.device)
         self._argmax = torch.zeros(sizes[-1], dtype=torch.int64, device=tokens.device)
+        self._tapped = tuple(tapped)
+        width = len(tapped) * model.spec.hidden_size
+        self._hidden = torch.zeros(sizes[-1], width, dtype=model.dtype, device=tokens.device) if tapped else None
         self._sizes = np.array(sizes)
         began, before = time.monotonic(), _free_bytes(tokens.device)
         gc.collect()
@@ -228,7 +237,8 @@ class DecodeGraphs:
         fill([(sized.columns, filled.columns), *sized.attention.filling(filled.rows)])
         sized.replay()
         num_rows = len(host.table_rows)
-        return DecodeOutput(self._logits[:num_rows], self._argmax[:num_rows])
+        tapped = None if self._hidden is None else self._hidden[:num_rows]
+        return DecodeOutput(self._logits[:num_rows], self._argmax[:num_rows], tapped)
 
     def _capture(self, size: int, max_pages: int, backend: CapturableBackend, capture: Capture) -> _Sized:
         """Capture one size, filled with padding rows."""
@@ -240,11 +250,15 @@ class DecodeGraphs:
         attention = backend.capturable(size, max_pages, columns[2], columns[3])
         fill([(columns, filled.columns), *attention.filling(filled.rows)])
         sample_index = torch.arange(size, device=columns.device)
+        taps: LayerTaps | None = None
+        if self._hidden is not None:
+            taps = LayerTaps(self._tapped)
+            taps.replace(self._hidden[:size])
 
         def work() -> None:
             ids = self._tokens[columns[0], columns[1]].long()
             batch = ForwardBatch(torch.cat((ids[None], columns[1:])), sample_index, filled.rows)
-            logits = self._model.forward(batch, attention)
+            logits = self._model.forward(batch, attention, taps=taps)
             _keep_argmax(logits, self._logits[:size], self._argmax[:size], self._tokens, columns[0], columns[1])
 
         return _Sized(columns, attention, capture(work))

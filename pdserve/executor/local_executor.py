@@ -23,6 +23,7 @@ import torch
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor import kv_pages
+from pdserve.executor.deferred_drafter import Backlog, DeferredDrafter
 from pdserve.executor.drafter import ModelDrafter, Proposals, but_last
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.grammar_rows import GrammarRows, StepGrammars
@@ -34,26 +35,17 @@ from pdserve.executor.model_runner import (
     MIN_TOKENS,
     Collect,
     Compute,
-    Decode,
     ModelRunner,
+    NativeDecode,
     NativeDecodePath,
     OnLayer,
-    StepRunner,
-    StreamRunner,
-    SyncRunner,
-    ThreadedRunner,
+    choose_runner,
     cut_plan,
 )
-from pdserve.executor.prompt_logprobs import (
-    PromptLogprobParams,
-    PromptLogprobRange,
-    logprob_range_of,
-    pack_scores,
-    read_prompt_logprob_params,
-)
+from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
-from pdserve.executor.verify import Fold, PendingRows, StepDrafts, accepted_counts, shorten, take_apart
+from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
@@ -77,6 +69,7 @@ class _Step:
     `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
     no rows. `params`: None when no row samples. `grammars`: None where no sampled token follows one. `drafts`: None
     where no row has any. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan.
+    `backlog`: see `DeferredDrafter.begin`.
     """
 
     plan: BatchPlan
@@ -89,6 +82,7 @@ class _Step:
     prompt_ranges: tuple[PromptLogprobRange, ...] = ()
     stamps: StampWrites | None = None
     copies: SlotCopies | None = None
+    backlog: Backlog | None = None
 
 
 class LocalExecutor:
@@ -125,7 +119,7 @@ class LocalExecutor:
         grammars: GrammarRows | None = None,
         returns_results: bool = True,
         choose: TokenSampler = choose_with_torch,
-        decode: tuple[Decode, int] | None = None,
+        decode: NativeDecode | None = None,
         returns_prompt_results: bool = True,
         processed_logprobs: bool = False,
         drafter: ModelDrafter | None = None,
@@ -147,15 +141,20 @@ class LocalExecutor:
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
+        self._constrained: set[int] = set()
+        """Open rows with a grammar."""
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = _runner(device, overlap, layout.layers_of(self.coord))
+        self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
-        if decode is not None and device.type == "cpu" and not overlap and drafter is None:
+        if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(
-                *decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
+                decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
             )
+        self._deferred: DeferredDrafter | None = None
+        if drafter is not None:
+            self._deferred = DeferredDrafter(drafter, model, table, layout, self._sampling_metadata.num_prompt, device)
         self._pending = PendingRows(table) if layout.has_state else None
         self._fold = fold
         self.max_forced = max_forced
@@ -196,7 +195,7 @@ class LocalExecutor:
         with self._runner.behind():
             warm_up(
                 self._model, self._attention, self._tokens.tensor, layout=self._layout,
-                padding=self._padding, max_rows=self._table.num_rows, chunk=chunk,
+                padding=self._padding, max_rows=self._table.num_rows, chunk=chunk, max_drafts=self.max_forced,
             )  # fmt: skip
 
     @torch.inference_mode()
@@ -211,6 +210,7 @@ class LocalExecutor:
             self._model_runner.graphs = DecodeGraphs(
                 self._model, backend, self._tokens.tensor, padding=self._padding,
                 max_pages=self._table.pages.shape[1], sizes=sizes, capture=capture or GraphCapture(),
+                tapped=() if self._model_runner.taps is None else self._model_runner.taps.layers,
             )  # fmt: skip
 
     @property
@@ -289,11 +289,13 @@ class LocalExecutor:
         if logprobs is not None:
             logprobs = msgspec.structs.replace(logprobs, top=min(logprobs.top, self._model.spec.vocab_size))
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
-        if self._drafter is not None:
+        if self._drafter is not None and self._deferred is not None:
             self._drafter.open(row)
+            self._deferred.open(row)
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
+            self._constrained.add(row)
             self._grammars.open(row, sampling.grammar, sampling, token_ids[num_prompt_tokens:])
 
     def prepare_grammar(self, grammar: Grammar) -> Future[Matcher] | None:
@@ -306,7 +308,9 @@ class LocalExecutor:
         self._open.remove(row)
         self._unwritten.pop(row, None)
         self._sampling_metadata.clear(row)
-        self._grammars.close(row)
+        if row in self._constrained:
+            self._constrained.remove(row)
+            self._grammars.close(row)
         if self._loras is not None:
             self._loras.close_row(row)
         if self._pending is not None:
@@ -327,6 +331,8 @@ class LocalExecutor:
             has_copies = self._stamps is not None and SlotCopies.of(plan, self._table) is not None
             has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
             compute = None if has_copies or has_pending else self._native_path.computation(plan)
+            if compute is not None and self._deferred is not None:
+                compute = self._deferred.keeping(plan, compute, self._native_path.tapped)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)
@@ -384,10 +390,12 @@ class LocalExecutor:
         writes, self._unwritten = self._unwritten, {}
         if not plan.rows:
             return _Step(plan, writes, (), None)
-        drafts = StepDrafts.of(plan)
-        if drafts is not None and self.coord.shape.num_ranks == 1:
-            plan = shorten(plan, self._grammars.allowed(plan))
+        drafts: StepDrafts | None = None
+        if any(row.drafts for row in plan.rows):
+            if self.coord.shape.num_ranks == 1:
+                plan = shorten(plan, self._grammars.allowed(plan))
             drafts = StepDrafts.of(plan)
+        backlog = None if self._deferred is None else self._deferred.begin(plan)
         parts = cut_plan(plan, self.coord.shape.pp_size, MIN_TOKENS[self.device.type])
         batches = tuple(read_plan(part, self._table, self._prompts, self._layout) for part in parts)
         if self._loras is not None:
@@ -400,19 +408,17 @@ class LocalExecutor:
         if any(len(batch.sampled) for batch in batches):
             table_rows, ends = sampled_rows(batches)
             params = self._sampling_metadata.pick(table_rows, ends)
-            grammars = self._grammars.pick(params, None if drafts is None else plan)
+            if self._constrained:
+                grammars = self._grammars.pick(params, None if drafts is None else plan)
         stamps, copies = None, None
         if self._stamps is not None:
             stamps, copies = self._stamps.plan_writes(plan), SlotCopies.of(plan, self._table)
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
             none = (None,) * len(batches)
-            return _Step(plan, writes, batches, params, grammars, drafts, none, stamps=stamps, copies=copies)
-        prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
-        rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
-        prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
-        found = tuple(each for each in prompt_ranges if each is not None)
-        return _Step(plan, writes, batches, params, grammars, drafts, prompt_logprob_params, found, stamps, copies)
+            return _Step(plan, writes, batches, params, grammars, drafts, none, (), stamps, copies, backlog)
+        scored = read_prompt_logprobs(plan, batches, wanted)
+        return _Step(plan, writes, batches, params, grammars, drafts, *scored, stamps, copies, backlog)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
@@ -420,6 +426,8 @@ class LocalExecutor:
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
         if step.drafts is not None:
             self._tokens.put_drafts(step.drafts.table_rows, step.drafts.positions, step.drafts.token_ids)
+        if self._deferred is not None:
+            self._deferred.catch_up(step.backlog, self._tokens.tensor)
         self._model_runner.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
         if not step.batches:
             self._model_runner.idle()
@@ -454,11 +462,9 @@ class LocalExecutor:
             if masks is not None:
                 masks.sampled(chosen.token_ids)
         proposals: Proposals | None = None
-        if self._drafter is not None:
-            accepted = None
-            if step.drafts is not None and chosen is not None:
-                accepted = accepted_counts(step.plan, chosen.token_ids.tolist())
-            proposals = self._drafter.propose(step.batches[0], accepted, self._tokens.tensor, step.plan.num_proposals)
+        if self._deferred is not None:
+            sampled = None if step.drafts is None or chosen is None else chosen.token_ids
+            proposals = self._deferred.propose(step.backlog, step.plan, step.batches[0], sampled, self._tokens.tensor)
             if on_layer is not None:
                 on_layer(last)
         if not (self._returns_results or (self._pending is not None and step.drafts is not None)):
@@ -477,23 +483,13 @@ class LocalExecutor:
         if step.params is None or sampled is None:
             return StepResult(plan.step, (None,) * len(plan.rows), prompts)
         failed = sampled.failed_positions(step.params)
-        found = take_apart(plan, to_host(sampled, step.params), failed, has_drafts=step.drafts is not None)
+        tokens = to_host(sampled, step.params)
+        if failed is None and step.drafts is None and len(tokens) == len(plan.rows) and proposals is None:
+            return StepResult(plan.step, tuple(tokens), prompts)
+        found = take_apart(plan, tokens, failed)
         if self._pending is not None:
             self._pending.resolved(plan, found.more)
         drafts = {} if proposals is None or not self._returns_results else proposals.by_row()
         if failed is not None and self.max_forced:
-            drafts |= self._forced_drafts(plan, found.failed)
+            drafts |= self._grammars.forced_drafts(plan, found.failed, self.max_forced)
         return StepResult(plan.step, found.tokens, prompts, found.failed, found.more, drafts)
-
-    def _forced_drafts(self, plan: BatchPlan, failed: Sequence[int]) -> dict[int, tuple[int, ...]]:
-        """Return what grammars force behind the tokens just sampled, by plan row."""
-        indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
-        forced = self._grammars.forced(list(indices), self.max_forced)
-        return {indices[row]: tokens for row, tokens in forced.items()}
-
-
-def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
-    """Choose the runner of steps on `device`."""
-    if device.type == "cuda":
-        return StreamRunner(device, own_layers)
-    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)

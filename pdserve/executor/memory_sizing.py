@@ -29,18 +29,19 @@ def bytes_behind_pool(
     item_bytes: int,
     *,
     chunk: int,
-    max_rows: int,
+    row_tokens: int,
     sizes: Sequence[int],
     max_pages: int,
     tp_size: int = 1,
 ) -> int:
     """Device memory reserved beside the KV pool, in bytes.
 
-    It covers steps of `chunk` prompt tokens beside `max_rows` rows, and decode steps captured at batch sizes `sizes`.
+    It covers steps of `chunk` prompt tokens beside decode rows of `row_tokens` tokens, drafts included, and decode
+    steps captured at batch sizes `sizes`.
     """
     return (
         LIBRARIES_BYTES
-        + step_bytes(spec, item_bytes, chunk + max_rows, max_rows, tp_size)
+        + step_bytes(spec, item_bytes, chunk + row_tokens, row_tokens, tp_size)
         + graph_bytes(spec, item_bytes, sizes, max_pages, tp_size)
     )
 

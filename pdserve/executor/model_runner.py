@@ -87,13 +87,15 @@ class ModelRunner:
         last = len(batches) - 1
         self._scores, self._argmax, self.has_put = [], None, False
         size = None
-        is_plain = on_layer is None and prompt_logprob_params[0] is None and self.taps is None
+        is_plain = on_layer is None and prompt_logprob_params[0] is None
         if self.graphs is not None and last == 0 and is_plain:
             size = self.graphs.size_for(batches[0])
         if self.graphs is not None and size is not None:
             decoded = self.graphs.run(batches[0], size)
             self._argmax = decoded.argmax
             self.has_put = True
+            if self.taps is not None and decoded.tapped is not None:
+                self.taps.replace(decoded.tapped)
             return decoded.logits
         is_last = self._parallel.coord.is_last_stage
         outputs = []
@@ -385,8 +387,17 @@ Decode = Callable[[IntArray, Table, Table, Table | None, Table], list[int]]
 """Signature of `NativeDecoder.decode`."""
 
 
+@dataclasses.dataclass(frozen=True)
+class NativeDecode:
+    """Decode steps of a `NativeDecoder` in one call: its `decode`, `max_native_rows` and `tapped`."""
+
+    decode: Decode
+    max_rows: int
+    tapped: Callable[[int], Tensor]
+
+
 class NativeDecodePath:
-    """Computes greedy decode steps of at most `most_rows` tokens, rows with drafts included.
+    """Computes greedy decode steps of at most `native.max_rows` tokens, rows with drafts included.
 
     `tokens` int32 `[table rows, context]`: known tokens of each row, on the host. `has_state`: the model has recurrent
     layers, whose rows with drafts it cannot compute.
@@ -394,16 +405,16 @@ class NativeDecodePath:
 
     def __init__(
         self,
-        decode: Decode,
-        most_rows: int,
+        native: NativeDecode,
         tokens: npt.NDArray[np.int32],
         table: PageTable,
         params: SamplingMetadata,
         *,
         has_state: bool = False,
     ) -> None:
-        self._decode = decode
-        self._most_rows = most_rows
+        self._decode, self._most_rows = native.decode, native.max_rows
+        self.tapped = native.tapped
+        """Returns the tapped layers' outputs of the step just computed, by its number of rows."""
         self._tokens = tokens
         self._table = table
         self._window = table.window if table.window.shape[1] else None
@@ -460,7 +471,14 @@ class NativeDecodePath:
         tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
 
         def collect() -> StepResult:
-            found = take_apart(plan, list(map(SampledToken, tokens)), None, has_drafts=True)
+            found = take_apart(plan, list(map(SampledToken, tokens)), None)
             return StepResult(plan.step, found.tokens, more=found.more)
 
         return collect
+
+
+def choose_runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
+    """Return the runner of steps on `device`."""
+    if device.type == "cuda":
+        return StreamRunner(device, own_layers)
+    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)

@@ -89,7 +89,7 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
     reserved_bytes = 0
     if device.type == "cuda":
         reserved_bytes = bytes_behind_pool(
-            demand.spec, torch_dtype(demand.dtype).itemsize, chunk=chunk, max_rows=max_rows,
+            demand.spec, torch_dtype(demand.dtype).itemsize, chunk=chunk, row_tokens=max_rows * (1 + demand.num_drafts),
             sizes=captured_sizes(config.kernels, max_rows), max_pages=held.pages_for(demand.context_length),
             tp_size=demand.tp_size,
         )  # fmt: skip

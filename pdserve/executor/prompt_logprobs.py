@@ -1,7 +1,7 @@
 """Log probabilities of prompt tokens.
 
-`LocalExecutor` calls `read_prompt_logprob_params` when it launches a step; `ModelRunner` calls `PromptLogprobComputer`
-while the step is computed. The logits of a long prompt would not fit into memory: positions are processed a few at
+`LocalExecutor` calls `read_prompt_logprobs` when it launches a step; `ModelRunner` calls `PromptLogprobComputer` while
+the step is computed. The logits of a long prompt would not fit into memory: positions are processed a few at
 a time, and only the requested values are kept. With the vocabulary split over tensor ranks, each rank reduces its part,
 and the ranks exchange the results.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pdserve.base.parallel import vocab_of
 from pdserve.executor.input_batch import HostBatch
+from pdserve.executor.interface import BatchPlan
 from pdserve.model.forward_batch import IntArray, to_device
 from pdserve.model.interface import Model
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -96,13 +97,21 @@ class PromptLogprobTensors:
         return whole
 
 
-def read_prompt_logprob_params(
-    batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]
-) -> PromptLogprobParams | None:
-    """Return the parameters of a micro-batch; None when it scores no prompt tokens.
+def read_prompt_logprobs(
+    plan: BatchPlan, batches: Sequence[HostBatch], wanted: Mapping[int, tuple[int, Logprobs]]
+) -> tuple[tuple[PromptLogprobParams | None, ...], tuple[PromptLogprobRange, ...]]:
+    """Return the parameters of each micro-batch of `plan`, None where it scores no prompt tokens, and all ranges.
 
     `wanted`: prompt tokens and log-probability parameters by table row.
     """
+    params = tuple(_read_params(batch, wanted) for batch in batches)
+    rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
+    prompt_ranges = [_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
+    return params, tuple(each for each in prompt_ranges if each is not None)
+
+
+def _read_params(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]]) -> PromptLogprobParams | None:
+    """Return the parameters of a micro-batch; None when it scores no prompt tokens."""
     prompt_ranges = _prompt_ranges(batch, wanted)
     if not prompt_ranges:
         return None
@@ -130,17 +139,13 @@ def _prompt_ranges(batch: HostBatch, wanted: Mapping[int, tuple[int, Logprobs]])
     found = []
     for row, table_row in enumerate(batch.table_rows.tolist()):
         if table_row in wanted:
-            prompt_range = logprob_range_of(
-                row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[table_row]
-            )
+            prompt_range = _range_of(row, int(batch.rows.starts[row]), int(batch.rows.ends[row]), *wanted[table_row])
             if prompt_range is not None:
                 found.append(prompt_range)
     return found
 
 
-def logprob_range_of(
-    row: int, start: int, end: int, num_prompt: int, logprob_params: Logprobs
-) -> PromptLogprobRange | None:
+def _range_of(row: int, start: int, end: int, num_prompt: int, logprob_params: Logprobs) -> PromptLogprobRange | None:
     """The requested prompt tokens that the logits at positions `[start, end)` score; None when there are none."""
     assert logprob_params.prompt_from is not None, "`wanted` has only rows that request prompt log probabilities"
     first, stop = max(start, logprob_params.prompt_from), min(end, num_prompt - 1)

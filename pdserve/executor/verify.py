@@ -65,7 +65,7 @@ def shorten(plan: BatchPlan, most: Mapping[int, int]) -> BatchPlan:
         if count < len(row.drafts):
             end = row.start + 1 + count
             rows[index] = msgspec.structs.replace(row, end=end, drafts=row.drafts[:count])
-    return BatchPlan(plan.step, tuple(rows))
+    return dataclasses.replace(plan, rows=tuple(rows))
 
 
 def num_accepted(drafts: Sequence[int], sampled: Sequence[int], failed: Sequence[int] | None = None) -> int:
@@ -99,15 +99,11 @@ class StepTokens:
     failed: tuple[int, ...]
 
 
-def take_apart(
-    plan: BatchPlan, sampled: Sequence[SampledToken], failed: npt.NDArray[np.bool_] | None, *, has_drafts: bool
-) -> StepTokens:
+def take_apart(plan: BatchPlan, sampled: Sequence[SampledToken], failed: npt.NDArray[np.bool_] | None) -> StepTokens:
     """Give each row of `plan` its sampled tokens, in order, up to the first that is no accepted draft.
 
-    `failed` `[S]`: the sampled positions whose tokens are undefined; None: no position. `has_drafts`: a row has drafts.
+    `failed` `[S]`: the sampled positions whose tokens are undefined; None: no position.
     """
-    if failed is None and not has_drafts and len(sampled) == len(plan.rows):
-        return StepTokens(tuple(sampled), {}, ())
     flags = None if failed is None else failed.tolist()
     tokens: list[SampledToken | None] = [None] * len(plan.rows)
     more: dict[int, tuple[SampledToken, ...]] = {}

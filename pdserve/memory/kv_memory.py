@@ -14,9 +14,9 @@ import numpy.typing as npt
 from pdserve.memory.audit import audit_pool
 from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.cached_windows import CachedWindows
-from pdserve.memory.group_pools import GroupPools, GroupPoolSizes, pages_of_group
+from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
 from pdserve.memory.layout import KVLayout, PageSpace
-from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview
+from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview, pages_of_group
 from pdserve.memory.prefix_cache import TOKEN_BYTES, Eviction, RadixTree
 
 
@@ -333,8 +333,10 @@ class KVMemory:
 
         Costs O(all pages + pages of live leases); for idle moments, audit queries and tests.
         """
-        pools = [*audit_pool("pages", self.pages), *audit_pool("aux", self.aux), *self.groups.audit()]
-        return [*pools, *self.table.audit()]
+        found = [*audit_pool("pages", self.pages), *audit_pool("aux", self.aux)]
+        if self.groups.is_used:
+            found += self.groups.audit()
+        return [*found, *self.table.audit()]
 
     def _end_groups(self, lease: Lease) -> None:
         if lease.groups is not None:

@@ -37,6 +37,7 @@ import numpy as np
 
 from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.cached_windows import CachedWindowPage
+from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
 from pdserve.memory.prefix_cache import RadixTree, path_to
 
 
@@ -347,3 +348,49 @@ class LeasePool:
             self.num_evicted += len(evicted)
             self.allocator.give_back(evicted)
         return self.allocator.take(num_pages)
+
+
+def numbers_to_move(layout: KVLayout, group: KVGroup, num_tokens: int, first_page: int = 0) -> range:
+    """Return the numbers within a request of the pages in `group` that hold the KV of its first `num_tokens` tokens.
+
+    Token groups: from page `first_page` on. WINDOW: pages that the token at `num_tokens` reads. STATE: the slot, 0.
+    """
+    match group.space:
+        case PageSpace.TOKENS:
+            return range(first_page, layout.pages_for(num_tokens))
+        case PageSpace.WINDOW:
+            return layout.window_pages(num_tokens, num_tokens)
+        case PageSpace.SLOTS:
+            return range(1)
+
+
+def numbers_with(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
+    """Return the numbers of the pages in `group` that move together with the token pages `pages` of a request.
+
+    Window pages move with the token pages of the same numbers, the state with the last token pages of the `num_tokens`.
+    """
+    match group.space:
+        case PageSpace.TOKENS:
+            return pages
+        case PageSpace.WINDOW:
+            moved = numbers_to_move(layout, group, num_tokens)
+            start = max(pages.start, moved.start)
+            return range(start, max(start, pages.stop))
+        case PageSpace.SLOTS:
+            return range(1) if pages and pages.stop == layout.pages_for(num_tokens) else range(0)
+
+
+def pages_of_group(layout: KVLayout, group: KVGroup, lease: Lease, num_tokens: int, first_page: int = 0) -> list[int]:
+    """Return the pages of `lease` in `group` that `numbers_to_move` names."""
+    return pages_at(group, lease, numbers_to_move(layout, group, num_tokens, first_page))
+
+
+def pages_at(group: KVGroup, lease: Lease, numbers: range) -> list[int]:
+    """Return the pages of `lease` in `group` with these numbers within the request."""
+    if group.space is PageSpace.TOKENS:
+        return lease.pages[numbers.start : numbers.stop]
+    assert lease.groups is not None, f"the request has no memory in group {group.name}"
+    if group.space is PageSpace.WINDOW:
+        return [lease.groups.window[number] for number in numbers]
+    assert lease.groups.slot is not None
+    return [lease.groups.slot] if numbers else []

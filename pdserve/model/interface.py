@@ -39,6 +39,10 @@ class LayerTaps:
         assert self._hidden is not None, "no pass has put anything"
         return self._hidden
 
+    def replace(self, hidden: Tensor) -> None:
+        """Let `hidden` be these outputs. The next pass of as many tokens overwrites them."""
+        self._hidden = hidden
+
     def put(self, layer: int, x: Tensor) -> None:
         """Copy the output `x` `[N, hidden_size]` of `layer`, which may be none of `layers`."""
         num_tokens, width = x.shape

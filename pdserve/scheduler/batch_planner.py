@@ -57,7 +57,7 @@ class PrefillManager:
         self._needs_aux = needs_aux
         self.waiting = waiting
         self._has_groups = context.memory.groups.is_used
-        self._states = StateStops(context)
+        self._states = StateStops(context) if context.memory.has_cached_states else None
         self.active: dict[str, Req] = {}
         self._waits_for: dict[str, bytes] = {}
         """By rid of a waiting request that needs a page an active request computes: the tokens up to the end of that
@@ -116,7 +116,8 @@ class PrefillManager:
         if req.spec.traced and req.times.prefilled is None:
             self._note_chunk(req, end)
         self._context.cache(req)
-        self._states.committed(req)
+        if self._states is not None:
+            self._states.committed(req)
         if end < req.seq_len:
             return False
         del self.active[req.rid]
@@ -182,7 +183,8 @@ class PrefillManager:
             req.computed = memory.layout.tokens_in(req.lease.num_prefix_pages)
             context.counters[CACHE_TOKENS] += 0 if req.spec.probe else req.computed
         req.planned = req.computed
-        req.state_stops = self._states.stops(req)
+        if self._states is not None:
+            req.state_stops = self._states.stops(req)
         if req.num_retractions:
             context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
         if req.times.started is None:
@@ -301,11 +303,13 @@ class PrefillManager:
             take = self._aligned(req.planned, take)
         if take <= 0:
             return 0
-        end = self._states.end_of_chunk(req, req.planned + take)
+        end = req.planned + take
+        if self._states is not None:
+            end = self._states.end_of_chunk(req, end)
         if self._has_groups:
             self._context.cover_window(req, req.planned, end)
         row = BatchRow(req.rid, req.row, req.planned, end, sample=end == req.seq_len)
-        rows.append(self._states.with_slots(req, row))
+        rows.append(row if self._states is None else self._states.with_slots(req, row))
         take, req.planned = end - req.planned, end
         return take
 

@@ -40,7 +40,7 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
         RequestError: status 400.
     """
     memory = context.memory
-    if not memory.groups.could_ever_fit(num_tokens):
+    if memory.groups.is_used and not memory.groups.could_ever_fit(num_tokens):
         raise RequestError(
             f"prompt and max_new_tokens are {num_tokens} tokens, which need more window pages or state slots than the "
             "pools have",

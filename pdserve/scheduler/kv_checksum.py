@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdserve.executor.kv_pages import KVHasher
-from pdserve.memory.group_pools import numbers_with, pages_at
 from pdserve.memory.layout import KVLayout
+from pdserve.memory.lease import numbers_with, pages_at
 from pdserve.protocol.failure import Failure
 from pdserve.scheduler.request import Req
 from pdserve.transfer.checksum import RankDigest, checksum

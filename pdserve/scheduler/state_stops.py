@@ -26,13 +26,12 @@ step.
 
 
 class StateStops:
-    """Cuts chunks where a state is kept, and names the slots of the copies. Does nothing without cached states."""
+    """Cuts chunks where a state is kept, and names the slots of the copies. The prefix cache must keep states."""
 
     def __init__(self, context: SchedulerContext) -> None:
         self._context = context
         self._grid = context.limits.state_grid
-        self._is_on = context.memory.has_cached_states
-        assert self._grid or not self._is_on, "states are kept on a grid"
+        assert self._grid and context.memory.has_cached_states, "states are kept on a grid"
         assert self._grid == context.memory.layout.round_down(self._grid), "the grid is of whole pages"
 
     def stops(self, req: Req) -> tuple[int, ...]:
@@ -52,8 +51,6 @@ class StateStops:
 
     def with_slots(self, req: Req, row: BatchRow) -> BatchRow:
         """Add the slots to a row: of the cached state from which the request continues, and of the state to keep."""
-        if not self._is_on:
-            return row
         assert req.lease is not None and req.lease.groups is not None
         groups, lease = self._context.memory.groups, req.lease.groups
         source = groups.source_of(lease) if row.start == req.computed else -1
@@ -67,8 +64,8 @@ class StateStops:
 
     def committed(self, req: Req) -> None:
         """Record that a chunk is computed: its copy of a cached state has ended."""
-        if self._is_on and req.lease is not None and req.lease.groups is not None:
+        if req.lease is not None and req.lease.groups is not None:
             self._context.memory.groups.copied(req.lease.groups)
 
     def _keeps(self, req: Req) -> bool:
-        return self._is_on and req.cacheable and not req.spec.probe
+        return req.cacheable and not req.spec.probe

@@ -10,9 +10,8 @@ from collections import Counter
 
 from pdserve.base.clock import Clock
 from pdserve.errors import ProtocolError, RequestError
-from pdserve.memory.group_pools import pages_of_group
 from pdserve.memory.layout import KVLayout
-from pdserve.memory.lease import Lease
+from pdserve.memory.lease import Lease, pages_of_group
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import Address, CopyEngine, Notified
 from pdserve.transfer.peers import Peer

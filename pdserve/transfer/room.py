@@ -24,9 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
-from pdserve.memory.group_pools import numbers_to_move
 from pdserve.memory.layout import KVGroup, KVLayout
-from pdserve.memory.lease import Lease
+from pdserve.memory.lease import Lease, numbers_to_move
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import Address, CopyEngine, Notified

@@ -19,10 +19,9 @@ from collections.abc import Callable, Sequence
 
 from pdserve.base.clock import Clock
 from pdserve.errors import RequestError
-from pdserve.memory.group_pools import numbers_to_move, numbers_with, pages_at
 from pdserve.memory.layer_events import ALL_WRITTEN, LayerEvents
 from pdserve.memory.layout import PageSpace
-from pdserve.memory.lease import Lease
+from pdserve.memory.lease import Lease, numbers_to_move, numbers_with, pages_at
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.transfer.events import CopyDone, CopyEngine, PeerConnected

@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pdserve.base.parallel import ParallelShape
-from pdserve.memory import group_pools
 from pdserve.memory.cached_states import RadixNode
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVGroup, KVLayout, PageSpace
-from pdserve.memory.lease import GroupLease, Lease
+from pdserve.memory.lease import GroupLease, Lease, numbers_to_move, numbers_with, pages_at
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 from pdserve.sim.network import Faults
@@ -112,7 +111,7 @@ def a_slot_is_free_although_it_is_sent(patch: Patch) -> None:
 
 
 def the_state_is_sent_with_the_first_pages(patch: Patch) -> None:
-    numbers = group_pools.numbers_with
+    numbers = numbers_with
 
     def early(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
         if group.space is PageSpace.SLOTS:
@@ -123,7 +122,7 @@ def the_state_is_sent_with_the_first_pages(patch: Patch) -> None:
 
 
 def the_state_of_another_slot_is_sent(patch: Patch) -> None:
-    pages = group_pools.pages_at
+    pages = pages_at
 
     def another(group: KVGroup, lease: Lease, numbers: range) -> list[int]:
         found = pages(group, lease, numbers)
@@ -133,7 +132,7 @@ def the_state_of_another_slot_is_sent(patch: Patch) -> None:
 
 
 def the_state_is_not_sent(patch: Patch) -> None:
-    numbers = group_pools.numbers_with
+    numbers = numbers_with
 
     def none(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
         return range(0) if group.space is PageSpace.SLOTS else numbers(layout, group, pages, num_tokens)
@@ -142,11 +141,11 @@ def the_state_is_not_sent(patch: Patch) -> None:
 
 
 def the_first_window_page_is_not_sent(patch: Patch) -> None:
-    numbers = group_pools.numbers_with
+    numbers = numbers_with
 
     def short(layout: KVLayout, group: KVGroup, pages: range, num_tokens: int) -> range:
         found = numbers(layout, group, pages, num_tokens)
-        if group.space is PageSpace.WINDOW and group_pools.numbers_to_move(layout, group, num_tokens)[:1] == found[:1]:
+        if group.space is PageSpace.WINDOW and numbers_to_move(layout, group, num_tokens)[:1] == found[:1]:
             return found[1:]
         return found
 

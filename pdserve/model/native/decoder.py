@@ -109,6 +109,8 @@ class NativeDecoder:
         """By layer of this rank: number of operations up to its end."""
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
+        self._tapped: tuple[int, ...] = ()
+        self._taps: dict[int, Buffer] = {}
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
         self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
@@ -159,7 +161,7 @@ class NativeDecoder:
     @property
     def num_layers(self) -> int:
         """See `Model.num_layers`."""
-        return self._model.num_layers
+        return len(self._layers)
 
     def chooser(self) -> NativeChooser:
         """Make a token chooser that uses the same threads."""
@@ -177,6 +179,10 @@ class NativeDecoder:
     def pack(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
         return PackedLinear(self._packer.linear(linear))
+
+    def tap_samples(self, layers: Sequence[int]) -> None:
+        """Keep the outputs of `layers` at the samples of each step for `tapped`. Called before `bind`."""
+        self._tapped = tuple(layers)
 
     def bind(self, pools: Sequence[GroupPool], max_drafts: int = 0, *, first: int | None = None) -> None:
         """Build the program over this rank's KV pools, one for each group of the layout. Called once.
@@ -216,6 +222,9 @@ class NativeDecoder:
             for sublayer, weights in zip(layer.sublayers, packed, strict=True):
                 self._record(local, sublayer, weights)
             self._layer_ends.append(program.num_ops)
+            if local in self._tapped:
+                self._taps[local] = program.buffer(spec.hidden_size, of_samples=True)
+                program.select(self._x, self._taps[local])
         self._body = program.num_ops
         if model.norm is not None and self._head is not None:
             program.select(self._x, self._samples)
@@ -301,6 +310,13 @@ class NativeDecoder:
         """
         last = self._head_to + 1
         return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots, folded=folded)
+
+    def tapped(self, num_rows: int) -> Tensor:
+        """Return the outputs of the layers of `tap_samples` in the last `decode`, of `num_rows` rows.
+
+        Side by side, float32 `[num_rows, layers * hidden_size]`, a copy.
+        """
+        return torch.cat([self._program.view(self._taps[layer], num_rows) for layer in self._tapped], 1)
 
     def fold(self, slots: IntArray, counts: IntArray) -> None:
         """See `StateBackend.fold`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.answers import Answer
-from benchmarks.gpu import fence_check, pair_on_one_gpu, wheels
+from benchmarks.gpu import fence_check, pair_on_one_gpu, verify_timings, wheels
 from benchmarks.gpu.fence_check import Round
 from benchmarks.gpu.pair_on_one_gpu import FAKE, IN_FP32, MORE, TINY, TINY_HYBRID, Outcome, Pair
+from benchmarks.gpu.timings import Timing
+from benchmarks.gpu.verify_timings import Measured
 
 SCRIPT = wheels.ROOT / "benchmarks" / "gpu" / "next.sh"
 
@@ -111,6 +115,27 @@ def test_the_script_goes_on_behind_a_step_that_fails(tmp_path: Path) -> None:
         "checks.md", "gpu-next.tar.gz", "pair.md", "summary.txt"
     ]  # fmt: skip
     assert "--skip-timings" in (tmp_path / "out" / "checks.md").read_text()
+
+
+@pytest.mark.slow
+def test_verify_steps_are_timed_beside_decode_steps(tmp_path: Path) -> None:
+    env = os.environ | {"OUT": str(tmp_path)}
+    command = [sys.executable, "-m", "benchmarks.gpu.verify_timings", "--tiny"]
+    done = subprocess.run(command, env=env, cwd=wheels.ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("*.json")
+    measured = json.loads(written.read_text())["measured"]
+    steps = ["decode", "verify, 4 tokens", "decode, graph", "decode, graph, overlap"]
+    assert sorted((one["batch"], one["how"]) for one in measured) == sorted((b, s) for b in (1, 2) for s in steps)
+
+
+def test_a_verify_step_is_compared_with_the_fastest_decode_step() -> None:
+    def measured(batch: int, how: str, seconds: float) -> Measured:
+        return Measured(batch, how, Timing(how, seconds, seconds, seconds, 0.5e-3, batch))
+
+    rows = [measured(1, "decode", 2e-3), measured(1, "verify, 4 tokens", 3e-3), measured(1, "decode, graph", 1e-3)]
+    lines = verify_timings.table(rows).splitlines()
+    assert [line.split("|")[-2].strip() for line in lines[2:]] == ["2.00", "3.00", "1.00"]
 
 
 def test_fences_are_counted_by_what_the_sender_did() -> None:

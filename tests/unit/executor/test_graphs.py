@@ -21,7 +21,7 @@ from pdserve.executor import backend_choice
 from pdserve.executor.factory import LoadedEngine, build_executor, make_ready
 from pdserve.executor.graphs import EagerCapture, GraphCapture, Padding, Replay, graph_sizes, is_decode, padded
 from pdserve.executor.input_batch import read_plan
-from pdserve.executor.interface import BatchPlan, BatchRow
+from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.executor.local_executor import LocalExecutor
 from pdserve.executor.warm_up import spans_of
 from pdserve.memory.kv_memory import PageTable
@@ -34,6 +34,7 @@ from pdserve.sim.hash_lm import hash_layout
 from tests.driver import Driver, build, random_prompt
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, Family, make_tiny
+from tests.unit.model.eagle_kit import TORCH, make_eagle3, options
 from tests.unit.model.triton_kit import DEVICE
 
 
@@ -221,6 +222,37 @@ def test_replays_of_a_model_with_windows_give_the_tokens_of_other_steps(
     assert counted.replays == [11, 0, 0]
     for pool in mine.executor.pools:
         assert isinstance(pool, KVPool) and not pool.layer(0)[-1].any(), "padding was written to the null page"
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the backend is for the host")
+def test_steps_beside_a_drafter_are_replayed_and_keep_what_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it sees later, and those that it drafts behind; only steps with drafts are not replayed."""
+    path = make_tiny("llama", tmp_path / "target", num_hidden_layers=6)
+    head = make_eagle3(tmp_path / "head", path)
+    found = []
+    for captures in (False, True):
+        if captures:
+            monkeypatch.setattr(backend_choice, "TorchAttention", Replanned)
+        driver, counted = Driver(build(path, **options(TORCH, "EAGLE3", head))), Counted()
+        executor = driver.built.executor
+        if captures:
+            executor.capture_decode((1, 2), counted)
+        row = driver.open(random_prompt(21, VOCAB_SIZE), 40)
+        start, known, drafts = 0, 21, []
+        given: tuple[int, ...] = ()
+        for step, num_proposals in enumerate((0, 0, 0, None, None, 0, 0, None)):
+            end = known + len(given)
+            result = run(
+                executor, BatchPlan(step, (BatchRow("r", row, start, end, True, drafts=given),), num_proposals)
+            )
+            start, known = known + len(result.sampled(0)) - 1, known + len(result.sampled(0))
+            drafts.append((result.sampled(0), result.drafts.get(0)))
+            given = result.drafts.get(0, ()) if step == 3 else ()
+        found.append(drafts)
+        assert sum(counted.replays) == (6 if captures else 0), "all but the prompt, and the step with drafts"
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("dtype", rest_slow(["float32", "float16"]))

@@ -178,11 +178,11 @@ def test_results_are_given_to_their_rows() -> None:
         BatchRow("d", 3, 2, 4, True, drafts=(9,)),
     ))  # fmt: skip
     sampled = [SampledToken(token) for token in (1, 5, 2, 7, 9, 3)]
-    found = take_apart(plan, sampled, None, has_drafts=True)
+    found = take_apart(plan, sampled, None)
     assert found.tokens == (sampled[0], None, sampled[3], sampled[4])
     assert found.more == {0: (sampled[1],), 3: (sampled[5],)} and found.failed == ()
     failed = np.array([0, 0, 0, 1, 0, 1], dtype=np.bool_)
-    found = take_apart(plan, sampled, failed, has_drafts=True)
+    found = take_apart(plan, sampled, failed)
     assert found.failed == (2,) and found.more == {0: (sampled[1],)}, "d fails at its next step"
     assert shorten(plan, {0: 1, 3: 5}).rows[0] == BatchRow("a", 0, 6, 8, True, drafts=(1,))
     assert shorten(plan, {3: 0}).rows[3] == BatchRow("d", 3, 2, 3, True)

@@ -34,7 +34,7 @@ from tests.model_families import FAMILIES
 from tests.tiny import Family
 from tests.unit.model.triton_kit import DEVICE
 
-CONTEXT, CHUNK, PAGE_TOKENS = 300, 64, 16
+CONTEXT, CHUNK, PAGE_TOKENS, MAX_DRAFTS = 300, 64, 16, 5
 NUM_EXPERTS = 8
 """So many that a chunk has small tiles yet, and a chunk with a row beside it large ones."""
 NUM_STEPS = 60
@@ -94,7 +94,7 @@ class Serving:
         layers = [layer.operations[0] for layer in spec.layers]
         self._attention = make_backends(
             [op if isinstance(op, AttentionSpec) else None for op in layers], 0, self._pools,
-            lambda pool, op: TritonAttention(pool, op.num_heads, device, ScoreRule.of(op)), device,
+            lambda pool, op: TritonAttention(pool, op.num_heads, device, ScoreRule.of(op)), device, MAX_DRAFTS,
         )  # fmt: skip
         for layer in self._model.layers:
             for op in layer.operations:
@@ -105,11 +105,11 @@ class Serving:
     def warm_up(self, max_rows: int) -> None:
         warm_up(
             self._model, self._attention, self._tokens, layout=self._layout, padding=Padding.of(self._pools, 0),
-            max_rows=max_rows, chunk=CHUNK,
+            max_rows=max_rows, chunk=CHUNK, max_drafts=MAX_DRAFTS,
         )  # fmt: skip
 
-    def step(self, spans: Sequence[Span], num_samples: int) -> None:
-        host = idle_batch(spans, layout=self._layout, padding=Padding.of(self._pools, 0))
+    def step(self, spans: Sequence[Span], num_samples: int, drafts: Sequence[int] | None = None) -> None:
+        host = idle_batch(spans, layout=self._layout, padding=Padding.of(self._pools, 0), drafts=drafts)
         host = dataclasses.replace(host, sample_index=host.sample_index[:num_samples])
         batch = build_batch(host, self._tokens)
         self._model.forward(batch, self._attention.begin(batch))
@@ -128,6 +128,17 @@ def mixed(rng: random.Random, max_rows: int) -> list[Span]:
     if len(chunks) == 1 and rng.random() < 0.5:
         chunks = [(0, CHUNK)]
     return [*((end - 1, end) for end in ends), *chunks] or [(0, CHUNK)]
+
+
+def verifying(rng: random.Random, max_rows: int) -> tuple[list[Span], list[int]]:
+    """Rows with up to MAX_DRAFTS drafts each, and some without; often a chunk behind them."""
+    num_rows = rng.choice((1, min(2, max_rows), min(round(2 ** rng.uniform(0, 10)), max_rows), max_rows))
+    drafts = [rng.randint(1, MAX_DRAFTS), *(rng.randint(0, MAX_DRAFTS) for _ in range(num_rows - 1))]
+    ends = [rng.randint(1 + count, rng.choice((100, CONTEXT))) for count in drafts]
+    spans = [(end - 1 - count, end) for end, count in zip(ends, drafts, strict=True)]
+    if num_rows < max_rows and rng.random() < 0.5:
+        return [*spans, (0, rng.randint(2, CHUNK))], [*drafts, 0]
+    return spans, drafts
 
 
 @pytest.mark.parametrize(
@@ -186,3 +197,7 @@ def serve(serving: Serving, launches: Launches, max_rows: int, kernels: Sequence
         serving.step(spans, rng.randint(0, len(spans)))
         late = launches.forms - built
         assert not late, f"compiled by {spans[:3]}... of {len(spans)} rows: {late}"
+        spans, drafts = verifying(rng, max_rows)
+        serving.step(spans, len(spans), drafts)
+        late = launches.forms - built
+        assert not late, f"compiled by drafts {drafts[:3]}... of {len(spans)} rows, {spans[-1]}: {late}"
