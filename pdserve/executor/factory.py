@@ -46,6 +46,7 @@ class LoadedEngine:
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
+    `drafter`: with the model that drafts; None without one.
     """
 
     executor: LocalExecutor
@@ -59,11 +60,17 @@ class LoadedEngine:
     arithmetic: str
     group_sizes: GroupPoolSizes = GroupPoolSizes()
     can_split_prompts: bool = True
+    drafter: Drafter | None = None
 
     @property
     def layout(self) -> KVLayout:
         """Geometry of the whole model's pages; this rank's pages are `layout.of_rank(coord)`."""
         return self.executor.layout
+
+    @property
+    def draft_hidden_bytes(self) -> int | None:
+        """Bytes of `Executor.draft_hidden`; None: no model drafts."""
+        return None if self.drafter is None else self.drafter.hidden_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -147,7 +154,7 @@ def build_executor(
     )  # fmt: skip
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
-        loaded.arithmetic, sizes.groups, loaded.can_split_prompts,
+        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, drafter,
     )  # fmt: skip
 
 

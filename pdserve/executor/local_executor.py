@@ -37,10 +37,7 @@ from pdserve.executor.model_runner import (
     ModelRunner,
     NativeDecodePath,
     OnLayer,
-    StepRunner,
-    StreamRunner,
-    SyncRunner,
-    ThreadedRunner,
+    choose_runner,
     cut_plan,
 )
 from pdserve.executor.prompt_logprobs import (
@@ -73,13 +70,15 @@ from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 class _Step:
     """The inputs of a step, as they were at its launch.
 
-    `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
+    `writes`: tokens of the rows opened since the launch before; `arrived`: what other servers' drafters have kept of
+    them, see `ModelDrafter.resume`. `batches`: the micro-batches, empty when the plan has
     no rows. `params`: None when no row samples. `grammars`: None where no sampled token follows one. `drafts`: None
     where no row has any. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan.
     """
 
     plan: BatchPlan
     writes: dict[int, IntArray]
+    arrived: dict[int, tuple[int, bytes]]
     batches: tuple[HostBatch, ...]
     params: StepParams | None
     grammars: StepGrammars | None = None
@@ -147,8 +146,9 @@ class LocalExecutor:
         self._grammars = grammars or GrammarRows(None, JsonRules(), ())
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
+        self._arrived: dict[int, tuple[int, bytes]] = {}
         self._launched: deque[StepHandle] = deque()
-        self._runner = _runner(device, overlap, layout.layers_of(self.coord))
+        self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap and drafter is None:
             self._native_path = NativeDecodePath(
@@ -278,6 +278,7 @@ class LocalExecutor:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
@@ -289,6 +290,8 @@ class LocalExecutor:
         self._sampling_metadata.set(row, num_prompt_tokens, sampling, logprobs)
         if self._drafter is not None:
             self._drafter.open(row)
+            if draft_hidden:
+                self._arrived[row] = len(token_ids) - 1, draft_hidden
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
@@ -303,10 +306,15 @@ class LocalExecutor:
         assert row in self._open, f"row {row} closed but not open"
         self._open.remove(row)
         self._unwritten.pop(row, None)
+        self._arrived.pop(row, None)
         self._sampling_metadata.clear(row)
         self._grammars.close(row)
         if self._pending is not None:
             self._pending.drop(row)
+
+    def draft_hidden(self, row: int) -> bytes:
+        """See `Executor.draft_hidden`."""
+        return b"" if self._drafter is None else self._drafter.kept(row)
 
     def forced_tokens(self, row: int) -> tuple[int, ...]:
         """Return the tokens that the grammar of table row `row` forces next, at most `max_forced`; empty without one.
@@ -378,8 +386,9 @@ class LocalExecutor:
     def _read(self, plan: BatchPlan) -> _Step:
         """Copy the inputs of the plan."""
         writes, self._unwritten = self._unwritten, {}
+        arrived, self._arrived = self._arrived, {}
         if not plan.rows:
-            return _Step(plan, writes, (), None)
+            return _Step(plan, writes, arrived, (), None)
         drafts = StepDrafts.of(plan)
         if drafts is not None and self.coord.shape.num_ranks == 1:
             plan = shorten(plan, self._grammars.allowed(plan))
@@ -401,17 +410,21 @@ class LocalExecutor:
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
             none = (None,) * len(batches)
-            return _Step(plan, writes, batches, params, grammars, drafts, none, stamps=stamps, copies=copies)
+            return _Step(plan, writes, arrived, batches, params, grammars, drafts, none, stamps=stamps, copies=copies)
         prompt_logprob_params = tuple(read_prompt_logprob_params(batch, wanted) for batch in batches)
         rows = [(index, row) for index, row in enumerate(plan.rows) if row.row in wanted]
         prompt_ranges = [logprob_range_of(index, row.start, row.end, *wanted[row.row]) for index, row in rows]
         found = tuple(each for each in prompt_ranges if each is not None)
-        return _Step(plan, writes, batches, params, grammars, drafts, prompt_logprob_params, found, stamps, copies)
+        return _Step(
+            plan, writes, arrived, batches, params, grammars, drafts, prompt_logprob_params, found, stamps, copies
+        )
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Run the forward pass and sampling, on the runner's thread."""
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
+        if step.arrived and self._drafter is not None:
+            self._drafter.resume(step.arrived)
         if step.drafts is not None:
             self._tokens.put_drafts(step.drafts.table_rows, step.drafts.positions, step.drafts.token_ids)
         self._model_runner.begin(step.plan.step, sum(batch.columns.shape[1] for batch in step.batches))
@@ -484,10 +497,3 @@ class LocalExecutor:
         indices = {row.row: i for i, row in enumerate(plan.rows) if row.sample and i not in failed}
         forced = self._grammars.forced(list(indices), self.max_forced)
         return {indices[row]: tokens for row, tokens in forced.items()}
-
-
-def _runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
-    """Choose the runner of steps on `device`."""
-    if device.type == "cuda":
-        return StreamRunner(device, own_layers)
-    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)

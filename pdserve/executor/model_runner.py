@@ -464,3 +464,10 @@ class NativeDecodePath:
             return StepResult(plan.step, found.tokens, more=found.more)
 
         return collect
+
+
+def choose_runner(device: torch.device, overlap: bool, own_layers: range) -> StepRunner:
+    """Return the runner of steps on `device`."""
+    if device.type == "cuda":
+        return StreamRunner(device, own_layers)
+    return ThreadedRunner(own_layers) if overlap else SyncRunner(own_layers)

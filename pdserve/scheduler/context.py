@@ -291,7 +291,8 @@ class SchedulerContext:
             return False
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params)
+        hidden, req.draft_hidden = req.draft_hidden, b""
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params, hidden)
         return True
 
     def grow(self, req: Req, num_tokens: int) -> bool:

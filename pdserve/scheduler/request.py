@@ -80,6 +80,8 @@ class Req:
     """See `RequestTiming.chunks`."""
     speculation: RequestSpeculation | None = None
     """None until drafts are looked for."""
+    draft_hidden: bytes = b""
+    """See `AuxRecord`; on decode, until the request has a row."""
     _token_bytes: bytes = b""
 
     @property

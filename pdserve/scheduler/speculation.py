@@ -161,14 +161,28 @@ class Speculation:
         self._num_verifying = num_drafts
         self.mean_drafts = num_drafts / num_rows
         if self._switch is not None:
-            self._switch.planned(num_rows)
+            draft_cost = self._cost.of(num_rows + num_drafts) / self._cost.of(num_rows) - 1.0 if num_drafts else 0.0
+            self._switch.planned(num_rows, draft_cost)
 
     def num_proposals(self, num_rows: int) -> int:
         """Return how many drafts of each row the executor shall propose in the step that is planned now."""
         self._num_asked = self._num_wanted(max(1, num_rows))
         return self._num_asked
 
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a row."""
+        return self._max_drafts
+
     # ------------------------------------------------------------------ results
+
+    def received(self, req: Req, drafts: tuple[int, ...]) -> None:
+        """Keep what the drafter of the prefill server proposes for the first row of `req`. The next step has a source
+        of drafts then.
+        """
+        self.proposed(req, drafts)
+        if self.may_draft(req):
+            self._num_asked = max(self._num_asked, len(drafts))
 
     def proposed(self, req: Req, drafts: tuple[int, ...]) -> None:
         """Keep what the executor proposes for the next row of `req`."""
