@@ -124,6 +124,8 @@ def test_requests_without_drafts_get_none_from_prefill(monkeypatch: Patch) -> No
 
 
 def draft_pages_are_sent_to_a_peer_without_a_drafter(patch: Patch) -> None:
+    """Its aux slots are written as they should be."""
+    patch.setattr(ChunkPlanner, "aux_bytes", lambda self, peer: self.aux_common_bytes)
     patch.setattr(ChunkPlanner, "sends_drafts", lambda self, peer: bool(self.drafts))
     patch.setattr("pdserve.transfer.sender.check_draft_pages", lambda info, hello, drafts: None)
 

@@ -15,7 +15,7 @@ from tests.model_pair import ModelPair, running_models
 from tests.mtp import write_with_mtp
 from tests.share import rest_slow
 
-NUM_NEW, LONG, NUM_LONG, FEW_TOKENS = 10, 60, 120, 320
+NUM_NEW, LONG, NUM_LONG, FEW_TOKENS = 10, 60, 80, 320
 AGREES = 0.01
 NEXTN = SpeculativeConfig(speculative_algorithm="NEXTN", speculative_num_steps=3, speculative_adaptive=False)
 
