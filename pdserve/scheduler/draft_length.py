@@ -206,18 +206,15 @@ def choose_lengths(chances: Sequence[Sequence[float]], num_rows: int, num_others
 FIRST_WAIT, MAX_WAIT = 8, 64
 """Plain steps after drafting was given up, at first and at most: the wait doubles with each attempt in vain."""
 FIRST_STEPS, MAX_STEPS, ATTEMPT_STEPS = 8, 32, 2
-"""Steps without drafts after which drafting is given up: at first, after long success, and in an attempt to resume.
-Fewer steps if their drafts are wrong.
-"""
+"""Steps without a gain after which drafting is given up: at first, after long success, and in an attempt to resume."""
 MIN_PRICE = 0.01
 
 
 class DraftSwitch:
     """Switches drafting off while it does not pay, so that steps overlap again, with rare attempts to resume.
 
-    Its credit is in tokens per row: a step that may have drafts costs the gain of overlap and what its drafts cost, and
-    earns the drafts that became accepted in it, divided by the rows of the step. Drafting is given up when the credit
-    is used up.
+    Its credit is in tokens per row: a step that may have drafts costs the gain of overlap, and earns the drafts that
+    became accepted in it, divided by the rows of the step. Drafting is given up when the credit is used up.
     """
 
     def __init__(self, overlap_gain: float) -> None:
@@ -231,11 +228,8 @@ class DraftSwitch:
         self.is_attempt = False
         """True when the next step is the first one after a wait."""
 
-    def planned(self, num_rows: int, draft_cost: float = 0.0) -> None:
-        """Record that a step of `num_rows` decode rows was planned. All results of steps with drafts are known.
-
-        `draft_cost`: by how much its drafts make the step longer, as a share of the step without them.
-        """
+    def planned(self, num_rows: int) -> None:
+        """Record that a step of `num_rows` decode rows was planned. All results of steps with drafts are known."""
         has_gained = self._num_accepted > 0
         self._credit = min(MAX_STEPS * self._price, self._credit + self._num_accepted / self._num_rows)
         self._num_accepted, self._num_rows, self.is_attempt = 0, num_rows, False
@@ -244,7 +238,7 @@ class DraftSwitch:
             if not self.num_waiting and not has_gained:
                 self._credit, self.is_attempt = ATTEMPT_STEPS * self._price, True
             return
-        self._credit -= self._price + draft_cost
+        self._credit -= self._price
         if self._credit >= FIRST_STEPS * self._price:
             self._wait = FIRST_WAIT
         if self._credit < self._price / 2:

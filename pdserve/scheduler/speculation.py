@@ -161,8 +161,7 @@ class Speculation:
         self._num_verifying = num_drafts
         self.mean_drafts = num_drafts / num_rows
         if self._switch is not None:
-            draft_cost = self._cost.of(num_rows + num_drafts) / self._cost.of(num_rows) - 1.0 if num_drafts else 0.0
-            self._switch.planned(num_rows, draft_cost)
+            self._switch.planned(num_rows)
 
     def num_proposals(self, num_rows: int) -> int:
         """Return how many drafts of each row the executor shall propose in the step that is planned now."""

@@ -133,23 +133,6 @@ def test_drafting_goes_on_while_it_gains_more_than_overlap() -> None:
         assert (switch.num_waiting == 0) is goes_on
 
 
-def test_wrong_drafts_end_drafting_sooner_than_no_drafts() -> None:
-    """What they cost counts like the gain of overlap; accepted ones must earn both."""
-    for accepted_of_ten, goes_on in ((3, True), (2, True), (1, False)):
-        switch = DraftSwitch(0.05)
-        for step in range(200):
-            switch.planned(1, 0.1)
-            if switch.num_waiting:
-                break
-            switch.accepted(int(step % 10 < accepted_of_ten))
-        assert (switch.num_waiting == 0) is goes_on
-    switch, num_steps = DraftSwitch(0.05), 0
-    while not switch.num_waiting:
-        switch.planned(4, 0.15)
-        num_steps += 1
-    assert num_steps < FIRST_STEPS / 2
-
-
 def test_drafting_resumes_when_the_drafts_of_an_attempt_are_accepted() -> None:
     switch = DraftSwitch(0.05)
     waits_of(switch, 3)
