@@ -25,6 +25,7 @@ from pdserve.config.groups import (
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
+from pdserve.engine.replica import ReplicaEngine
 from pdserve.executor.factory import build_executor
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -93,7 +94,11 @@ class ModelServer(SchedulerThread):
         kv = None
         if mode != "null":
             facts = {"model": built.spec.digest(), "weights": executor.weights_fingerprint}
-            kv = self.make_kv(executor, memory.aux.num_total, hub, served, facts)
+            kv = self.make_kv(
+                executor, memory.aux.num_total, hub, served, facts,
+                draft_facts=ReplicaEngine(built, executor, None).draft_facts(),
+                draft_hidden_bytes=built.draft_hidden_bytes,
+            )  # fmt: skip
         self.start(
             make_scheduler(
                 config, built, executor, memory, kv, None, self.mailbox, MonotonicClock(), self.hear, profile_name=mode
@@ -181,11 +186,12 @@ def running_models(
     kv_cache_dtype: KVCacheDType = "auto",
     lora: LoraConfig = NO_LORA,
     prefill_lora: LoraConfig | None = None,
+    prefill_path: Path | None = None,
 ) -> Iterator[ModelPair]:
     """A monolith or a pair over the checkpoint at `path`; `max_total_tokens` is the memory where text is generated.
 
     `speculative` is for the server that generates text, `prefill_speculative` for the other one; so are `lora` and
-    `prefill_lora`, which is `lora` when None.
+    `prefill_lora`, which is `lora` when None. `prefill_path`: the other one's checkpoint, None: the same one.
     """
     served: Served = {}
     hub = MemoryHub()
@@ -193,8 +199,9 @@ def running_models(
     def start(
         mode: DisaggMode, tokens: int, impl: ModelImpl, drafter: SpeculativeConfig, adapters: LoraConfig
     ) -> ModelServer:
+        own = path if prefill_path is None or mode != "prefill" else prefill_path
         return ModelServer(
-            path, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
+            own, mode, hub, served, max_total_tokens=tokens, chunk=chunk, offload=offload, layerwise=layerwise,
             model_impl=impl, num_slots=num_slots, dtype=dtype, speculative=drafter, kv_cache_dtype=kv_cache_dtype,
             lora=adapters,
         )  # fmt: skip

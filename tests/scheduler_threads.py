@@ -70,10 +70,18 @@ class SchedulerThread:
         self._thread: threading.Thread | None = None
 
     def make_kv(
-        self, executor: Executor, num_aux: int, hub: MemoryHub, served: Served, facts: Mapping[str, str]
+        self,
+        executor: Executor,
+        num_aux: int,
+        hub: MemoryHub,
+        served: Served,
+        facts: Mapping[str, str],
+        *,
+        draft_facts: Mapping[str, str | int] | None = None,
+        draft_hidden_bytes: int | None = None,
     ) -> KVManager:
         """Make the transfer manager of this scheduler. A scheduler named "prefill" is put into `served`."""
-        aux = MetadataBuffers(num_aux, shareable=False)
+        aux = MetadataBuffers(num_aux, shareable=False, draft_hidden_bytes=draft_hidden_bytes)
         transport = MemoryTransport(hub)
         transport.register([MemoryRegion(*buffer) for buffer in (*executor.buffers, aux.buffer)])
         socket = ZmqControlSocket("127.0.0.1")
@@ -87,6 +95,7 @@ class SchedulerThread:
             ranks=(rank_memory(executor.layout, SINGLE, "", executor.buffers),),
             aux=aux,
             facts=dict(facts),
+            draft_facts=draft_facts or {},
             token="t",
             secret=self.name,
         )

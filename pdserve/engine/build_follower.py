@@ -161,6 +161,7 @@ def _serve(
             facts=rank_facts(built),
             memory=memory,
             samples=built.executor.weight_samples(),
+            draft_samples={} if built.drafter is None else built.drafter.weight_samples(),
             drain_timeout_s=0.0 if copying is None else copying.workers.drain_timeout_s,
             fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,
         )
@@ -196,7 +197,7 @@ def _make_scheduler(
         copies.drive(copying.workers, start.drain_timeout_s, start.fence_drain_timeout_s, leader.report)
         consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
         stack.callback(consensus.close)
-        aux = SharedMetadata(memory.aux.num_total, inputs)
+        aux = SharedMetadata(memory.aux.num_total, inputs, draft_hidden_bytes=built.draft_hidden_bytes)
         socket = SilentSocket(start.endpoint)
         kv = make_manager(config, built, start, aux, socket, copies, NoDirectory(), inputs, token, copying.transport)
         hasher = GroupHasher(PoolHasher(built.executor.pools, built.layout, coord), leader, inputs)

@@ -82,7 +82,12 @@ def open_transfer(
     `write_line` writes the KV log; None: no log.
     """
     built, group = engine.built, engine.group
-    aux = MetadataBuffers(num_aux) if group is None else SharedMetadata(num_aux, group.log)
+    hidden = built.draft_hidden_bytes
+    aux = (
+        MetadataBuffers(num_aux, draft_hidden_bytes=hidden)
+        if group is None
+        else SharedMetadata(num_aux, group.log, draft_hidden_bytes=hidden)
+    )
     transport, copies, consensus = _open_copies(config, engine, mailbox, aux, replica.dp_rank, write_line, stack)
     host = transfer_host(config)
     socket = ZmqControlSocket(host, token)
@@ -100,6 +105,7 @@ def open_transfer(
         fence_drain_timeout_s=copies.fence_drain_timeout_s,
         secret=secrets.token_hex(32),
         poll_failures=transfer_failures(),
+        draft_facts=engine.draft_facts(),
     )
     kv = make_manager(config, built, start, aux, socket, copies, directory, engine.clock, token, transport)
     if replica.bootstrap_port is not None:
@@ -203,6 +209,7 @@ def make_manager(
         ranks=start.ranks,
         aux=aux,
         facts=start.handshake,
+        draft_facts=start.draft_facts,
         token=token,
         secret=start.secret,
         poll_failures=start.poll_failures,

@@ -13,6 +13,7 @@ from pdserve.base.clock import Clock, MonotonicClock
 from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.errors import ConfigError, PdserveError, RankError
+from pdserve.executor.drafter import draft_facts
 from pdserve.executor.expert_balance import ExpertBalance
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
@@ -92,6 +93,15 @@ class ReplicaEngine:
         """
         return fingerprint_of(self.samples or [self.built.executor.weight_samples()])
 
+    def draft_facts(self) -> dict[str, str | int]:
+        """Return `draft_facts` of the model that drafts; empty without one.
+
+        Raises:
+            ModelError: ranks loaded different weights.
+        """
+        drafter, ready = self.built.drafter, () if self.group is None else self.group.ready
+        return {} if drafter is None else draft_facts(drafter, [one.draft_samples for one in ready])
+
     def hasher(self) -> KVHasher:
         """Return the hasher of the KV pages of all ranks."""
         own = PoolHasher(self.built.executor.pools, self.built.layout, self.built.executor.coord)
@@ -105,7 +115,7 @@ class ReplicaEngine:
     def facts(self) -> dict[str, float]:
         """Facts for `/get_server_info` and `/metrics`: start-up times, and rank 0's memory and expert balance."""
         own = self.built.executor
-        graph_s, graph_bytes = own.graph_cost
+        graph_s, graph_bytes = (0.0, 0) if own.graphs is None else (own.graphs.seconds, own.graphs.num_bytes)
         memory: dict[str, float] = {
             "weight_bytes": own.weight_bytes,
             "kv_pool_bytes": sum(size for _, size in own.buffers),

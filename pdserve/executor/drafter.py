@@ -13,15 +13,16 @@ slots are filled all the same. The last h is kept by table row for the row's nex
 computed again by later steps: their content only serves this step's drafts. Where they lie behind the row's pages, they
 are in pages of the drafter's own (scratch pages).
 
-A row without a kept hidden state (the first tokens of a prompt, the tokens behind a prefix hit, or a transfer) takes
-zeros at the start of a page. Within a page it leaves the slot as it is: the step that sampled that token has filled it.
-A wrong slot costs acceptance of drafts, and never changes a token.
+A row without a kept hidden state (the first tokens of a prompt, or the tokens behind a prefix hit) takes zeros at the
+start of a page. Within a page it leaves the slot as it is: the step that sampled that token has filled it. A wrong slot
+costs acceptance of drafts, and never changes a token. Between servers with equal drafters a transfer carries the kept
+hidden state (`kept`, `resume`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -35,6 +36,7 @@ from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.drafting.interface import Drafted, DraftModel
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray, to_device
 from pdserve.model.interface import LayerTaps
+from pdserve.model.params import WeightSamples, fingerprint_of
 
 Pages = npt.NDArray[np.int32]
 
@@ -56,6 +58,25 @@ class ModelDrafter(Protocol):
 
     def open(self, row: int) -> None:
         """Forget what is kept of table row `row`: a new request has it."""
+        ...
+
+    def kept(self, row: int) -> bytes:
+        """Return the hidden state that is kept of table row `row`; empty: none is, or the model takes none."""
+        ...
+
+    def resume(self, arrived: Mapping[int, tuple[int, bytes]]) -> None:
+        """Keep hidden states from other servers: by table row, the position that takes it, and what `kept` returned
+        there. Called in a step, before the first one of these rows is computed.
+        """
+        ...
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes that `kept` returns; 0: the model takes no hidden states."""
+        ...
+
+    def weight_samples(self) -> WeightSamples:
+        """Return samples of this rank's weights of the model, as `Model.params` has them."""
         ...
 
     @property
@@ -111,6 +132,28 @@ class Drafter:
     def open(self, row: int) -> None:
         """See `ModelDrafter.open`."""
         self._kept_for[row] = -1
+
+    def kept(self, row: int) -> bytes:
+        """See `ModelDrafter.kept`."""
+        has_state = self.hidden_bytes > 0 and self._kept_for[row] >= 0
+        return self._kept[row].cpu().view(torch.uint8).numpy().tobytes() if has_state else b""
+
+    def resume(self, arrived: Mapping[int, tuple[int, bytes]]) -> None:
+        """See `ModelDrafter.resume`. Content of another length is ignored."""
+        for row, (position, hidden) in arrived.items():
+            if len(hidden) == self.hidden_bytes > 0:
+                content = np.frombuffer(bytearray(hidden), dtype=np.uint8)
+                self._kept[row] = torch.from_numpy(content).view(self._kept.dtype).to(self._device)
+                self._kept_for[row] = position
+
+    @property
+    def hidden_bytes(self) -> int:
+        """See `ModelDrafter.hidden_bytes`."""
+        return self._kept.shape[1] * self._kept.element_size()
+
+    def weight_samples(self) -> WeightSamples:
+        """See `ModelDrafter.weight_samples`."""
+        return self._model.weight_samples()
 
     def propose(
         self, host: HostBatch, num_accepted: IntArray | None, tokens: Tensor, num_proposals: int | None
@@ -241,6 +284,18 @@ def _known(rows: HostRows, num_accepted: IntArray) -> IntArray:
     """Return the end of each row's known tokens that have KV: without the drafts that were not accepted."""
     assert rows.num_drafts is not None, "rows with drafts tell their number"
     return rows.ends - rows.num_drafts + num_accepted
+
+
+def draft_facts(drafter: ModelDrafter, others: Iterable[WeightSamples]) -> dict[str, str | int]:
+    """Return what a peer's drafter must have alike beside its KV layout, so that draft KV is of use there.
+
+    `others`: `weight_samples` of the other ranks.
+
+    Raises:
+        ModelError: ranks loaded different weights.
+    """
+    weights = fingerprint_of((drafter.weight_samples(), *others))
+    return {"draft.weights": weights, "draft.hidden_bytes": drafter.hidden_bytes}
 
 
 def but_last(on_layer: Callable[[int], None] | None, last: int) -> Callable[[int], None] | None:

@@ -48,6 +48,7 @@ class LoadedEngine:
 
     `arithmetic`: TORCH, or level and number format of the CPU kernels. Levels that give the same bits share one name.
     `group_sizes`: window pages and state slots. `can_split_prompts`: False where a prompt must be one chunk.
+    `drafter`: with the model that drafts; None without one.
     """
 
     executor: LocalExecutor
@@ -63,6 +64,7 @@ class LoadedEngine:
     can_split_prompts: bool = True
     loras: LoraAdapters | None = None
     """LoRA adapters of this rank; None without --enable-lora."""
+    drafter: Drafter | None = None
 
     @property
     def layout(self) -> KVLayout:
@@ -73,6 +75,11 @@ class LoadedEngine:
     def kv_dtype(self) -> str:
         """Number format of keys and values; see `memory/dtypes.py`."""
         return self.layout.groups[0].dtype
+
+    @property
+    def draft_hidden_bytes(self) -> int | None:
+        """Bytes of `Executor.draft_hidden`; None: no model drafts."""
+        return None if self.drafter is None else self.drafter.hidden_bytes
 
     @property
     def max_total_tokens(self) -> int:
@@ -160,7 +167,7 @@ def build_executor(
     )  # fmt: skip
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
-        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras,
+        loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, drafter,
     )  # fmt: skip
 
 

@@ -140,11 +140,22 @@ class Executor(Protocol):
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """Open `row` for a request; `token_ids` are its prompt and the output tokens known so far.
 
+        `draft_hidden`: what `draft_hidden` of a server with an equal drafter returned for these tokens; empty: nothing.
+
         The matcher state of its grammar follows from these and later sampled tokens. With a seed, the token at position
         p depends on (seed, p) and its logits only, so decode continues the sampling of prefill.
+        """
+        ...
+
+    def draft_hidden(self, row: int) -> bytes:
+        """Return the hidden state that the drafter keeps for the next step of `row`, in the model's number format.
+
+        Call it before `close_row`, when all steps of the row are resolved. Empty where no model with hidden states
+        drafts, or none is kept.
         """
         ...
 

@@ -66,14 +66,16 @@ from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 class _Step:
     """The inputs of a step, as they were at its launch.
 
-    `writes`: tokens of the rows opened since the launch before. `batches`: the micro-batches, empty when the plan has
-    no rows. `params`: None when no row samples. `grammars`: None where no sampled token follows one. `drafts`: None
-    where no row has any. `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan.
-    `backlog`: see `DeferredDrafter.begin`.
+    `writes`: tokens of the rows opened since the launch before; `arrived`: what other servers' drafters have kept of
+    them, see `ModelDrafter.resume`. `batches`: the micro-batches, empty when the plan has no rows. `params`: None when
+    no row samples. `grammars`: None where no sampled token follows one. `drafts`: None where no row has any.
+    `prompt_logprob_params`: one for each micro-batch; `prompt_ranges`: of the whole plan. `backlog`: see
+    `DeferredDrafter.begin`.
     """
 
     plan: BatchPlan
     writes: dict[int, IntArray]
+    arrived: dict[int, tuple[int, bytes]]
     batches: tuple[HostBatch, ...]
     params: StepParams | None
     grammars: StepGrammars | None = None
@@ -92,8 +94,7 @@ class LocalExecutor:
 
     `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
 
-    With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits for the
-    device.
+    With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits.
 
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
     picks tokens from logits. `decode` computes small decode steps in one call, see `NativeDecodePath`. With
@@ -145,6 +146,7 @@ class LocalExecutor:
         """Open rows with a grammar."""
         self._open: set[int] = set()
         self._unwritten: dict[int, IntArray] = {}
+        self._arrived: dict[int, tuple[int, bytes]] = {}
         self._launched: deque[StepHandle] = deque()
         self._runner = choose_runner(device, overlap, layout.layers_of(self.coord))
         self._native_path: NativeDecodePath | None = None
@@ -162,17 +164,15 @@ class LocalExecutor:
         self._stamps: SlotStamps | None = None
         if layout.stamp_group is not None:
             self._stamps = SlotStamps(pools[layout.stamp_group], table)
-        self._prompts = (
-            self._sampling_metadata.num_prompt if returns_prompt_results else np.zeros(table.num_rows, dtype=np.int64)
-        )
+        known = self._sampling_metadata.num_prompt
+        self._prompts = known if returns_prompt_results else np.zeros_like(known)
         self._returns_results = returns_results
         self._copy_stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and not self.coord.is_last_stage:
             self._copy_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         whole = {i: moe for i, moe in model.moe_layers.items() if isinstance(moe, ExpertParallelMoe)}
-        self.experts = (
-            ExpertBalance(whole, model.parallel.dp_attention_group.size, self._runner.behind) if whole else None
-        )
+        num_sharing = model.parallel.dp_attention_group.size
+        self.experts = ExpertBalance(whole, num_sharing, self._runner.behind) if whole else None
         """Moves experts between ranks; None where this rank has no whole experts."""
 
     @property
@@ -214,15 +214,9 @@ class LocalExecutor:
             )  # fmt: skip
 
     @property
-    def graph_sizes(self) -> tuple[int, ...]:
-        """Batch sizes at which decode steps are captured."""
-        return () if self._model_runner.graphs is None else self._model_runner.graphs.sizes
-
-    @property
-    def graph_cost(self) -> tuple[float, int]:
-        """Seconds and bytes of device memory that the capture took; zeros without one."""
-        graphs = self._model_runner.graphs
-        return (0.0, 0) if graphs is None else (graphs.seconds, graphs.num_bytes)
+    def graphs(self) -> DecodeGraphs | None:
+        """The captured decode steps; None: none are captured."""
+        return self._model_runner.graphs
 
     @property
     def layout(self) -> KVLayout:
@@ -280,6 +274,7 @@ class LocalExecutor:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """See `Executor.open_row`. The tokens reach the device with the next step."""
         assert row not in self._open, f"row {row} opened twice"
@@ -292,6 +287,8 @@ class LocalExecutor:
         if self._drafter is not None and self._deferred is not None:
             self._drafter.open(row)
             self._deferred.open(row)
+            if draft_hidden:
+                self._arrived[row] = len(token_ids) - 1, draft_hidden
         if self._stamps is not None:
             self._stamps.open(row, token_ids, num_prompt_tokens)
         if sampling.grammar is not None:
@@ -307,6 +304,7 @@ class LocalExecutor:
         assert row in self._open, f"row {row} closed but not open"
         self._open.remove(row)
         self._unwritten.pop(row, None)
+        self._arrived.pop(row, None)
         self._sampling_metadata.clear(row)
         if row in self._constrained:
             self._constrained.remove(row)
@@ -315,6 +313,10 @@ class LocalExecutor:
             self._loras.close_row(row)
         if self._pending is not None:
             self._pending.drop(row)
+
+    def draft_hidden(self, row: int) -> bytes:
+        """See `Executor.draft_hidden`."""
+        return b"" if self._drafter is None else self._drafter.kept(row)
 
     def forced_tokens(self, row: int) -> tuple[int, ...]:
         """Return the tokens that the grammar of table row `row` forces next, at most `max_forced`; empty without one.
@@ -388,8 +390,9 @@ class LocalExecutor:
     def _read(self, plan: BatchPlan) -> _Step:
         """Copy the inputs of the plan."""
         writes, self._unwritten = self._unwritten, {}
+        arrived, self._arrived = self._arrived, {}
         if not plan.rows:
-            return _Step(plan, writes, (), None)
+            return _Step(plan, writes, arrived, (), None)
         drafts: StepDrafts | None = None
         if any(row.drafts for row in plan.rows):
             if self.coord.shape.num_ranks == 1:
@@ -416,14 +419,16 @@ class LocalExecutor:
         wanted = self._sampling_metadata.prompt_logprob_params
         if not wanted:
             none = (None,) * len(batches)
-            return _Step(plan, writes, batches, params, grammars, drafts, none, (), stamps, copies, backlog)
+            return _Step(plan, writes, arrived, batches, params, grammars, drafts, none, (), stamps, copies, backlog)
         scored = read_prompt_logprobs(plan, batches, wanted)
-        return _Step(plan, writes, batches, params, grammars, drafts, *scored, stamps, copies, backlog)
+        return _Step(plan, writes, arrived, batches, params, grammars, drafts, *scored, stamps, copies, backlog)
 
     @torch.inference_mode()
     def _compute(self, step: _Step, on_layer: OnLayer | None) -> Collect:
         """Run the forward pass and sampling, on the runner's thread."""
         self._tokens.begin((row.row for row in step.plan.rows), step.writes)
+        if step.arrived and self._drafter is not None:
+            self._drafter.resume(step.arrived)
         if step.drafts is not None:
             self._tokens.put_drafts(step.drafts.table_rows, step.drafts.positions, step.drafts.token_ids)
         if self._deferred is not None:

@@ -94,7 +94,7 @@ WIRE_NAMES = {"drain_timeout_s": "settle_s", "fence_drain_timeout_s": "fence_set
 class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES):
     """Parameters of a transfer manager equal to rank 0's. `ranks` are all ranks of the replica, rank 0 first.
 
-    `secret`, `poll_failures`: see `KVArgs`.
+    `secret`, `poll_failures`, `draft_facts`: see `KVArgs`.
     """
 
     instance: str
@@ -105,6 +105,7 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES
     fence_drain_timeout_s: float
     secret: str
     poll_failures: float = 0.0
+    draft_facts: dict[str, str | int] = {}
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -144,7 +145,8 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE
     """The follower can begin. `memory` is what peers write to at this rank; None where nothing is transferred.
 
     `facts` must equal rank 0's: properties of its checkpoint and its kernels that no flag sets. `samples` are those of
-    its weights (`WeightSamples`); `drain_timeout_s` and `fence_drain_timeout_s` are its transport's.
+    its weights (`WeightSamples`), `draft_samples` those of its drafter's; `drain_timeout_s` and `fence_drain_timeout_s`
+    are its transport's.
     """
 
     facts: dict[str, str]
@@ -152,6 +154,7 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE
     samples: dict[str, dict[int, float]]
     drain_timeout_s: float
     fence_drain_timeout_s: float
+    draft_samples: dict[str, dict[int, float]] = {}
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):

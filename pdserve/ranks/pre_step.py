@@ -92,7 +92,7 @@ class PreStepExecutor:
         self._inner = inner
         self._prepare = prepare
         self._root_cause = root_cause
-        self.open_row, self.close_row = inner.open_row, inner.close_row
+        self.open_row, self.close_row, self.draft_hidden = inner.open_row, inner.close_row, inner.draft_hidden
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
         self.has_stamp = inner.has_stamp
 

@@ -75,7 +75,7 @@ class RankExecutor:
         self._rank_layouts = [layout.of_rank(each) for each in coords]
         self._num_seen = [0] * table.num_rows
         """Number of pages of each row that a fingerprint has covered."""
-        self.close_row = local.close_row
+        self.close_row, self.draft_hidden = local.close_row, local.draft_hidden
 
     @property
     def layout(self) -> KVLayout:
@@ -94,10 +94,11 @@ class RankExecutor:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """See `Executor.open_row`: all ranks open the same rows."""
         self._num_seen[row] = 0
-        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs)
+        self._local.open_row(row, token_ids, num_prompt_tokens, sampling, logprobs, draft_hidden)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor.launch`.
@@ -153,7 +154,7 @@ class RankExecutor:
         """Return a hash of the plan and its new pages; differs between ranks with different plans or page tables so
         far.
         """
-        seen: list[int] = [plan.step]
+        seen: list[int] = [plan.step, -1 if plan.num_proposals is None else plan.num_proposals]
         for row in plan.rows:
             seen += (row.row, row.start, row.end, row.sample, row.state_from, row.state_to, *row.drafts)
             before, count = self._num_seen[row.row], self._layout.pages_for(row.end)
@@ -168,8 +169,10 @@ class RankExecutor:
 class SharedMetadata(MetadataBuffers):
     """Aux slots of one rank; reads return the content of rank 0's slots."""
 
-    def __init__(self, num_slots: int, log: InputLog, *, shareable: bool = True) -> None:
-        super().__init__(num_slots, shareable=shareable)
+    def __init__(
+        self, num_slots: int, log: InputLog, *, shareable: bool = True, draft_hidden_bytes: int | None = None
+    ) -> None:
+        super().__init__(num_slots, shareable=shareable, draft_hidden_bytes=draft_hidden_bytes)
         self._log = log
 
     def read(self, slot: int) -> AuxRecord:

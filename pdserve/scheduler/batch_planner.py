@@ -334,7 +334,7 @@ class BatchPlanner:
     retracted requests to `waiting`.
 
     With `prefill_only` no request decodes here: every step has the full prompt budget, and a request also needs an aux
-    slot to start.
+    slot to start. `num_proposals` then returns `BatchPlan.num_proposals` of a step with these rows; None: no drafts.
     """
 
     def __init__(
@@ -344,8 +344,10 @@ class BatchPlanner:
         headroom_tokens: Headroom,
         *,
         prefill_only: bool = False,
+        num_proposals: Callable[[Sequence[BatchRow]], int] | None = None,
     ) -> None:
         self._context = context
+        self._propose_for = num_proposals
         self._prefill_only = prefill_only
         self.running = DecodeBatch(context, self._retract, waiting.rules)
         self.prefilling = PrefillManager(context, waiting, headroom_tokens, needs_aux=prefill_only)
@@ -375,7 +377,10 @@ class BatchPlanner:
             self._splitter.put(decode, prompts, beside_streams=beside_streams)
             if self._speculation is not None:
                 self._num_proposals = self._speculation.num_proposals(len(self.running.reqs))
-        return plan_of(step, self._splitter.take(), self._num_proposals)
+        rows = self._splitter.take()
+        if self._propose_for is not None:
+            self._num_proposals = self._propose_for(rows)
+        return plan_of(step, rows, self._num_proposals)
 
     @property
     def step_kind(self) -> StepKind:

@@ -326,7 +326,8 @@ class SchedulerContext:
             return False
         req.row = row
         tokens = req.spec.input_ids + req.output_ids
-        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params)
+        hidden, req.draft_hidden = req.draft_hidden, b""
+        self.executor.open_row(row, tokens, req.num_prompt, req.spec.sampling, req.logprob_params, hidden)
         if req.adapter is not None:
             self._require_loras().open_row(row, req.adapter)
         return True

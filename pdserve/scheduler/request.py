@@ -85,6 +85,8 @@ class Req:
     """The LoRA adapter that computes the request."""
     key_offset: int = 0
     """See `LoraAdapters.key_offset`; 0 without an adapter."""
+    draft_hidden: bytes = b""
+    """See `AuxRecord`; on decode, until the request has a row."""
     _token_bytes: bytes = b""
 
     @property

@@ -168,7 +168,20 @@ class Speculation:
         self._num_asked = self._num_wanted(max(1, num_rows))
         return self._num_asked
 
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a row."""
+        return self._max_drafts
+
     # ------------------------------------------------------------------ results
+
+    def received(self, req: Req, drafts: tuple[int, ...]) -> None:
+        """Keep what the drafter of the prefill server proposes for the first row of `req`. The next step has a source
+        of drafts then.
+        """
+        self.proposed(req, drafts)
+        if self.may_draft(req):
+            self._num_asked = max(self._num_asked, len(drafts))
 
     def proposed(self, req: Req, drafts: tuple[int, ...]) -> None:
         """Keep what the executor proposes for the next row of `req`."""

@@ -102,10 +102,15 @@ class CostModelExecutor:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """See `Executor`."""
         assert row not in self._rows, f"row {row} is open"
         self._rows.add(row)
+
+    def draft_hidden(self, row: int) -> bytes:
+        """See `Executor`. No model drafts."""
+        return b""
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""

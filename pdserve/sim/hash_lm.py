@@ -6,6 +6,8 @@ for all code between the pools. `hash_layers` has the layers, `hash_sampling` th
 A row with drafts computes the KV of all its tokens. What lies beyond the accepted prefix is overwritten with poison
 after the step. Such a row leaves the state in its slot as it was: its tokens are *pending*, and the row's next step
 first folds those that were accepted.
+
+A layout with a DRAFT group has draft KV, see `hash_draft`.
 """
 
 from __future__ import annotations
@@ -19,72 +21,18 @@ from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
-from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace, Plane, Shard, attention_group
+from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.sim.hash_layers import CONV_COLUMNS, POISON, U64, VALUES_PER_KEY, HashLayer, RowPages, forward, mix
+from pdserve.sim.hash_draft import HashDraftKV
+from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
+from pdserve.sim.hash_layout import hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
-
-def hash_layout(
-    page_tokens: int,
-    num_layers: int = 3,
-    num_heads: int = 1,
-    window: int = 0,
-    *,
-    has_state: bool = False,
-    is_hybrid: bool = True,
-) -> KVLayout:
-    """Return the KV layout of the hash model: heads of one 64-bit number.
-
-    With `window` the model is a hybrid: its layers are full attention, attention over `window` tokens, and a recurrent
-    state, in turn; without `is_hybrid` full attention and attention over `window` tokens only. With `has_state` and no
-    window they are full attention and a recurrent state, in turn.
-    """
-
-    def attention(layers: Sequence[int], kind: GroupKind, window: int | None = None) -> KVGroup:
-        return attention_group(
-            kind=kind,
-            num_layers=num_layers,
-            layers=layers,
-            page_tokens=page_tokens,
-            num_kv_heads=num_heads,
-            head_dim=1,
-            dtype="uint64",
-            window=window,
-        )
-
-    if not window and not has_state:
-        return KVLayout((attention(range(num_layers), GroupKind.FULL),))
-    assert num_layers >= 3, "a layer of each kind"
-    if window and not is_hybrid:
-        of_window = attention(range(1, num_layers, 2), GroupKind.WINDOW, window)
-        return KVLayout((attention(range(0, num_layers, 2), GroupKind.FULL), of_window))
-    kinds = 3 if window else 2
-    state = KVGroup(
-        name="state",
-        kind=GroupKind.STATE,
-        layers=tuple(range(kinds - 1, num_layers, kinds)),
-        num_model_layers=num_layers,
-        page_tokens=0,
-        planes=(
-            _state_plane("conv", num_heads, CONV_COLUMNS, Shard.KEY_HEAD),
-            _state_plane("state", VALUES_PER_KEY * num_heads, 1, Shard.VALUE_HEAD),
-        ),
-    )
-    full = attention(range(0, num_layers, kinds), GroupKind.FULL)
-    if not window:
-        return KVLayout((full, state)).with_stamps()
-    return KVLayout((full, attention(range(1, num_layers, 3), GroupKind.WINDOW, window), state)).with_stamps()
-
-
-def _state_plane(name: str, num_heads: int, width: int, shard: Shard) -> Plane:
-    return Plane(
-        name=name, num_heads=num_heads, num_heads_total=num_heads, rows=1, width=width, dtype="uint64", shard=shard
-    )
+__all__ = ["HashExecutor", "HashHasher", "hash_layout"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -117,7 +65,8 @@ class HashExecutor:
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.
     `num_pages`: pages of each group's pool; an int: of the token groups, when the model has no others. `echo`: see
     `HashSampler`. `drafting`: a model drafter; None: none. The drafter computes the next tokens in pages behind the
-    pool's, so it also works where a row has no memory for them.
+    pool's, so it also works where a row has no memory for them. With `checks_drafts` draft KV that the drafter did not
+    write for the same tokens is an AssertionError.
     """
 
     def __init__(
@@ -129,6 +78,7 @@ class HashExecutor:
         *,
         echo: float = 0.0,
         drafting: HashDrafting | None = None,
+        checks_drafts: bool = True,
     ) -> None:
         self._layout = layout
         self._sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
@@ -149,6 +99,10 @@ class HashExecutor:
         self.pools = [[pool[: len(pool) - self._num_spare] for pool in pools] for pools in self._whole]
         """By rank and group."""
         self._layers = [self._layer(layer) for layer in range(layout.num_layers)]
+        self._draft_kv: HashDraftKV | None = None
+        if drafting is not None and layout.groups[-1].kind is GroupKind.DRAFT:
+            own = self._layer_of(len(layout.groups) - 1, layout.groups[-1].layers[0])
+            self._draft_kv = HashDraftKV(own, drafting.weights, checks=checks_drafts)
         self._table = page_table
         self._by_row: dict[int, _Row] = {}
         self._verifying: dict[int, int] = {}
@@ -160,7 +114,12 @@ class HashExecutor:
         """Of steps that are not computed."""
 
     def _layer(self, layer: int) -> HashLayer:
-        index, group = next((i, group) for i, group in enumerate(self._layout.groups) if layer in group.layers)
+        """Return a layer of the model: the DRAFT group, whose layers have the same numbers, is the last one."""
+        return self._layer_of(next(i for i, group in enumerate(self._layout.groups) if layer in group.layers), layer)
+
+    def _layer_of(self, index: int, layer: int) -> HashLayer:
+        """Return layer `layer` of the group with this index."""
+        group = self._layout.groups[index]
         heads = [plane.num_heads for plane in group.planes]
         planes: list[list[list[U64]]] = [[[] for _ in range(count)] for count in heads]
         attended: list[list[U64]] = [[] for _ in range(heads[0])]
@@ -217,18 +176,35 @@ class HashExecutor:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
-        """See `Executor`."""
+        """See `Executor`.
+
+        Raises:
+            AssertionError: `draft_hidden` is not of the position before the last of `token_ids`.
+        """
         self._by_row[row] = _Row(
             tokens=list(token_ids),
             sampler=HashSampler(sampling, num_prompt_tokens, logprobs, self._echo),
             stamp=SlotStamp.of(token_ids[:num_prompt_tokens], 0).request,
             num_known=len(token_ids),
         )
+        if draft_hidden:
+            assert self._draft_kv is not None, "a hidden state from another drafter"
+            last = len(token_ids) - 1
+            drawn = self._by_row[row].sampler.draw(HashDraftKV.number(draft_hidden), token_ids, last)
+            assert drawn == token_ids[last], "a hidden state of another request or position"
+            self._draft_kv.resume(row, last, draft_hidden)
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
         del self._by_row[row]
+        if self._draft_kv is not None:
+            self._draft_kv.close(row)
+
+    def draft_hidden(self, row: int) -> bytes:
+        """See `Executor`."""
+        return b"" if self._draft_kv is None else self._draft_kv.hidden(row)
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`.
@@ -305,18 +281,21 @@ class HashExecutor:
         tokens, sampler = own.tokens, own.sampler
         first = None if sampler.logprobs is None else sampler.logprobs.prompt_from
         told: dict[int, int] = {}
-        carry = 0
+        carries: list[int] = []
         for position in range(row.start, row.end):
             carry = forward(self._layers, pages, position, tokens[position])
+            carries.append(carry)
             if row.state_to >= 0 and position == row.end - 1:
                 self._copy_slot(pages.slot, row.state_to)
             if first is not None and first <= position < sampler.num_prompt - 1:
                 told[position + 1] = mix(carry ^ tokens[position + 1])
         part = sampler.of_prompt(told)
         if not row.sample:
+            self._write_draft_kv(row, pages, tokens[: row.end], carries)
             return _RowResult(prompt=part)
         del tokens[row.end :]
         tokens.append(sampler.draw(carry, tokens, row.end))
+        self._write_draft_kv(row, pages, tokens, carries)
         return _RowResult((sampler.sampled(tokens[-1]),), self._propose(own, pages, carry, most), part)
 
     def _verify(self, row: BatchRow, own: _Row, pages: RowPages, most: int | None) -> _RowResult:
@@ -338,7 +317,13 @@ class HashExecutor:
         tokens[start + 1 :] = drawn
         self._forget(pages, range(start + len(drawn), row.end))
         own.pending, own.pending_start = inputs[: len(drawn)], start
+        self._write_draft_kv(row, pages, tokens, carries[: len(drawn)])
         return _RowResult(tuple(map(sampler.sampled, drawn)), self._propose(own, pages, carries[len(drawn) - 1], most))
+
+    def _write_draft_kv(self, row: BatchRow, pages: RowPages, tokens: Sequence[int], carries: Sequence[int]) -> None:
+        """Write the draft KV of the known tokens that a row has computed, and of the token that it has sampled."""
+        if self._draft_kv is not None:
+            self._draft_kv.write(row.row, pages, tokens, row.start, carries)
 
     def accept(
         self, sampler: HashSampler, carries: Sequence[int], tokens: Sequence[int], start: int, drafts: Sequence[int]
@@ -391,13 +376,14 @@ class HashExecutor:
         if drafting is None or count == 0:
             return ()
         start, tokens = len(own.tokens) - 1, list(own.tokens)
+        is_whole = self._draft_kv is None or self._draft_kv.is_whole(pages, tokens[:start])
         pages = self._with_spare(pages, start)
         saved = self._read_slot(pages.slot)
         self._fold(own, pages.slot)
         for index in range(count):
             carry = forward(self._layers, pages, start + index, tokens[-1])
             tokens.append(own.sampler.draw(carry, tokens, start + 1 + index))
-            if not drafting.is_right(carry):
+            if not drafting.is_right(carry, is_whole=is_whole):
                 tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
                 tokens += [tokens[-1]] * (count - index - 1)
                 break
@@ -478,7 +464,7 @@ class _Saved:
 
 
 class HashHasher:
-    """Implements `KVHasher` over the pools of a `HashExecutor`."""
+    """Implements `KVHasher` over the pools of a `HashExecutor`. Draft KV is not hashed."""
 
     def __init__(self, executor: HashExecutor) -> None:
         self._executor = executor
@@ -490,6 +476,7 @@ class HashHasher:
             groups: list[GroupDigest] = []
             for window, pool, own, first in zip(windows, pools, pages, firsts, strict=True):
                 rows = pool[list(own)].reshape(len(own), window.group.page_bytes // 8).view(np.uint8)
-                groups += digest_group(window, [rows], first, num_tokens)
+                if window.group.kind is not GroupKind.DRAFT:
+                    groups += digest_group(window, [rows], first, num_tokens)
             digests.append(RankDigest(rank, tuple(groups)))
         return tuple(digests)

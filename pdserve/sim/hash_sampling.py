@@ -33,15 +33,19 @@ def echo_of(token: int) -> int:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HashDrafting:
     """A model drafter: it proposes `num_draft_tokens` tokens, each right with probability `chance` while those before
-    are.
+    are. `weights`: drafters with other numbers write other draft KV.
     """
 
     num_draft_tokens: int
     chance: float
+    weights: int = 1
 
-    def is_right(self, number: int) -> bool:
-        """Return whether the draft of the token that is drawn from `number` is right: a coin seeded with `number`."""
-        return mix(number ^ 0x7777) % _SHARES < self.chance * _SHARES
+    def is_right(self, number: int, *, is_whole: bool = True) -> bool:
+        """Return whether the draft of the token that is drawn from `number` is right: a coin seeded with `number`.
+
+        Not `is_whole`: some draft KV is missing, and half as many drafts are right.
+        """
+        return mix(number ^ 0x7777) % _SHARES < (self.chance if is_whole else self.chance / 2) * _SHARES
 
 
 class HashSampler:

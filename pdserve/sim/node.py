@@ -40,7 +40,9 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
-from pdserve.sim.hash_lm import HashExecutor, HashHasher, hash_layout
+from pdserve.sim.hash_draft import HIDDEN_BYTES
+from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
+from pdserve.sim.hash_lm import HashExecutor, HashHasher
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, Shape
 from pdserve.transfer.aux import MetadataBuffers
@@ -110,6 +112,9 @@ class SimNode:
             has_state=shape.has_state,
             is_hybrid=shape.is_hybrid,
         )
+        self.drafter = None if shape.drafting is None else shape.drafting.model(mode)
+        if self.drafter is not None:
+            self.layout = hash_draft_layout(self.layout)
         table = PageTable(shape.num_rows, shape.num_pages, has_window=shape.window > 0)
         self.executor = self._model(table)
         self.memory = KVMemory(
@@ -237,8 +242,15 @@ class SimNode:
             PageSpace.WINDOW: shape.num_window_pages,
             PageSpace.SLOTS: shape.num_slots,
         }
-        model = None if shape.drafting is None else shape.drafting.model
-        executor = HashExecutor(self.layout, sizes, table, self._parallel, echo=shape.echo, drafting=model)
+        executor = HashExecutor(
+            self.layout,
+            sizes,
+            table,
+            self._parallel,
+            echo=shape.echo,
+            drafting=self.drafter,
+            checks_drafts=not shape.kv_checksum,  # copies may be damaged, and draft KV is not hashed
+        )
         executor.late = self._shape.late
         return executor
 
@@ -254,7 +266,11 @@ class SimNode:
         return self.mailbox
 
     def _aux(self) -> MetadataBuffers:
-        return MetadataBuffers(self._shape.num_aux, shareable=False)
+        return MetadataBuffers(self._shape.num_aux, shareable=False, draft_hidden_bytes=self._hidden_bytes)
+
+    @property
+    def _hidden_bytes(self) -> int | None:
+        return None if self.drafter is None else HIDDEN_BYTES
 
     def _engine(self) -> CopyEngine:
         net, shape = self._net, self._shape
@@ -280,6 +296,7 @@ class SimNode:
             ranks=self._ranks(),
             aux=aux,
             facts={"model": "hash"},
+            draft_facts={} if self.drafter is None else {"draft.weights": self.drafter.weights},
             secret=self.instance,
         )
         socket, directory = self._reach_the_world()

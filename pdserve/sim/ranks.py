@@ -124,7 +124,9 @@ class RankedNode(SimNode):
         return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
-        return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
+        return SharedMetadata(
+            self._shape.num_aux, self._rank.log, shareable=False, draft_hidden_bytes=self._hidden_bytes
+        )
 
     def _engine(self) -> CopyEngine:
         net, number = self._net, self._parallel.num_ranks
@@ -218,7 +220,9 @@ class _Follower(SimNode):
         return FollowerInputSource(self._rank.log, self._rank.consensus)
 
     def _aux(self) -> MetadataBuffers:
-        return SharedMetadata(self._shape.num_aux, self._rank.log, shareable=False)
+        return SharedMetadata(
+            self._shape.num_aux, self._rank.log, shareable=False, draft_hidden_bytes=self._hidden_bytes
+        )
 
     def _reach_the_world(self) -> tuple[ControlSocket, Directory]:
         return _SilentSocket(self.endpoint), _NoDirectory()
@@ -253,11 +257,16 @@ class _ComputedElsewhere:
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         """See `Executor`."""
 
     def close_row(self, row: int) -> None:
         """See `Executor`."""
+
+    def draft_hidden(self, row: int) -> bytes:
+        """See `Executor`. Rank 0 sends it."""
+        return b""
 
     def launch(self, plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
         """See `Executor`."""

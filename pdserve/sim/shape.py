@@ -19,13 +19,15 @@ class SimDrafting:
     """Speculative decoding of every server in the world: the drafters, and the numbers of drafts.
 
     `min_match` 0: no n-gram drafter. `chance` None: no model drafter, see `HashDrafting`. Not `adaptive`: each row gets
-    all its drafts.
+    all its drafts. `weights`: those of the model drafters of prefill and of decode, 0 where a server has none; a
+    monolith has that of decode.
     """
 
     max_drafts: int
     min_match: int = 2
     capacity: int = 4096
     chance: float | None = None
+    weights: tuple[int, int] = (1, 1)
     adaptive: bool = False
     cost: StepCost = CPU_COST
 
@@ -34,10 +36,12 @@ class SimDrafting:
         ngram = NgramDrafter(self.min_match, 8, self.capacity) if self.min_match else None
         return Speculation(self.max_drafts, ngram, self.cost, adaptive=self.adaptive)
 
-    @property
-    def model(self) -> HashDrafting | None:
-        """The drafter of an executor."""
-        return None if self.chance is None else HashDrafting(num_draft_tokens=self.max_drafts, chance=self.chance)
+    def model(self, mode: str) -> HashDrafting | None:
+        """Return the drafter of the executor of a server with this mode: null, prefill or decode."""
+        weights = self.weights[mode != "prefill"]
+        if self.chance is None or not weights:
+            return None
+        return HashDrafting(num_draft_tokens=self.max_drafts, chance=self.chance, weights=weights)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,18 +2,24 @@
 
 A slot is contiguous, so that one copy moves it. Every field is padded to 64 bytes (RDMA alignment). Prefill's scheduler
 thread writes a slot, a transport copies it, and decode's scheduler thread reads it after SUCCESS.
+
+A server whose drafter is a model has more fields at the end of each slot. They are sent to a peer with an equal drafter
+alone; others get the common bytes of the slot, which all servers have.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from pdserve.memory import shared
 
 MAX_TOP_LOGPROBS = 128
+MAX_FIRST_DRAFTS = 16
+"""Most drafts in a slot."""
 _ALIGN = 64
 
 _FIELDS: tuple[tuple[str, str, int], ...] = (
@@ -35,6 +41,9 @@ class AuxRecord:
 
     `num_tokens`: tokens whose KV, and whose recurrent state, was sent; 0 if the sender does not know. `state_type`:
     see `KVLayout.state_type`; `num_state_items`: slots and pages that were sent to the pools of those groups.
+
+    `drafts`: what the sender's drafter proposes behind the first token. `draft_hidden`: see `Executor.draft_hidden`.
+    Both are empty without equal drafters.
     """
 
     room: int
@@ -46,6 +55,8 @@ class AuxRecord:
     num_tokens: int = 0
     state_type: str = "none"
     num_state_items: int = 0
+    drafts: tuple[int, ...] = ()
+    draft_hidden: bytes = b""
 
 
 _STATE_TYPES = ("mamba", "swa", "nsa")
@@ -60,10 +71,16 @@ def _from_bits(bits: int) -> str:
     return ",".join(name for i, name in enumerate(_STATE_TYPES) if bits >> i & 1) or "none"
 
 
-def _slot_dtype() -> np.dtype[np.void]:
+def _draft_fields(hidden_bytes: int) -> tuple[tuple[str, str, int], ...]:
+    """Return the fields of a server with a drafter whose hidden states have `hidden_bytes` bytes, maybe 0."""
+    counts = (("num_drafts", "<i8", 1), ("drafts", "<i8", MAX_FIRST_DRAFTS), ("num_hidden", "<i8", 1))
+    return (*counts, ("hidden", "u1", hidden_bytes)) if hidden_bytes else counts
+
+
+def _slot_dtype(fields: Sequence[tuple[str, str, int]]) -> np.dtype[np.void]:
     """Return a structured dtype whose fields start at multiples of 64 bytes."""
     names, formats, offsets, offset = [], [], [], 0
-    for name, scalar, count in _FIELDS:
+    for name, scalar, count in fields:
         names.append(name)
         formats.append(np.dtype((scalar, (count,))) if count > 1 else np.dtype(scalar))
         offsets.append(offset)
@@ -72,10 +89,17 @@ def _slot_dtype() -> np.dtype[np.void]:
 
 
 class MetadataBuffers:
-    """`num_slots` slots in one buffer. `shareable`: other processes can map it, which costs a file descriptor."""
+    """`num_slots` slots in one buffer. `shareable`: other processes can map it, which costs a file descriptor.
 
-    def __init__(self, num_slots: int, *, shareable: bool = True) -> None:
-        dtype, count = _slot_dtype(), max(num_slots, 1)
+    `draft_hidden_bytes`: bytes of `AuxRecord.draft_hidden`, 0 for a drafter without hidden states; None: no model
+    drafts, and slots have no fields for it. `common_bytes`: leading bytes of a slot that every peer has.
+    """
+
+    def __init__(self, num_slots: int, *, shareable: bool = True, draft_hidden_bytes: int | None = None) -> None:
+        common, count = _slot_dtype(_FIELDS), max(num_slots, 1)
+        dtype = common if draft_hidden_bytes is None else _slot_dtype((*_FIELDS, *_draft_fields(draft_hidden_bytes)))
+        self._hidden_bytes = draft_hidden_bytes
+        self.common_bytes = common.itemsize
         num_bytes = count * dtype.itemsize
         memory = shared.allocate(num_bytes) if shareable else shared.allocate_private(num_bytes)
         self._slots = np.frombuffer(memory, dtype, count)
@@ -97,12 +121,20 @@ class MetadataBuffers:
         entry["num_top"] = len(top)
         for i, (token, logprob) in enumerate(top):
             entry["top_ids"][i], entry["top_logprobs"][i] = token, logprob
+        if self._hidden_bytes is not None:
+            drafts, hidden = record.drafts[:MAX_FIRST_DRAFTS], record.draft_hidden
+            assert len(hidden) in (0, self._hidden_bytes), (len(hidden), self._hidden_bytes)
+            entry["num_drafts"], entry["num_hidden"] = len(drafts), len(hidden)
+            entry["drafts"][: len(drafts)] = drafts
+            if hidden:
+                entry["hidden"] = np.frombuffer(hidden, dtype=np.uint8)
 
     def read(self, slot: int) -> AuxRecord:
         """Return the content of a slot."""
         entry = self._slots[slot]
         num_top = min(max(int(entry["num_top"]), 0), MAX_TOP_LOGPROBS)
         logprob = float(entry["logprob"])
+        drafts, hidden = self._read_drafts(entry)
         return AuxRecord(
             room=int(entry["room"]),
             attempt=int(entry["attempt"]),
@@ -113,7 +145,17 @@ class MetadataBuffers:
             state_type=_from_bits(int(entry["sent"][2])),
             logprob=None if math.isnan(logprob) else logprob,
             top=tuple((int(entry["top_ids"][i]), float(entry["top_logprobs"][i])) for i in range(num_top)),
+            drafts=drafts,
+            draft_hidden=hidden,
         )
+
+    def _read_drafts(self, entry: np.void) -> tuple[tuple[int, ...], bytes]:
+        """Return the drafts and the hidden state in a slot; empty where there are none."""
+        if self._hidden_bytes is None:
+            return (), b""
+        num_drafts = min(max(int(entry["num_drafts"]), 0), MAX_FIRST_DRAFTS)
+        has_hidden = self._hidden_bytes > 0 and int(entry["num_hidden"]) == self._hidden_bytes
+        return tuple(entry["drafts"][:num_drafts].tolist()), entry["hidden"].tobytes() if has_hidden else b""
 
     def take_out(self, slot: int) -> bytes:
         """Return the bytes of a slot."""

@@ -58,6 +58,11 @@ class KVSender:
         return 0 if self._room.target is None else self._room.target.cached_tokens
 
     @property
+    def sends_drafts(self) -> bool:
+        """True when the receiver has an equal drafter: it takes draft KV, drafts and the drafter's hidden state."""
+        return self._side.sends_drafts(self._room)
+
+    @property
     def stats(self) -> TransferStats:
         """Amount of sent data and durations; valid after SUCCESS."""
         return self._room.stats

@@ -83,6 +83,8 @@ class KVArgs:
     ranks: tuple[RankMemory, ...]
     aux: MetadataBuffers
     facts: dict[str, str | int]
+    draft_facts: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
+    """What a peer's drafter must have alike beside the DRAFT groups, so that draft KV is sent to it."""
     token: str = ""
     secret: str
     poll_failures: float = 0.0
@@ -119,6 +121,8 @@ class KVManager:
         self._clock = clock
         self._engine = engine
         ranks = args.ranks
+        of_layout = draft_fields(args.layout)
+        draft_facts = of_layout | dict(args.draft_facts) if of_layout else {}
         assert len(ranks) == args.shape.num_ranks, (len(ranks), args.shape)
         hello = Hello(
             endpoint=socket.endpoint,
@@ -131,7 +135,7 @@ class KVManager:
             aux_region=WireRegion(*args.aux.buffer),
             aux_slot_bytes=args.aux.slot_bytes,
             answer=False,
-            draft_facts=draft_fields(args.layout) or msgspec.UNSET,
+            draft_facts=draft_facts or msgspec.UNSET,
         )
         self.receivers = SessionReceivers(engine, clock, args.shape.num_ranks)
         self.sessions = Sessions(
@@ -149,7 +153,14 @@ class KVManager:
             args.peer_sizes,
         )
         self.send_side = SendSide(
-            ChunkPlanner.of(args.layout, args.shape, ranks, (args.aux.buffer[0], args.aux.slot_bytes)),
+            ChunkPlanner.of(
+                args.layout,
+                args.shape,
+                ranks,
+                (args.aux.buffer[0], args.aux.slot_bytes),
+                draft_facts=draft_facts,
+                aux_common_bytes=args.aux.common_bytes,
+            ),
             self.sessions,
             engine,
             clock,
@@ -343,5 +354,5 @@ class KVManager:
 
 def _facts(args: KVArgs) -> dict[str, str | int]:
     """Return the facts that must be equal at a peer, in the order of comparison."""
-    layout = args.layout.fields() | {"aux_slot_bytes": args.aux.slot_bytes}
+    layout = args.layout.fields() | {"aux_slot_bytes": args.aux.common_bytes}
     return {"control_version": CONTROL_VERSION} | layout | args.facts

@@ -322,7 +322,8 @@ class ChunkPlanner:
     """Plans chunk copies. `layout` is that of the whole model, without DRAFT groups.
 
     `kv_bases[rank]` are the pool addresses of a local rank, one per layout group. `aux_base` is the address of the aux
-    slots, which are at rank 0. `drafts` are the DRAFT groups, `draft_facts` what a peer must have alike to get them.
+    slots, which are at rank 0. `drafts` are the DRAFT groups, `draft_facts` what a peer must have alike to get them. A
+    peer with other `draft_facts` gets `aux_common_bytes` of an aux slot (None: all bytes).
     """
 
     layout: KVLayout
@@ -333,21 +334,37 @@ class ChunkPlanner:
     drafts: tuple[KVGroup, ...] = ()
     draft_bases: tuple[tuple[int, ...], ...] = ()
     draft_facts: Mapping[str, str | int] = dataclasses.field(default_factory=dict)
+    aux_common_bytes: int | None = None
 
     @classmethod
-    def of(cls, layout: KVLayout, shape: ParallelShape, ranks: Sequence[RankMemory], aux: Region) -> ChunkPlanner:
+    def of(
+        cls,
+        layout: KVLayout,
+        shape: ParallelShape,
+        ranks: Sequence[RankMemory],
+        aux: Region,
+        *,
+        draft_facts: Mapping[str, str | int] | None = None,
+        aux_common_bytes: int | None = None,
+    ) -> ChunkPlanner:
         """Return the planner of a server whose ranks have the memory `ranks`. `layout` may have DRAFT groups.
 
-        `aux`: address of the aux slots, and bytes of a slot.
+        `aux`: address of the aux slots, and bytes of a slot. `draft_facts` None: those of the layout alone.
         """
         base = without_drafts(layout)
         kv_bases = tuple(tuple(region.address for region in pool_regions(base, rank)) for rank in ranks)
         draft_bases = tuple(tuple(region.address for region in rank.draft_regions) for rank in ranks)
-        return cls(base, shape, kv_bases, *aux, draft_groups(layout), draft_bases, draft_fields(layout))
+        facts = draft_fields(layout) if draft_facts is None else draft_facts
+        return cls(base, shape, kv_bases, *aux, draft_groups(layout), draft_bases, facts, aux_common_bytes)
 
     def sends_drafts(self, peer: Hello) -> bool:
         """Return whether the pages of DRAFT groups are sent to `peer`: it has equal ones."""
         return bool(self.drafts) and peer.draft_facts == self.draft_facts
+
+    def aux_bytes(self, peer: Hello) -> int:
+        """Return the leading bytes of an aux slot that are sent to `peer`."""
+        has_all = self.aux_common_bytes is None or self.sends_drafts(peer)
+        return self.aux_slot_bytes if has_all else self.aux_common_bytes or 0
 
     def rank_pairs(self, peer: Hello) -> tuple[RankPair, ...]:
         """Return the (local rank, peer rank address) pairs between which data flows, the aux slots' pair included."""
@@ -404,8 +421,8 @@ class ChunkPlanner:
         """Add the copy of an aux slot to `parts`: as the last piece of the last part for the same rank pair, else as a
         new part.
         """
-        size = self.aux_slot_bytes
-        copy = PageCopy(source_slot * size, target_slot * size, size)
+        target = target_slot * peer.aux_slot_bytes
+        copy = PageCopy(source_slot * self.aux_slot_bytes, target, self.aux_bytes(peer))
         aux = ChunkPart(0, peer.ranks[0].transport_address, ((self.aux_base, peer.aux_region.address, (copy,)),))
         for index in reversed(range(len(parts))):
             part = parts[index]

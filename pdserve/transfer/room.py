@@ -301,8 +301,11 @@ class ReceiveRoom(Room):
         return not self.takes_logprobs or len(self.logprob_parts) >= self.num_logprob_parts
 
 
-def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux_slot_bytes: int) -> str | None:
-    """Return why the receiver's pages or aux slot lie outside the pools of its `hello`; None when they fit."""
+def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux_bytes: int) -> str | None:
+    """Return why the receiver's pages or aux slot lie outside the pools of its `hello`; None when they fit.
+
+    `aux_bytes`: bytes that are written into its aux slot.
+    """
     if wrong := _check_pools(hello, layout):
         return wrong
     num_groups, num_state = len(layout.groups) - len(layout.state_groups), len(layout.state_groups)
@@ -317,7 +320,9 @@ def check_receiver_pages(info: TransferInfo, hello: Hello, layout: KVLayout, aux
                 return f"page {last_pages[i]} lies outside the pool of group {layout.groups[i].name}"
     if layout.round_down(info.cached_tokens) != info.cached_tokens:
         return f"cached_tokens is {info.cached_tokens}, expected whole pages of {layout.page_tokens} tokens"
-    if (info.aux_slot + 1) * aux_slot_bytes > hello.aux_region.num_bytes:
+    if hello.aux_slot_bytes < aux_bytes:
+        return f"aux_slot_bytes is {hello.aux_slot_bytes}, expected at least {aux_bytes}"
+    if (info.aux_slot + 1) * hello.aux_slot_bytes > hello.aux_region.num_bytes:
         return f"aux slot {info.aux_slot} lies outside its buffer"
     return None
 

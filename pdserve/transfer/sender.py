@@ -169,6 +169,11 @@ class SendSide:
             self._send_queued_logprobs(room)
             out.sealed_at, out.times = self._clock.now(), times
 
+    def sends_drafts(self, room: SendRoom) -> bool:
+        """Return whether the receiver of this room has an equal drafter; False before it is known."""
+        peer = None if room.target is None else self._sessions.peer(room.target.key.origin)
+        return peer is not None and peer.hello is not None and self._chunks.sends_drafts(peer.hello)
+
     def send_logprobs(self, room: SendRoom, part: PromptLogprobs) -> None:
         """Send log probabilities of the prompt to the receiver, as soon as its key is final."""
         room.queued_logprobs += part.parts()
@@ -210,7 +215,7 @@ class SendSide:
         if key in self.outgoing.closed or key in self.outgoing or key.origin != peer.instance:
             return
         assert peer.hello is not None
-        wrong = check_receiver_pages(info, peer.hello, self._chunks.layout, self._chunks.aux_slot_bytes)
+        wrong = check_receiver_pages(info, peer.hello, self._chunks.layout, self._chunks.aux_bytes(peer.hello))
         if wrong is None and self._chunks.sends_drafts(peer.hello):
             wrong = check_draft_pages(info, peer.hello, self._chunks.drafts)
         if wrong is not None:

@@ -123,8 +123,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     The dialling side draws `session`, a secret of the two processes, and an answer repeats it. A session that has ended
     does not begin again: its Hello is a replay.
 
-    `draft_facts` tell of DRAFT groups, see `draft_fields`; unset without such groups. The pages of these groups are
-    sent if the facts are equal on both sides.
+    `draft_facts` tell of DRAFT groups and the drafter's weights, see `draft_fields`; unset without such groups. The
+    pages of these groups are sent if the facts are equal on both sides. Slots of `aux_slot_bytes` bytes begin with the
+    bytes that all servers have; a drafter's fields follow.
     """
 
     endpoint: Name

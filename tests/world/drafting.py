@@ -53,6 +53,13 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     ]
 
 
+def with_drafters(shape: Shape, weights: tuple[int, int]) -> Shape:
+    """The same servers with model drafters alone, of these weights: see `SimDrafting`."""
+    assert shape.drafting is not None
+    drafting = dataclasses.replace(shape.drafting, min_match=0, chance=0.9, weights=weights, adaptive=False)
+    return dataclasses.replace(shape, drafting=drafting, num_stages=1)
+
+
 def counts_of(*nodes: SimNode) -> Counter[str]:
     """What the schedulers counted; no received state and no aux record was another's."""
     found = Counter[str]()
@@ -85,9 +92,13 @@ def check(seed: int, shape: Shape, prompts: Sequence[Prompt], halves: Sequence[R
     return num_finished
 
 
-def play_pair(seed: int, faults: Faults = pressure.FAULTS) -> Counter[str]:
-    """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
+def play_pair(seed: int, faults: Faults = pressure.FAULTS, weights: tuple[int, int] | None = None) -> Counter[str]:
+    """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened.
+
+    `weights`: see `with_drafters`; None: the seed's drafters.
+    """
     shape, prompts = setting(seed)
+    shape = shape if weights is None else with_drafters(shape, weights)
     world = World(seed, shape, faults)
     num_finished = check(seed, shape, prompts, world.run(prompts, num_rooms=8))
     for node in (world.prefill, world.decode):

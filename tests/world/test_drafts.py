@@ -2,6 +2,7 @@
 
 Drafts come from n-grams of the scheduler and from a drafter of the executor, which is right with a given chance. KV
 beyond the accepted prefix is poison, and states have pending tokens, so each use of either shows in the tokens.
+`test_draft_groups` has pairs of equal, different and missing drafters.
 """
 
 from __future__ import annotations
@@ -143,7 +144,7 @@ def prefill_sends_a_draft_as_the_first_token(patch: Patch) -> None:
 
     def drafting_too(self: BatchPlanner, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        self._num_proposals = None
+        self._num_proposals, self._propose_for = None, None
 
     def first_drafts(self: PrefillRole, plan: BatchPlan, result: StepResult) -> None:
         first = {index: SampledToken(drafts[0]) for index, drafts in result.drafts.items()}

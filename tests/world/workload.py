@@ -41,6 +41,8 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
+PAIRS_OF_DRAFTERS = ((1, 1), (1, 1), (1, 1), (1, 2), (0, 1), (1, 0))
+"""See `SimDrafting.weights`."""
 WINDOWS = (1, 2, 3, 5, 8, 40)
 
 
@@ -70,7 +72,8 @@ def with_states(shape: Shape, rng: random.Random) -> Shape:
 def with_drafts(shape: Shape, prompts: Sequence[Prompt], rng: random.Random) -> tuple[Shape, list[Prompt]]:
     """The same servers with speculative decoding, and the same prompts with all kinds of sampling.
 
-    Drafts come from n-grams, from a drafter of the executor, or from both; with several stages from n-grams alone.
+    Drafts come from n-grams, from a drafter of the executor, or from both; with several stages from n-grams alone. The
+    drafters of prefill and decode are equal in half of the seeds; in others they differ, or one side has none.
     """
     only_ngram = shape.num_stages > 1
     min_match = rng.choice((1, 2) if only_ngram else (0, 1, 1, 2))
@@ -82,6 +85,8 @@ def with_drafts(shape: Shape, prompts: Sequence[Prompt], rng: random.Random) -> 
         chance=rng.choice((0.3, 0.7, 0.95)) if has_model else None,
         adaptive=rng.random() < 0.2,
     )
+    weights = random.Random(repr(drafting)).choice(PAIRS_OF_DRAFTERS)
+    drafting = dataclasses.replace(drafting, weights=weights)
     shape = dataclasses.replace(shape, drafting=drafting, echo=rng.choice((0.4, 0.6, 0.8)))
     return shape, [dataclasses.replace(prompt, sampling=_sampling(rng)) for prompt in prompts]
 

@@ -31,7 +31,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import LayerTaps, Model
 from pdserve.model.layers.dense import Linear, VocabEmbedding, vocab_rows
 from pdserve.model.layers.kernels import Kernels
-from pdserve.model.params import Param
+from pdserve.model.params import Param, WeightSamples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +119,10 @@ class Eagle3Head:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. `hidden` `[N, len(taps) * hidden_size]`: the outputs of the target's layers `taps`."""
         return self._fc(hidden)
+
+    def weight_samples(self) -> WeightSamples:
+        """See `DraftModel.weight_samples`."""
+        return self._layer.params.samples()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`."""

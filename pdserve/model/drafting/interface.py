@@ -20,6 +20,7 @@ from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.parallel import Parallel
+from pdserve.model.params import WeightSamples
 
 Bind = Callable[[KVPool], AttentionBackend]
 """Binds a draft model's layers to their pool, and returns their attention."""
@@ -63,6 +64,10 @@ class DraftModel(Protocol):
 
         Returns `[N, hidden_size]`, a copy.
         """
+        ...
+
+    def weight_samples(self) -> WeightSamples:
+        """Return samples of this rank's weights, without those of the target; see `ParamSlots.samples`."""
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:

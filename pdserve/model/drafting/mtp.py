@@ -27,7 +27,7 @@ from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec, MLASpec, W
 from pdserve.model.layers.dense import Linear, RMSNorm, VocabEmbedding
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import ParamSlots
+from pdserve.model.params import ParamSlots, WeightSamples
 
 
 def mtp_spec(target: ModelSpec) -> ModelSpec:
@@ -121,6 +121,10 @@ class MTPModule:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. `hidden` `[N, hidden_size]` is the output of the target's last layer."""
         return self._final_norm(hidden)
+
+    def weight_samples(self) -> WeightSamples:
+        """See `DraftModel.weight_samples`."""
+        return self._layer.params.samples()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`."""

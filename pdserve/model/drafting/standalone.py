@@ -14,6 +14,7 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
+from pdserve.model.params import WeightSamples
 
 
 class StandaloneDraftModel:
@@ -49,6 +50,10 @@ class StandaloneDraftModel:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. Must not be called."""
         raise AssertionError("a draft model takes no hidden states")
+
+    def weight_samples(self) -> WeightSamples:
+        """See `DraftModel.weight_samples`."""
+        return self._model.params.samples()
 
     def forward(self, batch: ForwardBatch, hidden: Tensor) -> Drafted | None:
         """See `DraftModel.forward`. `hidden` `[N, 0]` is not read."""

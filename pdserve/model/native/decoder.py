@@ -42,9 +42,8 @@ from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
-from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
+from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.mla import MLA
-from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.latents import LatentProgram, latent_shape, record_latents
 from pdserve.model.native.packer import (
     PackedAttention,
@@ -52,11 +51,11 @@ from pdserve.model.native.packer import (
     PackedLinear,
     PackedMLA,
     PackedMLP,
-    PackedMoe,
     PackedOperation,
     PackedOutside,
     Packer,
 )
+from pdserve.model.native.record import RoutingBuffers, record_delta, record_moe
 from pdserve.model.native.resources import Buffer, HeadShape, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
@@ -115,23 +114,8 @@ class NativeDecoder:
         self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
-        self._head = head
-        self._embedding: Packed | None = None
-        """The embeddings, if they are packed."""
         embedding = model.embedding if packs_embedding and self._embeds_itself else None
-        if head is None and model.head is not None:
-            tied = model.embedding is not None and model.embedding.weight is model.head.weight
-            default: Format = "int8" if isinstance(format, GroupFormat) else format
-            kind, own = packer.format_of(model.head.weight, default=default), [model.head.weight]
-            shares = tied and embedding is not None and packer.format_of(own[0], default="bf16") != "bf16"
-            self._head = packer.linear(model.head, keeps=tied and not shares, format=kind)
-            if tied:
-                if embedding is not None and shares:
-                    self._embedding = self._head
-                    model.params.when_given(own, embedding.release_weights)
-                embedding = None
-        if embedding is not None:
-            self._embedding = packer.embedding(embedding)
+        self._head, self._embedding = packer.ends(model, head, embedding)
 
     @property
     def spec(self) -> ModelSpec:
@@ -200,8 +184,7 @@ class NativeDecoder:
         self._samples = program.buffer(spec.hidden_size, of_samples=True)
         self._embeds = program.buffer(spec.hidden_size) if spec.reads_embeddings else None
         if spec.moe is not None:
-            self._scores, self._shares = program.buffer(spec.moe.num_experts), program.buffer(spec.moe.top_k)
-            self._routes = program.buffer(spec.moe.top_k, torch.int64)
+            self._routing = RoutingBuffers.of(program, spec.moe)
         coord = self.parallel.coord
         if first is None:
             first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
@@ -381,7 +364,7 @@ class NativeDecoder:
             self._program.gated(self._x, weights.gate_up, norm=weight, eps=eps, act=weights.act)
             self._program.linear(None, weights.down, out, add=add, scale=scale if add else 1.0)
         else:
-            self._record_moe(sublayer.norm, weights, out, add=add)
+            record_moe(self._program, self._buffer, self._x, (weight, eps), weights, self._routing, out, add=add)
         if not add:
             self._add_part(sublayer, None if group.size == 1 else group.reduce_sum)
 
@@ -414,20 +397,13 @@ class NativeDecoder:
 
     def _record_delta(self, local: int, sublayer: Sublayer, weights: PackedDelta) -> None:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
-        program, op = self._program, weights.op
-        weight, eps = _norm_of(sublayer.norm)
         pool, index = self._places[local]
-        planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
-        conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
-        shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
-        inputs, mixed = self._buffer("delta", shape.width), self._buffer("mixed", shape.value_width)
-        program.linear(self._x, weights.project, inputs, norm=weight, eps=eps)
-        self._delta_ops.append(program.num_ops)
-        program.delta(
-            inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], self._pending[pool][index]),
-            op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
-        )  # fmt: skip
-        self._kv_write_ends.append(program.num_ops)
+        self._delta_ops.append(self._program.num_ops + 1)
+        pending = self._pending[pool][index]
+        mixed = record_delta(
+            self._program, self._buffer, self._x, _norm_of(sublayer.norm), weights, pool, index, pending
+        )
+        self._kv_write_ends.append(self._program.num_ops)
         self._record_output(sublayer, mixed, weights.out)
 
     def _record_output(self, sublayer: Sublayer, mixed: Buffer, out: Packed) -> None:
@@ -474,28 +450,6 @@ class NativeDecoder:
         if (role, width) not in self._buffers:
             self._buffers[role, width] = self._program.buffer(width)
         return self._buffers[role, width]
-
-    def _record_moe(self, norm: RMSNorm | None, weights: PackedMoe, out: Buffer, *, add: bool) -> None:
-        """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
-        program, op, shared = self._program, weights.op, weights.shared
-        router, gate = op.router, None if shared is None else shared.router
-        weight, eps = _norm_of(norm)
-        program.linear(self._x, weights.router, self._scores, norm=weight, eps=eps)
-        program.route(self._scores, self._routes, self._shares, router.moe, router.correction)
-        if shared is not None:
-            program.gated(self._x, shared.gate_up, norm=weight, eps=eps)
-        if shared is not None and gate is not None:
-            mixed, gates = self._buffer("shared", out.width), self._buffer("shared_gate", 1)
-            program.linear(None, shared.down, mixed)
-            program.linear(self._x, gate, gates, norm=weight, eps=eps)
-        program.experts(
-            self._x, weights.gate_up, weights.down, self._routes, self._shares, out,
-            norm=weight, eps=eps, act=router.moe.act, limit=router.moe.act_limit, counts=op.counts, add=add,
-        )  # fmt: skip
-        if shared is not None and gate is None:
-            program.linear(None, shared.down, out, add=True)
-        elif shared is not None:
-            program.sigmoid(mixed, gates, out, add=True)
 
     def _add_sync_point(self, action: Callable[[int], None]) -> None:
         """Run `action` at this point of the program."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pdserve.model.attention.interface import Heads
-from pdserve.model.decoder import Attention
+from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
@@ -298,6 +298,26 @@ class Packer:
             packed.put_values(rows if order is None else rows.rows(order), bias, index=index)
         else:
             packed.put(weight if order is None else weight[order], bias, index=index)
+
+    def ends(
+        self, model: Decoder, head: Packed | None, embedding: VocabEmbedding | None
+    ) -> tuple[Packed | None, Packed | None]:
+        """Pack the head of `model`, unless `head` replaces it, and `embedding`, if its weights are quantized.
+
+        Returns the head and the embeddings. None stands for what the model does not have, or what is not packed.
+        """
+        if head is not None or model.head is None:
+            return head, None if embedding is None else self.embedding(embedding)
+        own, whole = model.head.weight, model.embedding
+        default: Format = "int8" if isinstance(self.format, GroupFormat) else self.format
+        if whole is None or whole.weight is not own:
+            packed = self.linear(model.head, format=self.format_of(own, default=default))
+            return packed, None if embedding is None else self.embedding(embedding)
+        shares = embedding is not None and self.format_of(own, default="bf16") != "bf16"
+        packed = self.linear(model.head, keeps=not shares, format=self.format_of(own, default=default))
+        if embedding is not None and shares:
+            self.params.when_given([own], embedding.release_weights)
+        return packed, packed if shares else None
 
     def embedding(self, embedding: VocabEmbedding) -> Packed | None:
         """Pack embeddings that the checkpoint has quantized, and drop the originals; None: it has not."""

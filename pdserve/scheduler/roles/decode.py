@@ -340,8 +340,11 @@ class DecodeRole(MixedBatchRole):
         self._context.outbox.emit(req, (token,), finish, self._timing(req))
         if finish is not None:
             self._leave(req)
-        else:
-            self._waiting[req.rid] = req
+            return
+        req.draft_hidden = record.draft_hidden
+        if record.drafts and self._context.speculation is not None:
+            self._context.speculation.received(req, record.drafts)
+        self._waiting[req.rid] = req
 
     def _has_own_state(self, req: Req) -> bool:
         """True when the stamp of the received state names this request and the end of its input; also without state."""

@@ -12,12 +12,13 @@ inflight     all is computed; waits until every byte has arrived. The row is fre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.executor.interface import BatchPlan, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
@@ -26,7 +27,7 @@ from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, Queued, TransferPhase
-from pdserve.transfer.aux import AuxRecord
+from pdserve.transfer.aux import MAX_FIRST_DRAFTS, AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import TransferStats, prompt_digest
@@ -39,7 +40,10 @@ class PrefillRole(BaseRole):
         self, context: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
     ) -> None:
         """`kv_checksum` hashes the KV that is sent; None: no checksums."""
-        super().__init__(context, BatchPlanner(context, waiting, lambda req, without: 0.0, prefill_only=True))
+        planner = BatchPlanner(
+            context, waiting, lambda req, without: 0.0, prefill_only=True, num_proposals=self._num_first_drafts
+        )
+        super().__init__(context, planner)
         self._kv_checksum = kv_checksum
         self._kv = kv
         self._poll_failures = PollFailures(kv.args.poll_failures, kv.args.secret)
@@ -118,7 +122,6 @@ class PrefillRole(BaseRole):
             assert token is not None and req.aux is not None and req.spec.room is not None
             req.first_token = token
             self._context.append(req, token)
-            self._context.release_row(req)
             record = AuxRecord(
                 room=req.spec.room.room,
                 attempt=0,
@@ -127,8 +130,12 @@ class PrefillRole(BaseRole):
                 logprob=token.logprob,
                 top=token.top,
             )
+            if req.sender.sends_drafts:
+                hidden = self._context.executor.draft_hidden(row.row)
+                record = dataclasses.replace(record, drafts=result.drafts.get(index, ()), draft_hidden=hidden)
             if token.picked:
                 req.sender.send_logprobs(PromptLogprobs.of_token(req.num_prompt, token.picked))
+            self._context.release_row(req)
             req.sender.finish(req.aux, record, self._sent_stats(req), lease=req.lease, num_pages=num_pages)
             self._inflight[req.rid] = req
 
@@ -164,6 +171,17 @@ class PrefillRole(BaseRole):
         self._context.outbox.emit_prompt(req, part)
         if req.spec.logprobs.to_decode:
             req.sender.send_logprobs(part)
+
+    def _num_first_drafts(self, rows: Sequence[BatchRow]) -> int:
+        """Return how many drafts behind the first tokens of `rows` the drafter shall propose: decode verifies them in
+        its first step. 0: no request is sent to a server with an equal drafter, or none wants drafts.
+        """
+        speculation = self._context.speculation
+        if speculation is None:
+            return 0
+        reqs = [self.live[row.rid] for row in rows if row.sample and row.rid in self.live]
+        takes = (speculation.may_draft(req) and req.sender is not None and req.sender.sends_drafts for req in reqs)
+        return min(speculation.max_drafts, MAX_FIRST_DRAFTS) if any(takes) else 0
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages whose tokens are all computed once tokens `[0, end)` are."""

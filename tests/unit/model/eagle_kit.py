@@ -107,7 +107,7 @@ def make_eagle3(
         "midlayer.mlp.down_proj.weight": (hidden, inner),
         "lm_head.weight": (draft, hidden),
     }
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1 + seed)
     tensors = {name: 0.15 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "midlayer.post_attention_layernorm", "norm"):
         tensors[f"{name}.weight"] = 0.5 + torch.rand(hidden, generator=generator)

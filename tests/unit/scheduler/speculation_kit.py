@@ -52,6 +52,7 @@ class TextExecutor(CountingExecutor):
         num_prompt_tokens: int,
         sampling: CoreSamplingParams,
         logprobs: Logprobs | None,
+        draft_hidden: bytes = b"",
     ) -> None:
         self._rows[row] = num_prompt_tokens, len(token_ids)
 

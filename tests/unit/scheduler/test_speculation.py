@@ -15,6 +15,7 @@ from pdserve.protocol.messages import (
     SpeculationStats,
 )
 from pdserve.scheduler.request import PriorityRules
+from pdserve.scheduler.speculation import Speculation
 from tests.unit.scheduler.kit import EOS
 from tests.unit.scheduler.speculation_kit import LINEAR, Drafting
 
@@ -215,6 +216,25 @@ def test_drafts_take_no_page_that_running_requests_need_next() -> None:
     mono.run()
     assert mono.context.counters["requests_retracted"] == 0
     assert all(mono.tokens(rid) == [8, 9, 7, 8, 9, 7, 8] for rid in ("a", "b"))
+
+
+def test_drafts_from_another_server_are_a_source_of_the_next_step() -> None:
+    """They hold for the tokens that were known when they came, like those of the executor."""
+    speculation = Speculation(4, adaptive=False)
+    mono = Drafting(ngram=False, adaptive=False)
+    mono.ask("a", [1, 2, 3], [*range(41, 71)])
+    mono.ask("b", [1, 2, 3], [*range(41, 71)], speculative=False)
+    while not (mono.tokens("a") and mono.tokens("b")):
+        mono.step()
+    reqs = [mono.scheduler.role.live[rid] for rid in ("b", "a")]
+    for number, req in enumerate(reqs):
+        assert not speculation.is_due
+        speculation.received(req, (7, 8, 9))
+        assert speculation.is_due is bool(number)
+    most = dict.fromkeys(range(2), 2)
+    assert speculation.choose(dict(enumerate(reqs)), most, 2, 0) == {1: (7, 8)}
+    reqs[1].output_ids.append(5)
+    assert speculation.choose(dict(enumerate(reqs)), most, 2, 0) == {}
 
 
 def test_cached_pages_end_before_the_first_rejected_draft() -> None:

@@ -1,8 +1,12 @@
-"""DRAFT groups are optional: servers with different drafters connect, and equal groups are sent with the last layer."""
+"""DRAFT groups are optional: servers with different drafters connect, and equal groups are sent with the last layer.
+
+The aux slot of a server with a drafter is longer; its drafts and hidden state are sent to an equal drafter alone.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from pdserve.base.parallel import ParallelShape
 from pdserve.memory.draft_groups import draft_fields, draft_groups, with_draft, without_drafts
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, attention_group
+from pdserve.transfer.aux import MAX_FIRST_DRAFTS, AuxRecord, MetadataBuffers
 from pdserve.transfer.peers import check_hello
 from pdserve.transfer.plan import ChunkPart, ChunkPlanner, rank_memory
 from pdserve.transfer.room import check_draft_pages, check_receiver_pages
@@ -128,3 +133,71 @@ def test_pages_outside_the_draft_pools_are_refused() -> None:
     ):
         wrong = msgspec.structs.replace(hello, ranks=ranks)
         assert check_draft_pages(info, wrong, (DRAFT,)) == says
+
+
+RECORD = AuxRecord(7, 2, 91, drafts=(5, 2**40, 6), draft_hidden=bytes(range(48)))
+
+
+def test_an_aux_slot_has_drafts_and_a_hidden_state_where_a_model_drafts() -> None:
+    plain, drafting = MetadataBuffers(2), MetadataBuffers(2, draft_hidden_bytes=48)
+    for buffers, expected in (
+        (drafting, RECORD),
+        (plain, dataclasses.replace(RECORD, drafts=(), draft_hidden=b"")),
+    ):
+        buffers.write(1, RECORD)
+        assert buffers.read(1) == expected
+        buffers.clear(1)
+        assert buffers.read(1) == AuxRecord(0, 0, 0, logprob=0.0)
+    assert plain.slot_bytes == plain.common_bytes == drafting.common_bytes < drafting.slot_bytes
+
+
+def test_the_common_bytes_of_a_slot_are_read_by_servers_with_and_without_a_drafter() -> None:
+    """Those of recorded slots: no field has moved."""
+    plain, drafting = MetadataBuffers(1), MetadataBuffers(1, draft_hidden_bytes=48)
+    drafting.write(0, RECORD)
+    common = drafting.take_out(0)[: drafting.common_bytes]
+    plain.put_in(0, common)
+    assert plain.read(0) == dataclasses.replace(RECORD, drafts=(), draft_hidden=b"")
+    drafting.clear(0)
+    drafting.put_in(0, common + bytes(drafting.slot_bytes - drafting.common_bytes))
+    assert drafting.read(0) == plain.read(0)
+
+
+def test_a_drafter_without_hidden_states_sends_drafts_alone() -> None:
+    """No more than the slot has room for."""
+    buffers = MetadataBuffers(1, draft_hidden_bytes=0)
+    drafts = tuple(range(MAX_FIRST_DRAFTS + 3))
+    buffers.write(0, dataclasses.replace(RECORD, drafts=drafts, draft_hidden=b""))
+    read = buffers.read(0)
+    assert (read.drafts, read.draft_hidden) == (drafts[:MAX_FIRST_DRAFTS], b"")
+
+
+WEIGHTS: dict[str, Mapping[str, str | int]] = {
+    name: draft_fields(DRAFTING) | {"draft.weights": name} for name in ("one", "two")
+}
+
+
+@pytest.mark.parametrize(("theirs", "num_bytes"), [("one", 256), ("two", 192), (None, 192)])
+def test_a_peer_with_other_weights_gets_no_draft_kv_and_the_common_bytes_of_the_slot(
+    theirs: str | None, num_bytes: int
+) -> None:
+    hello = hello_of(PLAIN if theirs is None else DRAFTING)
+    slot_bytes = 192 if theirs is None else 256
+    facts = msgspec.UNSET if theirs is None else dict(WEIGHTS[theirs])
+    hello = msgspec.structs.replace(hello, draft_facts=facts, aux_slot_bytes=slot_bytes)
+    planner = ChunkPlanner.of(
+        DRAFTING, ONE, hello_of(DRAFTING).ranks, (900, 256), draft_facts=WEIGHTS["one"], aux_common_bytes=192
+    )
+    assert planner.sends_drafts(hello) == (theirs == "one")
+    (part,) = planner.with_aux([], hello, 3, 2)
+    ((_, _, (copy,)),) = part.pieces
+    assert (copy.source, copy.destination, copy.num_bytes) == (3 * 256, 2 * slot_bytes, num_bytes)
+
+
+def test_a_receiver_whose_aux_slots_are_too_short_is_refused() -> None:
+    info = TransferInfo(key=MemoryKey(1, 1, "d"), cached_tokens=0, pages=((0,),), aux_slot=9, prompt_digest="d")
+    hello = hello_of(PLAIN)
+    assert check_receiver_pages(info, hello, PLAIN, 64) is None
+    assert check_receiver_pages(info, hello, PLAIN, 65) == "aux_slot_bytes is 64, expected at least 65"
+    info = msgspec.structs.replace(info, aux_slot=10)
+    assert check_receiver_pages(info, hello, PLAIN, 64) == "aux slot 10 lies outside its buffer"

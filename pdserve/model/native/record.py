@@ -1,0 +1,98 @@
+"""Records GatedDeltaNet layers and layers with experts as operations of a `Program`. Called by `NativeDecoder`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
+from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.packer import PackedDelta, PackedMoe
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import Buffer
+
+MakeBuffer = Callable[[str, int], Buffer]
+"""Returns the buffer of a role with a width."""
+Norm = tuple[Tensor | None, float]
+"""Weights of the RMS norm of the inputs, or None, and its epsilon."""
+
+
+def record_delta(
+    program: Program,
+    buffer: MakeBuffer,
+    x: Buffer,
+    norm: Norm,
+    weights: PackedDelta,
+    pool: GroupPool,
+    index: int,
+    pending: PendingTokens | None,
+) -> Buffer:
+    """Record the projection of a GatedDeltaNet layer, then its recurrence, and return the recurrence's output.
+
+    `pool` has the states; the layer is `index` there. `pending`: tokens that the states do not cover yet.
+    """
+    op, (weight, eps) = weights.op, norm
+    planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
+    conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
+    shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
+    inputs, mixed = buffer("delta", shape.width), buffer("mixed", shape.value_width)
+    program.linear(x, weights.project, inputs, norm=weight, eps=eps)
+    program.delta(
+        inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], pending),
+        op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
+    )  # fmt: skip
+    return mixed
+
+
+@dataclasses.dataclass(frozen=True)
+class RoutingBuffers:
+    """Buffers of a program that all layers with experts share: router logits, and the experts of tokens and their
+    weights.
+    """
+
+    scores: Buffer
+    routes: Buffer
+    shares: Buffer
+
+    @staticmethod
+    def of(program: Program, moe: MoeSpec) -> RoutingBuffers:
+        """Allocate them."""
+        routes = program.buffer(moe.top_k, torch.int64)
+        return RoutingBuffers(program.buffer(moe.num_experts), routes, program.buffer(moe.top_k))
+
+
+def record_moe(
+    program: Program,
+    buffer: MakeBuffer,
+    x: Buffer,
+    norm: Norm,
+    weights: PackedMoe,
+    routing: RoutingBuffers,
+    out: Buffer,
+    *,
+    add: bool,
+) -> None:
+    """Record the router and the experts of one layer. `out` may be `x`, so what reads `x` comes first."""
+    op, shared, (weight, eps) = weights.op, weights.shared, norm
+    router, gate = op.router, None if shared is None else shared.router
+    program.linear(x, weights.router, routing.scores, norm=weight, eps=eps)
+    program.route(routing.scores, routing.routes, routing.shares, router.moe, router.correction)
+    if shared is not None:
+        program.gated(x, shared.gate_up, norm=weight, eps=eps)
+    if shared is not None and gate is not None:
+        mixed, gates = buffer("shared", out.width), buffer("shared_gate", 1)
+        program.linear(None, shared.down, mixed)
+        program.linear(x, gate, gates, norm=weight, eps=eps)
+    program.experts(
+        x, weights.gate_up, weights.down, routing.routes, routing.shares, out,
+        norm=weight, eps=eps, act=router.moe.act, limit=router.moe.act_limit, counts=op.counts, add=add,
+    )  # fmt: skip
+    if shared is not None and gate is None:
+        program.linear(None, shared.down, out, add=True)
+    elif shared is not None:
+        program.sigmoid(mixed, gates, out, add=True)
