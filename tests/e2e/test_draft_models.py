@@ -29,7 +29,7 @@ from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.model.eagle_kit import make_eagle3
 from tests.unit.model.native_kit import needs_kernels
 
-pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.timeout(300)]
 Answers = list[dict[str, Any]]
 TOKENS = (70, 71, 72, 75)
 """All drafts of the head: some requests draw few other tokens."""
