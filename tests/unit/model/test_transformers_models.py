@@ -87,7 +87,7 @@ def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
         ("NoSuchForCausalLM", "nosuch", {"auto_map": {"AutoModel": "x.Y"}}, "auto_map names remote code"),
         ("BertModel", "bert", {}, "no language-model head"),
         (
-            "Olmo2ForCausalLM", "olmo2",
+            "HeliumForCausalLM", "helium",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'",
         ),
         ("Olmo2ForCausalLM", "olmo2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
@@ -143,30 +143,30 @@ def test_flags_that_need_native_code_are_refused_by_name(
     field: str, groups: dict[str, Any], family_checkpoint: Callable[[str], Path]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        build(family_checkpoint("gpt_oss"), **groups)
+        build(family_checkpoint("mimo_v2_flash"), **groups)
     assert caught.value.field == field
 
 
 def test_the_launcher_refuses_to_split_a_model_without_native_code(family_checkpoint: Callable[[str], Path]) -> None:
-    model = ModelConfig(model_path=str(family_checkpoint("gpt_oss")))
+    model = ModelConfig(model_path=str(family_checkpoint("mimo_v2_flash")))
     with pytest.raises(ConfigError, match=r"--pp-size does not fit a model through transformers") as caught:
         check_model(ServerConfig(model=model, parallel=ParallelConfig(pp_size=2)))
     assert caught.value.field == "pp_size"
 
 
 def test_native_only_refuses_what_it_does_not_know(family_checkpoint: Callable[[str], Path]) -> None:
-    path = family_checkpoint("gpt_oss")
-    with pytest.raises(ModelError, match="GptOssForCausalLM"):
+    path = family_checkpoint("mimo_v2_flash")
+    with pytest.raises(ModelError, match="MiMoV2FlashForCausalLM"):
         build(path, model=ModelConfig(model_path=str(path), model_impl="native"))
 
 
 def test_a_missing_tensor_is_named(family_checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    for file in family_checkpoint("gpt_oss").iterdir():
+    for file in family_checkpoint("mimo_v2_flash").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.self_attn.sinks"]
+    del weights["model.layers.1.self_attn.q_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"1 missing keys, such as model\.layers\.1\.self_attn\.sinks"):
+    with pytest.raises(ModelError, match=r"1 missing keys, such as model\.layers\.1\.self_attn\.q_proj\.weight"):
         build(tmp_path)
 
 
