@@ -147,6 +147,8 @@ class TransformersModel:
         """Compute the logits of `[n, hidden_size]` by the code of the causal class, which may scale or bound them."""
         output = copy.copy(self._output)
         output.last_hidden_state = hidden[None]
+        if not hasattr(output, "image_hidden_states"):  # vision-language classes read it from their base model's output
+            output.image_hidden_states = None
         for module in self._below_head:
             module.forward = lambda *_, **__: output
         try:

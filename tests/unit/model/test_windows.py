@@ -127,6 +127,8 @@ def test_pair_by_the_cpu_kernels_gives_the_tokens_of_the_monolith(
         ) as servers:
             assert {server.built.arithmetic != "torch" for server in servers.servers} == {True}
             found.append(servers.generate(prompts, 12))
+            assert servers.generate(prompts, 12) == found[-1], "with prefix hits"
+            assert servers.servers[0].state().counters["cached_tokens"] > 256
             servers.assert_idle()
     assert found[0] == found[1]
 
