@@ -6,10 +6,10 @@
 namespace pdk {
 
 Weights HeadProduct::of_head(int64_t head) const {
-    const int64_t blocks = weights.blocks / heads, items = head * blocks * BLOCK;
-    const int64_t item_bytes = weights.format == Format::bf16 ? 2 : 1;
-    return {weights.format, blocks, weights.k, weights.data + items * weights.k * item_bytes,
-            weights.scale ? weights.scale + items : nullptr, nullptr};
+    const int64_t blocks = weights.blocks / heads, first = head * blocks;
+    float* scale = weights.scale ? weights.scale + first * block_scales(weights) : nullptr;
+    return {weights.format, blocks, weights.k, weights.data + first * block_bytes(weights),
+            scale, nullptr, weights.group, weights.mins};
 }
 
 // Threads share blocks of tokens of all heads, and each prepares its own inputs.

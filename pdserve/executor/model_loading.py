@@ -124,7 +124,7 @@ def read_model(
     """Read the checkpoint's config, and check that the model can be split over the ranks.
 
     Raises:
-        ConfigError: the model cannot be split so.
+        ConfigError: the model cannot be split so, or its KV cache has no 8-bit form.
         ModelError: the checkpoint is missing, damaged, or of a model that runs in no way.
     """
     spec, source = _read_spec(config, path)
@@ -135,7 +135,22 @@ def read_model(
     if (dtype, config.model.dtype, device.type) == ("float16", "auto", "cpu") and quantization_of(path) is not None:
         _LOG.info("the quantized checkpoint runs in bfloat16, the dtype of the CPU kernels, instead of float16")
         dtype = "bfloat16"
-    return ModelToLoad(config, path, spec, source, dtype, device, parallel, startup)
+    wanted = ModelToLoad(config, path, spec, source, dtype, device, parallel, startup)
+    if source is None and wanted.kv_dtype != dtype:
+        _check_codes(wanted)
+    return wanted
+
+
+def _check_codes(wanted: ModelToLoad) -> None:
+    """Raise ConfigError for a model whose KV cache has no 8-bit form: latents and index keys have the model's dtype."""
+    layout = kv_layout(wanted.spec, wanted.config.memory.page_size, wanted.dtype, wanted.kv_dtype)
+    for group in layout.groups:
+        if group.kind in (GroupKind.MLA, GroupKind.INDEX):
+            raise ConfigError(
+                f"--kv-cache-dtype {wanted.kv_dtype} does not fit this model: its {group.kind.value} group has the "
+                "model's dtype",
+                field="kv_cache_dtype",
+            )
 
 
 def load(wanted: ModelToLoad) -> LoadedModel:
