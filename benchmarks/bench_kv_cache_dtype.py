@@ -37,7 +37,8 @@ from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.native import best_level
 from pdserve.model.attention.kv_rows import encode_rows
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.program import HeadShape, Program, Threads
+from pdserve.model.native.program import Program
+from pdserve.model.native.resources import HeadShape, Threads
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 
 FORMATS = ("auto", "int8", "fp8_e4m3")

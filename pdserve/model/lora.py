@@ -21,7 +21,9 @@ from torch import Tensor
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, read_json
+from pdserve.model.decoder import head_order
 from pdserve.model.layer_spec import AttentionSpec, MLPSpec
+from pdserve.model.params import Param
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -40,7 +42,8 @@ _REFUSED = {
 class LoraTarget:
     """A linear layer of the checkpoint that an adapter may change, `[num_out, num_in]`.
 
-    A rank computes its outputs `rows` from its inputs `columns`. `is_held`: the layer is on this rank.
+    A rank computes its outputs `rows` from its inputs `columns`. `is_held`: the layer is on this rank. `order`: that of
+    the rows in which the rank stores the layer, see `Param`.
     """
 
     num_out: int
@@ -48,6 +51,7 @@ class LoraTarget:
     rows: range
     columns: range
     is_held: bool
+    order: tuple[int, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,17 +77,26 @@ def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
     for index, layer in enumerate(spec.layers):
         names = spec.names.layer.under(spec.names.layers.format(layer=index))
 
-        def add(name: str, num_out: int, num_in: int, rows: range, columns: range, index: int = index) -> None:
-            found[name] = LoraTarget(num_out, num_in, rows, columns, index in mine)
+        def add(
+            name: str,
+            num_out: int,
+            num_in: int,
+            rows: range,
+            columns: range,
+            order: tuple[int, ...] | None = None,
+            *,
+            is_held: bool = index in mine,
+        ) -> None:
+            found[name] = LoraTarget(num_out, num_in, rows, columns, is_held, order)
 
         for op in layer.operations:
             if isinstance(op, AttentionSpec):
                 q, kv = part_of(op.num_heads, tp_size, rank), kv_heads_of(op.num_kv_heads, tp_size, rank)
                 dim, every = op.head_dim, range(hidden)
                 kv_rows = range(kv.start * dim, kv.stop * dim)
-                wide = op.q_width // op.num_heads
-                add(names.q, op.q_width, hidden, range(q.start * wide, q.stop * wide), every)
-                add(names.k, op.num_kv_heads * dim, hidden, kv_rows, every)
+                wide, order = op.q_width // op.num_heads, head_order(op)
+                add(names.q, op.q_width, hidden, range(q.start * wide, q.stop * wide), every, order)
+                add(names.k, op.num_kv_heads * dim, hidden, kv_rows, every, order)
                 add(names.v, op.num_kv_heads * dim, hidden, kv_rows, every)
                 add(names.o, hidden, op.num_heads * dim, every, range(q.start * dim, q.stop * dim))
             elif isinstance(op, MLPSpec):
@@ -147,7 +160,8 @@ def read_adapter(
             digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
         if target.is_held:
             rows, columns = target.rows, target.columns
-            mine = a[:, columns.start : columns.stop], b[rows.start : rows.stop].float() * scaling
+            held = b[rows.start : rows.stop].float() * scaling
+            mine = a[:, columns.start : columns.stop], Param(layer, tuple(b.shape), order=target.order).ordered(held)
             weights[layer] = (mine[0].to(device, dtype).contiguous(), mine[1].to(device, dtype).contiguous())
     return LoraAdapter(name, number, rank, digest.hexdigest(), weights)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import HostRows, to_device
+from pdserve.model.layer_spec import Activation
 from pdserve.model.layers.dense import DenseMLP, Linear
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.lora import LoraAdapter, LoraTarget
@@ -87,15 +88,18 @@ class LoraLinear(Linear):
 class LoraMLP:
     """This rank's columns of a dense layer with adapters; see `DenseMLP.product`."""
 
-    def __init__(self, gate_up: LoraLinear, down: LoraLinear, kernels: Kernels, step: LoraStep) -> None:
-        self._gate_up, self._down, self._kernels, self._step = gate_up, down, kernels, step
+    def __init__(
+        self, gate_up: LoraLinear, down: LoraLinear, act: Activation, kernels: Kernels, step: LoraStep
+    ) -> None:
+        self._gate_up, self._down, self._act, self._kernels, self._step = gate_up, down, act, kernels, step
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, hidden]` to a partial sum of `[N, hidden]`."""
         if not self._step.groups:
-            return self._down(self._kernels.gated(x, self._gate_up.weight, self._gate_up.bias))
+            return self._down(self._kernels.gated(x, self._gate_up.weight, self._gate_up.bias, self._act))
         gate, up = self._gate_up(x).chunk(2, -1)
-        return self._down(F.silu(gate) * up)
+        opened = F.silu(gate) if self._act == "silu" else F.gelu(gate, approximate="tanh")
+        return self._down(opened * up)
 
 
 def attach_lora(decoder: Decoder, targets: dict[str, LoraTarget], first: int) -> LoraStep:
@@ -121,5 +125,5 @@ def attach_lora(decoder: Decoder, targets: dict[str, LoraTarget], first: int) ->
                 op.qkv, op.out = linear(op.qkv, names.q, names.k, names.v), linear(op.out, names.o)
             elif isinstance(op, DenseMLP):
                 gate_up, down = linear(op.gate_up, names.gate, names.up), linear(op.down, names.down)
-                op.product = LoraMLP(gate_up, down, kernels, step)
+                op.product = LoraMLP(gate_up, down, op.act, kernels, step)
     return step
