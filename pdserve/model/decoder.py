@@ -225,7 +225,7 @@ class Attention:
         self.spec, self.rotary, self._kernels = spec, rotary, kernels
         q, kv = head_shares(spec, parallel.coord)
         self.num_heads, self.num_kv_heads = len(q), len(kv)
-        order = head_order(spec)
+        order = spec.head_order
         outputs = _by_head(names.q, spec.num_heads, q, spec.q_width // spec.num_heads, order)
         queries = _by_head(names.q, spec.num_heads, q, spec.head_dim)
         keys = _by_head(names.k, spec.num_kv_heads, kv, spec.head_dim, order)
@@ -405,15 +405,3 @@ class _LayerBuilder:
 def _by_head(name: str, num_heads: int, held: range, head_dim: int, order: tuple[int, ...] | None = None) -> Outputs:
     """Return the outputs of a projection to heads. The rank holds heads `held`. `order`: see `Outputs`."""
     return Outputs(name, num_heads * head_dim, range(held.start * head_dim, held.stop * head_dim), order)
-
-
-def head_order(spec: AttentionSpec) -> tuple[int, ...] | None:
-    """Return the checkpoint's dimension of each dimension of a head of Q and K; None: they are the same.
-
-    Of interleaved pairs the first dimensions come first, so that the halves of the rotated part are the pairs.
-    """
-    if spec.rope is None or not spec.rope.interleaved:
-        return None
-    assert not spec.output_gate, "q has gates between its heads"
-    rotated = spec.rope.rotary_dim(spec.head_dim)
-    return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, spec.head_dim))

@@ -54,6 +54,18 @@ class AttentionSpec(ModelFacts):
         return self.num_heads * self.head_dim * (2 if self.output_gate else 1)
 
     @property
+    def head_order(self) -> tuple[int, ...] | None:
+        """The checkpoint's dimension of each dimension of a head of Q and K; None: they are the same.
+
+        Of interleaved pairs the first dimensions come first, so that the halves of the rotated part are the pairs.
+        """
+        if self.rope is None or not self.rope.interleaved:
+            return None
+        assert not self.output_gate, "q has gates between its heads"
+        rotated = self.rope.rotary_dim(self.head_dim)
+        return (*range(0, rotated, 2), *range(1, rotated, 2), *range(rotated, self.head_dim))
+
+    @property
     def qkv_width(self) -> int:
         """Outputs of the q, k and v projections together."""
         return self.q_width + 2 * self.num_kv_heads * self.head_dim

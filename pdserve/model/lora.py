@@ -21,7 +21,6 @@ from torch import Tensor
 from pdserve.base.parallel import RankCoord, kv_heads_of, layers_of, part_of
 from pdserve.errors import ModelError
 from pdserve.model.config import ModelSpec, read_json
-from pdserve.model.decoder import head_order
 from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.params import Param
 
@@ -94,7 +93,7 @@ def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
                 q, kv = part_of(op.num_heads, tp_size, rank), kv_heads_of(op.num_kv_heads, tp_size, rank)
                 dim, every = op.head_dim, range(hidden)
                 kv_rows = range(kv.start * dim, kv.stop * dim)
-                wide, order = op.q_width // op.num_heads, head_order(op)
+                wide, order = op.q_width // op.num_heads, op.head_order
                 add(names.q, op.q_width, hidden, range(q.start * wide, q.stop * wide), every, order)
                 add(names.k, op.num_kv_heads * dim, hidden, kv_rows, every, order)
                 add(names.v, op.num_kv_heads * dim, hidden, kv_rows, every)
