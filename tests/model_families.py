@@ -174,7 +174,7 @@ FAMILIES = {
              "logits_scaling": 4.0},
             random_norms=True,
         ),
-        TinyFamily("smollm3", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0]}),
+        TinyFamily("smollm3", "SmolLM3ForCausalLM", {"no_rope_layers": [1, 0], "tie_word_embeddings": False}),
         TinyFamily("seed_oss", "SeedOssForCausalLM", {}),
         TinyFamily(
             "ministral", "MinistralForCausalLM",
