@@ -41,12 +41,21 @@ def export_hf(path: Path, target: Path) -> None:
 
 
 def export_tokenizer(path: Path, reader: GGUFReader, target: Path) -> None:
-    """Save the tokenizer, and restore the digit splitter and control tokens that transformers' conversion loses."""
+    """Save the tokenizer, and restore the digit splitter and control tokens that transformers' conversion loses.
+
+    Raises:
+        ModelError: the file has no tokenizer that transformers can convert.
+    """
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
     with contextlib.redirect_stderr(io.StringIO()):
-        tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+        except (KeyError, ValueError) as error:
+            raise ModelError(
+                f"{path} has no tokenizer that can be converted; give --tokenizer-path: {error}"
+            ) from error
     backend = tokenizer.backend_tokenizer
     pre = gguf_file.text_field(reader, "tokenizer.ggml.pre")
     if pre in _DIGIT_PRE_TOKENIZERS:

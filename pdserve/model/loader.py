@@ -194,14 +194,10 @@ def has_tensors(path: Path, prefix: str) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _MappedSource:
-    """One tensor of a mapped safetensors file. Implements `TensorSource`; a read touches only the requested part.
-
-    `is_part`: it is one of several tensors of a quantized weight, and may have any dtype.
-    """
+    """One tensor of a mapped safetensors file. Implements `TensorSource`; a read touches only the requested part."""
 
     file: safe_open
     name: str
-    is_part: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -216,9 +212,6 @@ class _MappedSource:
     def read(self, part: tuple[slice, ...] | None) -> Tensor:
         file: Any = self.file
         tensor: Tensor = file.get_tensor(self.name) if part is None else file.get_slice(self.name)[part]
-        if not self.is_part and not (tensor.is_floating_point() and tensor.itemsize > 1):
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise ModelError(f"tensor {self.name} is {kind}, and no tensors beside it say how it was quantized")
         return tensor
 
 
@@ -258,7 +251,7 @@ def _index(files: Iterable[Path]) -> dict[str, Path]:
 
 def _finder(file: safe_open, path: Path, index: Mapping[str, Path]) -> Callable[[str], TensorSource]:
     """Return a function that opens a tensor of a quantized weight: in `file`, mapped from `path`, or another one."""
-    return lambda name: _MappedSource(file if index[name] == path else _open(index[name]), name, is_part=True)
+    return lambda name: _MappedSource(file if index[name] == path else _open(index[name]), name)
 
 
 def _gguf(path: Path, spec: ModelSpec, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:

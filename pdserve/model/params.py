@@ -306,7 +306,11 @@ class ParamSlots:
             value = quantized.dequantized() if source.is_exact else param.ordered(source.read(param.part))
             slot.copy_(value)
         elif slot.numel():
-            slot.copy_(param.ordered(source.read(param.part)))
+            value = source.read(param.part)
+            if slot.is_floating_point() and not (value.is_floating_point() and value.itemsize > 1):
+                kind = str(value.dtype).removeprefix("torch.")
+                raise ModelError(f"tensor {name} is {kind}, and no tensors beside it say how it was quantized")
+            slot.copy_(param.ordered(value))
         self._given(name)
 
     def params_in(self, whole: Tensor) -> list[Param]:

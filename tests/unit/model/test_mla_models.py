@@ -179,7 +179,7 @@ LITE, GLM = "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"
         (LITE, {"mlp_layer_types": ["dense", "x"]}, "mlp_layer_types has x"),
         (GLM, {"index_topk_pattern": "F"}, "indexer_types has 1 entries"),
         (GLM, {"indexer_types": ["shared", "full"]}, "begins with shared"),
-        (V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        (V3, {"quantization_config": {"quant_method": "bitsandbytes"}}, "quant_method 'bitsandbytes'"),
     ],
 )
 def test_bad_fields_are_refused_by_name(architecture: str, fields: dict[str, Any], reason: str) -> None:

@@ -90,7 +90,7 @@ def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
             "HeliumForCausalLM", "helium",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type 'dynamic'",
         ),
-        ("Olmo2ForCausalLM", "olmo2", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ("HeliumForCausalLM", "helium", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
             "Mamba2ForCausalLM", "mamba2",
             {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "num_hidden_layers": 1},
