@@ -118,6 +118,10 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
     most_pages = held.whole_pages(num_tokens)
     num_pages = agree(most_pages)
     assert 0 < num_pages <= most_pages, "agreed on more pages than this rank can hold"
+    most_window = (
+        num_pages + one.num_window_pages
+    )  # a request has no more window pages than pages, but for those on return
+    groups = dataclasses.replace(groups, num_window_pages=min(groups.num_window_pages, most_window))
     return PoolSizes(num_pages, groups, num_scratch_pages)
 
 
