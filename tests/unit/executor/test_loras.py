@@ -115,6 +115,11 @@ def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: 
         assert "--max-lora-rank 8" in load(4, "large", str(too_large))
         wide = make_tiny("qwen2", tmp_path / "wide", eos_token_id=None, hidden_size=128)
         assert "has shape" in load(5, "wide", str(write_adapter(tmp_path / "of-wide", wide)))
+        deep = write_adapter(tmp_path / "deep", adapted.base)
+        (deep / "adapter_config.json").write_text("[" * 200_000)
+        for number, path in enumerate((str(deep), str(tmp_path / "none"), "a\0b", "default"), start=6):
+            assert load(number, "no", path)
+        assert "means the model itself" in load(10, "default", paths["all"])
         server.assert_idle()
 
 
@@ -161,6 +166,7 @@ def test_tensor_ranks_and_stages_cut_adapters(adapted: Adapted, gang: Gang) -> N
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 0}, "r must be"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be"),
         ({"modules": ("embed_tokens",)}, "changes no linear layer"),
     ],
 )
@@ -199,6 +205,7 @@ def test_other_ways_to_run_a_model_take_no_adapters(adapted: Adapted) -> None:
         (LoraConfig(lora_paths="a=x,a=y"), "lora_paths"),
         (LoraConfig(lora_paths="a="), "lora_paths"),
         (LoraConfig(lora_paths="smollm2=x"), "lora_paths"),
+        (LoraConfig(lora_paths="default=x"), "lora_paths"),
         (LoraConfig(lora_paths="a=x,b=y", max_loras_per_batch=1), "lora_paths"),
         (LoraConfig(max_loras_per_batch=0), "max_loras_per_batch"),
         (LoraConfig(max_lora_rank=0), "max_lora_rank"),
