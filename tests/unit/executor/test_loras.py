@@ -13,13 +13,14 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.resolve import Machine, fill_in
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import build_executor
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import AbortRequest, LoadLora, UnloadLora
 from tests.adapters import ATTENTION, merged, write_adapter
 from tests.driver import Driver
-from tests.model_families import prompts_of
+from tests.model_families import FAMILIES, prompts_of
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import make_tiny
@@ -74,6 +75,46 @@ def test_adapters_side_by_side_give_the_merged_weights_tokens(is_pair: bool, ada
         expected = [adapted.tokens[name][i] for i, name in enumerate(mixed)]
         assert server.generate(PROMPTS, NUM_NEW, loras=mixed) == expected, "in one batch"
         assert computing.state().counters["cached_tokens"] > 0, "of the same adapter's"
+        server.assert_idle()
+
+
+def test_drafts_of_a_model_without_adapters_are_verified_by_the_adapted_one(adapted: Adapted) -> None:
+    """Draft KV and first drafts change no token, also where prefixes are cached."""
+    drafter = SpeculativeConfig(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(adapted.base), speculative_num_steps=3,
+        speculative_adaptive=False,
+    )  # fmt: skip
+    names = [None, "all", "attention", "all"]
+    expected = [adapted.tokens[name][i] for i, name in enumerate(names)]
+    with running_models(
+        adapted.base, pair=True, lora=adapted.config("all", "attention"), speculative=drafter,
+        prefill_speculative=drafter, **NATIVE,
+    ) as pair:  # fmt: skip
+        for _ in range(2):
+            assert pair.generate(PROMPTS, NUM_NEW, loras=names) == expected
+        counters = pair.answering.state().counters
+        assert counters["spec_verify_steps"] > counters["spec_accepted_tokens"] > 0
+        pair.assert_idle()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_windows_and_states_in_the_cache_belong_to_an_adapter(family: str, tmp_path: Path) -> None:
+    base, prompts = tmp_path / "base", prompts_of((150, 300))
+    FAMILIES[family].write(base)
+    paths = {name: write_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("first", "second"))}
+    models: dict[str | None, Path] = {name: merged(tmp_path / f"{name}-merged", base, paths[name]) for name in paths}
+    models[None] = base
+    expected = {}
+    for name, path in models.items():
+        reference = load_reference(path)
+        expected[name] = [reference_greedy(reference, prompt, NUM_NEW) for prompt in prompts]
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    lora = LoraConfig(lora_paths=",".join(f"{name}={path}" for name, path in paths.items()))
+    with running_models(base, pair=False, lora=lora, **NATIVE) as server:
+        for has_cached in (False, True):
+            for name in models:
+                assert server.generate(prompts, NUM_NEW, loras=[name] * 2) == expected[name], (name, has_cached)
+            assert (server.answering.state().counters.get("cached_tokens", 0) > 0) == has_cached
         server.assert_idle()
 
 

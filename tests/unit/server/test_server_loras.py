@@ -24,6 +24,8 @@ async def test_a_request_names_an_adapter_as_its_model(tokenizer: Tokenizer) -> 
             chat = {"messages": [{"role": "user", "content": "x"}], "model": model}
             answer = await b.http.post("/v1/chat/completions", json=chat)
             assert answer.status_code == 200 and b.scheduler.requests[-1].lora == lora
+            answer = await b.http.post("/v1/responses", json={"input": "x", "model": model})
+            assert answer.status_code == 200 and b.scheduler.requests[-1].lora == lora
         answer = await b.http.post("/v1/completions", json={"prompt": "x", "model": "no"})
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (404, "model_not_found") and "'tiny', 'sql'" in error["message"]
