@@ -159,7 +159,7 @@ def read_adapter(
         target = targets[layer]
         digest.update(layer.encode())
         for part in (a, b):
-            digest.update(part.contiguous().view(torch.uint8).numpy())
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
         if target.is_held:
             rows, columns = target.rows, target.columns
             held = b[rows.start : rows.stop].float() * scaling

@@ -148,8 +148,11 @@ def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: 
         assert "loaded already" in load(1, "all", paths["all"])
         assert "--max-loras-per-batch" in load(2, "attention", paths["attention"])
         assert not scheduler.command(UnloadLora(query_id="no", name="attention")).ok
+        rids = server.send(PROMPTS, NUM_NEW, ["all"] * 4)
         assert scheduler.command(UnloadLora(query_id="all", name="all")).ok
         assert not load(3, "all", paths["attention"]), "another one of the same name"
+        scheduler.wait_for(rids)
+        assert [scheduler.tokens[rid] for rid in rids] == adapted.tokens["all"], "requests keep their adapter"
         assert server.generate(PROMPTS, NUM_NEW, loras=["all"] * 4) == adapted.tokens["attention"]
         assert scheduler.command(UnloadLora(query_id="again", name="all")).ok
         too_large = write_adapter(tmp_path / "large", adapted.base, rank=16)
