@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.params import Param
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
 DIGEST_CHARS = 16
 """Hexadecimal digits of `LoraAdapter.digest`."""
 _PREFIX = "base_model.model."
@@ -116,6 +118,7 @@ def read_scaling(directory: Path) -> tuple[int, float]:
     Raises:
         ModelError: it is no adapter, or one with a feature that is not supported.
     """
+    _check_file(directory / CONFIG, MAX_CONFIG_BYTES)
     config = read_json(directory / CONFIG)
     where = str(directory / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -173,6 +176,7 @@ def _pairs(
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
     """Yield A and B of each linear layer of an adapter, whole. Raises ModelError, before it reads a wrong tensor."""
     path = directory / WEIGHTS
+    _check_file(path)
     try:
         with safe_open(path, "pt") as file:
             layers = _checked(file, path, targets, rank)
@@ -180,6 +184,18 @@ def _pairs(
                 yield layer, (file.get_tensor(a), file.get_tensor(b))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file, of at most `max_bytes` bytes: others could block the reader."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelError(f"{path} has {status.st_size} bytes, more than {max_bytes}")
 
 
 def _checked(file: Any, path: Path, targets: Mapping[str, LoraTarget], rank: int) -> dict[str, tuple[str, str]]:

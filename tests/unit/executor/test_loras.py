@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -161,9 +162,15 @@ def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: 
         assert "has shape" in load(5, "wide", str(write_adapter(tmp_path / "of-wide", wide)))
         deep = write_adapter(tmp_path / "deep", adapted.base)
         (deep / "adapter_config.json").write_text("[" * 200_000)
-        for number, path in enumerate((str(deep), str(tmp_path / "none"), "a\0b", "default"), start=6):
-            assert load(number, "no", path)
-        assert "means the model itself" in load(10, "default", paths["all"])
+        pipe, long = tmp_path / "pipe", write_adapter(tmp_path / "long", adapted.base)
+        pipe.mkdir()
+        os.mkfifo(pipe / "adapter_config.json")
+        (long / "adapter_config.json").write_text("[" * (1 << 21))
+        refused = {str(deep): "RecursionError", str(tmp_path / "none"): "cannot be read", "a\0b": "cannot be read",
+                   str(pipe): "not a regular file", str(long): "more than"}  # fmt: skip
+        for number, (path, message) in enumerate(refused.items(), start=6):
+            assert message in load(number, "no", path)
+        assert "means the model itself" in load(11, "default", paths["all"])
         server.assert_idle()
 
 
