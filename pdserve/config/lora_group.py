@@ -13,6 +13,10 @@ MAX_RANK = 1024
 DEFAULT_MAX_RANK = 64
 """Largest rank without `--max-lora-rank`, where no adapter of `--lora-paths` has a larger one."""
 MAX_NAME_CHARS = 256
+ANY_MODEL = ("", "default", "unknown")
+"""Names that mean the model itself in requests; no adapter may have one. sglang-router sends `unknown` for a chat
+without a model.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,6 +79,8 @@ def wrong_name(name: str) -> str | None:
     """Return why `name` is no name of an adapter; None when it is one."""
     if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
         return f"has the name {name[:80]!r}, which must have 1 to {MAX_NAME_CHARS} printable characters"
+    if name in ANY_MODEL:
+        return f"has the name {name!r}, which means the model itself"
     return None
 
 

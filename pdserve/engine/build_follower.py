@@ -229,8 +229,9 @@ def _executor(
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
     executor: Executor = RankExecutor(
-        own, built.table, built.layout, built.coord, leader, inputs, compute_at_launch=not overlap
-    )
+        own, built.table, built.layout, built.coord, leader, inputs, compute_at_launch=not overlap,
+        adapter_of=None if built.loras is None else built.loras.fingerprint,
+    )  # fmt: skip
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)

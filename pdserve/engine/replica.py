@@ -214,7 +214,10 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
         group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
-        executor = RankExecutor(own, built.table, built.layout, built.coord, followers, group.log)
+        adapter_of = None if built.loras is None else built.loras.fingerprint
+        executor = RankExecutor(
+            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of
+        )
         root_cause = followers.root_cause
     if moves and root_cause is not None:
         log = None if group is None else group.log

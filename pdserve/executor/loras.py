@@ -76,7 +76,8 @@ class LoraAdapters:
         """Load the adapter in the directory `path` as `name`.
 
         Raises:
-            ModelError: the name is taken or wrong, too many adapters are loaded, or as `read_adapter`.
+            ModelError: the name is taken or wrong, too many adapters are loaded, there is no memory for another one, or
+                as `read_adapter`.
         """
         reason = wrong_name(name)
         if reason is not None:
@@ -85,7 +86,10 @@ class LoraAdapters:
             raise ModelError(f"an adapter {name!r} is loaded already; unload it first")
         if len(self._loaded) >= self._max_loaded:
             raise ModelError(f"{len(self._loaded)} adapters are loaded, as many as --max-loras-per-batch allows")
-        found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
+        try:
+            found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
+        except (MemoryError, RuntimeError) as error:  # of torch: no memory; of json: too many levels
+            raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
         number = self._numbers.setdefault(found.digest, len(self._numbers) + 1)
         if number >> (KEY_BITS - self._shift):
             raise ModelError(
@@ -132,6 +136,11 @@ class LoraAdapters:
         """Return the adapter of each row; None when no row has one."""
         found = tuple(map(self._rows.get, rows))
         return found if any(found) else None
+
+    def fingerprint(self, row: int) -> int:
+        """Return a number that tells the contents of the row's adapter; 0 without one. Equal on all ranks."""
+        adapter = self._rows.get(row)
+        return 0 if adapter is None else int(adapter.digest, 16)
 
     def into(self, batch: HostBatch) -> HostBatch:
         """Return `batch` with the adapters of its rows."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,12 @@ from pdserve.model.layer_spec import AttentionSpec, MLPSpec
 from pdserve.model.params import Param
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_CONFIG_BYTES = 1 << 20
+DIGEST_CHARS = 16
+"""Hexadecimal digits of `LoraAdapter.digest`."""
 _PREFIX = "base_model.model."
 _PARTS = ("lora_A.weight", "lora_B.weight")
+_MAX_ALPHA = 1e9
 _REFUSED = {
     "use_dora": "DoRA", "fan_in_fan_out": "transposed weights", "lora_bias": "biases of B",
     "modules_to_save": "further trained modules", "rank_pattern": "ranks that differ by module",
@@ -113,6 +118,7 @@ def read_scaling(directory: Path) -> tuple[int, float]:
     Raises:
         ModelError: it is no adapter, or one with a feature that is not supported.
     """
+    _check_file(directory / CONFIG, MAX_CONFIG_BYTES)
     config = read_json(directory / CONFIG)
     where = str(directory / CONFIG)
     if config.get("peft_type") != "LORA":
@@ -125,8 +131,8 @@ def read_scaling(directory: Path) -> tuple[int, float]:
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
     if type(rank) is not int or rank < 1:
         raise ModelError(f"{where}: r must be a whole number from 1 on, got {rank!r}")
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ModelError(f"{where}: lora_alpha must be a number, got {alpha!r}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _MAX_ALPHA:
+        raise ModelError(f"{where}: lora_alpha must be a number of magnitude at most {_MAX_ALPHA:g}")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
@@ -149,34 +155,53 @@ def read_adapter(
     if rank > max_rank:
         raise ModelError(f"{directory}: rank {rank} is larger than --max-lora-rank {max_rank}")
     whole = dict(_pairs(directory, targets, rank))
-    digest = hashlib.blake2b(repr((rank, scaling)).encode(), digest_size=8)
+    digest = hashlib.sha256(repr((rank, scaling)).encode())
     weights = {}
     for layer in sorted(whole):
         a, b = whole[layer]
         target = targets[layer]
         digest.update(layer.encode())
         for part in (a, b):
-            digest.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(part.contiguous().view(torch.uint8).numpy().data)
         if target.is_held:
             rows, columns = target.rows, target.columns
             held = b[rows.start : rows.stop].float() * scaling
             mine = a[:, columns.start : columns.stop], Param(layer, tuple(b.shape), order=target.order).ordered(held)
             weights[layer] = (mine[0].to(device, dtype).contiguous(), mine[1].to(device, dtype).contiguous())
-    return LoraAdapter(name, number, rank, digest.hexdigest(), weights)
+    return LoraAdapter(name, number, rank, digest.hexdigest()[:DIGEST_CHARS], weights)
 
 
 def _pairs(
     directory: Path, targets: Mapping[str, LoraTarget], rank: int
 ) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
-    """Yield A and B of each linear layer of an adapter, whole. Raises ModelError."""
+    """Yield A and B of each linear layer of an adapter, whole. Raises ModelError, before it reads a wrong tensor."""
     path = directory / WEIGHTS
+    _check_file(path)
     try:
         with safe_open(path, "pt") as file:
-            tensors: dict[str, Any] = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            layers = _checked(file, path, targets, rank)
+            for layer, (a, b) in layers.items():
+                yield layer, (file.get_tensor(a), file.get_tensor(b))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    layers: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in tensors.items():
+
+
+def _check_file(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file, of at most `max_bytes` bytes: others could block the reader."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {error}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelError(f"{path} has {status.st_size} bytes, more than {max_bytes}")
+
+
+def _checked(file: Any, path: Path, targets: Mapping[str, LoraTarget], rank: int) -> dict[str, tuple[str, str]]:
+    """Return the keys of A and B of each linear layer, by the header of `file`. Raises ModelError."""
+    layers: dict[str, dict[str, str]] = {}
+    for key in file.keys():  # noqa: SIM118
         part = next((part for part in _PARTS if key.endswith(f".{part}")), None)
         layer = key.removeprefix(_PREFIX).removesuffix(f".{part}")
         if part is None or layer not in targets:
@@ -184,7 +209,7 @@ def _pairs(
                 f"{path}: {key} changes no linear layer of this model that adapters may change: projections of "
                 "attention and of dense MLPs"
             )
-        layers.setdefault(layer, {})[part] = tensor
+        layers.setdefault(layer, {})[part] = key
     if not layers:
         raise ModelError(f"{path} has no tensors")
     for layer, parts in layers.items():
@@ -193,9 +218,10 @@ def _pairs(
         for part, shape in shapes.items():
             if part not in parts:
                 raise ModelError(f"{path}: {layer}.{part} is missing")
-            if tuple(parts[part].shape) != shape:
-                found = list(parts[part].shape)
+            header = file.get_slice(parts[part])
+            found, dtype = list(header.get_shape()), header.get_dtype()
+            if found != list(shape):
                 raise ModelError(f"{path}: {layer}.{part} has shape {found}, but this model needs {list(shape)}")
-            if not parts[part].is_floating_point():
-                raise ModelError(f"{path}: {layer}.{part} is {parts[part].dtype}, not a floating-point tensor")
-        yield layer, (parts[_PARTS[0]], parts[_PARTS[1]])
+            if not dtype.startswith(("F", "BF")):
+                raise ModelError(f"{path}: {layer}.{part} is {dtype}, not a floating-point tensor")
+    return {layer: (parts[_PARTS[0]], parts[_PARTS[1]]) for layer, parts in layers.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdserve.base.parallel import RankCoord
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
@@ -62,8 +62,13 @@ class RankExecutor:
         log: InputLog,
         *,
         compute_at_launch: bool = False,
+        adapter_of: Callable[[int], int] | None = None,
     ) -> None:
+        """`adapter_of`: a number for the LoRA adapter of a table row, which all ranks must have alike; None: no row has
+        adapters.
+        """
         self._local = local
+        self._adapter_of = adapter_of
         self._table = table
         self._layout = layout
         self._rank_group = rank_group
@@ -151,10 +156,12 @@ class RankExecutor:
         return step.result
 
     def _fingerprint(self, plan: BatchPlan) -> int:
-        """Return a hash of the plan and its new pages; differs between ranks with different plans or page tables so
-        far.
+        """Return a hash of the plan and its new pages; differs between ranks with different plans, LoRA adapters of
+        rows, or page tables so far.
         """
         seen: list[int] = [plan.step, -1 if plan.num_proposals is None else plan.num_proposals]
+        if self._adapter_of is not None:
+            seen += [self._adapter_of(row.row) for row in plan.rows]
         for row in plan.rows:
             seen += (row.row, row.start, row.end, row.sample, row.state_from, row.state_to, *row.drafts)
             before, count = self._num_seen[row.row], self._layout.pages_for(row.end)

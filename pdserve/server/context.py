@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from fastapi.responses import Response
 import pdserve
 from pdserve.base.proof import NO_TOKEN_ID
 from pdserve.config.groups import DisaggMode, ServerConfig
+from pdserve.config.lora_group import ANY_MODEL
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.messages import GenerateRequest
@@ -33,8 +35,6 @@ from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
 MAX_MODEL_CHARS = 1024
-ANY_MODEL = ("", "default", "unknown")
-"""Model names that select the served model. sglang-router sends `unknown` for a chat without a model."""
 
 PRIORITY_RETRY_S = 60
 """`Retry-After` of a refused priority. Routers count a 503 without one as a failure of the server."""
@@ -60,6 +60,8 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
+    """Held while an adapter is loaded or unloaded, on all replicas."""
 
     def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` as a handler of this server's requests."""

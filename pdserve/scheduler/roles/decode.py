@@ -56,10 +56,10 @@ WRONG_STATE = Failure(
 def can_recompute(failure: Failure) -> bool:
     """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
 
-    False for aborts, for bad requests, for servers whose configuration or tokenizer differs, and for requests that a
-    more urgent one displaced from prefill's queue.
+    False for aborts, for bad requests, for servers whose configuration, tokenizer or LoRA adapters differ, and for
+    requests that a more urgent one displaced from prefill's queue.
     """
-    is_excluded = failure.code in ("prompt_mismatch", EVICTED_CODE)
+    is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", EVICTED_CODE)
     return failure.retryable and failure.status >= 500 and not is_excluded
 
 

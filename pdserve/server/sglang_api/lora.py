@@ -25,15 +25,16 @@ async def load_lora_adapter(context: ServerContext, request: Request) -> Respons
     name, path = body.lora_name, body.lora_path
     if context.is_model(name):
         raise RequestError(f"lora_name: {name!r} is the model's name", field="lora_name")
-    if name in context.adapters:
-        return _answer(context, f"an adapter {name!r} is loaded already; unload it first")
-    reply = await context.client.command(lambda i: LoadLora(query_id=i, name=name, path=path), COMMAND_TIMEOUT_S)
-    if not reply.ok:
-        if context.config.parallel.dp_size > 1:  # some replicas may have it
-            await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
-        return _answer(context, reply.message)
-    context.adapters[name] = path
-    return _answer(context, None)
+    async with context.changing_adapters:
+        if name in context.adapters:
+            return _answer(context, f"an adapter {name!r} is loaded already; unload it first")
+        reply = await context.client.command(lambda i: LoadLora(query_id=i, name=name, path=path), COMMAND_TIMEOUT_S)
+        if not reply.ok:
+            if context.config.parallel.dp_size > 1:  # some replicas may have it
+                await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
+            return _answer(context, reply.message)
+        context.adapters[name] = path
+        return _answer(context, None)
 
 
 async def unload_lora_adapter(context: ServerContext, request: Request) -> Response:
@@ -41,9 +42,10 @@ async def unload_lora_adapter(context: ServerContext, request: Request) -> Respo
     body = convert(await read_json_object(request, context.max_body_bytes), UnloadLoraBody)
     _require_lora(context)
     name = body.lora_name
-    context.adapters.pop(name, None)
-    reply = await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
-    return _answer(context, None if reply.ok else reply.message)
+    async with context.changing_adapters:
+        context.adapters.pop(name, None)
+        reply = await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
+        return _answer(context, None if reply.ok else reply.message)
 
 
 def _require_lora(context: ServerContext) -> None:

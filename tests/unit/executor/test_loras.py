@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,14 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.resolve import Machine, fill_in
+from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ConfigError
 from pdserve.executor.factory import build_executor
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import AbortRequest, LoadLora, UnloadLora
 from tests.adapters import ATTENTION, merged, write_adapter
 from tests.driver import Driver
-from tests.model_families import prompts_of
+from tests.model_families import FAMILIES, prompts_of
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import make_tiny
@@ -77,6 +79,46 @@ def test_adapters_side_by_side_give_the_merged_weights_tokens(is_pair: bool, ada
         server.assert_idle()
 
 
+def test_drafts_of_a_model_without_adapters_are_verified_by_the_adapted_one(adapted: Adapted) -> None:
+    """Draft KV and first drafts change no token, also where prefixes are cached."""
+    drafter = SpeculativeConfig(
+        speculative_algorithm="STANDALONE", speculative_draft_model_path=str(adapted.base), speculative_num_steps=3,
+        speculative_adaptive=False,
+    )  # fmt: skip
+    names = [None, "all", "attention", "all"]
+    expected = [adapted.tokens[name][i] for i, name in enumerate(names)]
+    with running_models(
+        adapted.base, pair=True, lora=adapted.config("all", "attention"), speculative=drafter,
+        prefill_speculative=drafter, **NATIVE,
+    ) as pair:  # fmt: skip
+        for _ in range(2):
+            assert pair.generate(PROMPTS, NUM_NEW, loras=names) == expected
+        counters = pair.answering.state().counters
+        assert counters["spec_verify_steps"] > counters["spec_accepted_tokens"] > 0
+        pair.assert_idle()
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_windows_and_states_in_the_cache_belong_to_an_adapter(family: str, tmp_path: Path) -> None:
+    base, prompts = tmp_path / "base", prompts_of((150, 300))
+    FAMILIES[family].write(base)
+    paths = {name: write_adapter(tmp_path / name, base, seed=seed) for seed, name in enumerate(("first", "second"))}
+    models: dict[str | None, Path] = {name: merged(tmp_path / f"{name}-merged", base, paths[name]) for name in paths}
+    models[None] = base
+    expected = {}
+    for name, path in models.items():
+        reference = load_reference(path)
+        expected[name] = [reference_greedy(reference, prompt, NUM_NEW) for prompt in prompts]
+    assert len({str(tokens) for tokens in expected.values()}) == 3
+    lora = LoraConfig(lora_paths=",".join(f"{name}={path}" for name, path in paths.items()))
+    with running_models(base, pair=False, lora=lora, **NATIVE) as server:
+        for has_cached in (False, True):
+            for name in models:
+                assert server.generate(prompts, NUM_NEW, loras=[name] * 2) == expected[name], (name, has_cached)
+            assert (server.answering.state().counters.get("cached_tokens", 0) > 0) == has_cached
+        server.assert_idle()
+
+
 def test_a_pair_whose_adapters_differ_fails_by_name(adapted: Adapted, tmp_path: Path) -> None:
     other = write_adapter(tmp_path, adapted.base, seed=3)
     others = LoraConfig(lora_paths=f"all={other}")
@@ -107,14 +149,28 @@ def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: 
         assert "loaded already" in load(1, "all", paths["all"])
         assert "--max-loras-per-batch" in load(2, "attention", paths["attention"])
         assert not scheduler.command(UnloadLora(query_id="no", name="attention")).ok
+        rids = server.send(PROMPTS, NUM_NEW, ["all"] * 4)
         assert scheduler.command(UnloadLora(query_id="all", name="all")).ok
         assert not load(3, "all", paths["attention"]), "another one of the same name"
+        scheduler.wait_for(rids)
+        assert [scheduler.tokens[rid] for rid in rids] == adapted.tokens["all"], "requests keep their adapter"
         assert server.generate(PROMPTS, NUM_NEW, loras=["all"] * 4) == adapted.tokens["attention"]
         assert scheduler.command(UnloadLora(query_id="again", name="all")).ok
         too_large = write_adapter(tmp_path / "large", adapted.base, rank=16)
         assert "--max-lora-rank 8" in load(4, "large", str(too_large))
         wide = make_tiny("qwen2", tmp_path / "wide", eos_token_id=None, hidden_size=128)
         assert "has shape" in load(5, "wide", str(write_adapter(tmp_path / "of-wide", wide)))
+        deep = write_adapter(tmp_path / "deep", adapted.base)
+        (deep / "adapter_config.json").write_text("[" * 200_000)
+        pipe, long = tmp_path / "pipe", write_adapter(tmp_path / "long", adapted.base)
+        pipe.mkdir()
+        os.mkfifo(pipe / "adapter_config.json")
+        (long / "adapter_config.json").write_text("[" * (1 << 21))
+        refused = {str(deep): "RecursionError", str(tmp_path / "none"): "cannot be read", "a\0b": "cannot be read",
+                   str(pipe): "not a regular file", str(long): "more than"}  # fmt: skip
+        for number, (path, message) in enumerate(refused.items(), start=6):
+            assert message in load(number, "no", path)
+        assert "means the model itself" in load(11, "default", paths["all"])
         server.assert_idle()
 
 
@@ -161,6 +217,7 @@ def test_tensor_ranks_and_stages_cut_adapters(adapted: Adapted, gang: Gang) -> N
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"r": 0}, "r must be"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be"),
         ({"modules": ("embed_tokens",)}, "changes no linear layer"),
     ],
 )
@@ -199,6 +256,7 @@ def test_other_ways_to_run_a_model_take_no_adapters(adapted: Adapted) -> None:
         (LoraConfig(lora_paths="a=x,a=y"), "lora_paths"),
         (LoraConfig(lora_paths="a="), "lora_paths"),
         (LoraConfig(lora_paths="smollm2=x"), "lora_paths"),
+        (LoraConfig(lora_paths="default=x"), "lora_paths"),
         (LoraConfig(lora_paths="a=x,b=y", max_loras_per_batch=1), "lora_paths"),
         (LoraConfig(max_loras_per_batch=0), "max_loras_per_batch"),
         (LoraConfig(max_lora_rank=0), "max_lora_rank"),

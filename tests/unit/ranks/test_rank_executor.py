@@ -239,3 +239,21 @@ def test_other_drafts_are_another_plan() -> None:
         executor.resolve(executor.launch(BatchPlan(2, (BatchRow("r", row, 3, 5, True, drafts=drafts),))))
         seen.append([entry.seen for entry in entries if isinstance(entry, Launched)])
     assert seen[0] == seen[2] and seen[0][1] != seen[1][1]
+
+
+def test_another_adapter_is_another_plan() -> None:
+    """Ranks that read other files under one name would add up parts of different layers."""
+    seen = []
+    for adapter in (7, 8, 7):
+        own, table = make_rank()
+        entries: list[Entry] = []
+        executor = RankExecutor(
+            own, table, own.layout, ParallelShape(tp_size=2).coord(0), Unaided(),
+            LeaderLog(ManualClock(), entries.append), adapter_of={0: adapter}.__getitem__,
+        )  # fmt: skip
+        row = table.open([1])
+        assert row == 0
+        executor.open_row(row, [1, 2, 3], 3, CoreSamplingParams(), None)
+        executor.resolve(executor.launch(BatchPlan(1, (BatchRow("r", row, 0, 3, False),))))
+        seen += [entry.seen for entry in entries if isinstance(entry, Launched)]
+    assert seen[0] == seen[2] != seen[1]

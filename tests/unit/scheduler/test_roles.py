@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdserve.executor.interface import BatchPlan, StepHandle
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     FAKE_BOOTSTRAP_HOST,
     AbortRequest,
@@ -18,6 +19,7 @@ from pdserve.protocol.messages import (
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.request import Req, Times
 from pdserve.scheduler.roles.base import PollFailures
+from pdserve.scheduler.roles.decode import can_recompute
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, SimNode, World, monolith_tokens
 from pdserve.transfer.room import KVPoll
@@ -369,6 +371,13 @@ def test_decode_ends_a_request_that_waits_too_long_for_memory() -> None:
     lease.drop("request")
     _until(world, _idle(world))
     assert not world.decode.leaks() and not world.prefill.leaks()
+
+
+@pytest.mark.parametrize(
+    ("code", "may"), [("session_lost", True), ("prompt_mismatch", False), ("lora_mismatch", False)]
+)
+def test_decode_computes_no_prompt_that_differs_from_prefills(code: str, may: bool) -> None:
+    assert can_recompute(Failure(code=code, message="")) is may
 
 
 @pytest.mark.parametrize("has_memory", [True, False])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from pdserve.config.cli import parse_server_args
@@ -21,6 +23,8 @@ async def test_a_request_names_an_adapter_as_its_model(tokenizer: Tokenizer) -> 
             assert answer.status_code == 200 and b.scheduler.requests[-1].lora == lora
             chat = {"messages": [{"role": "user", "content": "x"}], "model": model}
             answer = await b.http.post("/v1/chat/completions", json=chat)
+            assert answer.status_code == 200 and b.scheduler.requests[-1].lora == lora
+            answer = await b.http.post("/v1/responses", json={"input": "x", "model": model})
             assert answer.status_code == 200 and b.scheduler.requests[-1].lora == lora
         answer = await b.http.post("/v1/completions", json={"prompt": "x", "model": "no"})
         error = answer.json()["error"]
@@ -63,6 +67,16 @@ async def test_adapters_are_loaded_and_unloaded(tokenizer: Tokenizer) -> None:
         answer = await b.http.post("/load_lora_adapter", json=body)
         assert (answer.status_code, answer.json()["error_message"]) == (400, "obeyed")
         assert (await b.http.post("/generate", json={"text": "x", "lora_path": "a"})).status_code == 404
+
+
+async def test_of_two_loads_of_one_name_the_second_sees_the_first(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, lora=LoraConfig(enable_lora=True)) as b:
+        loads = [b.http.post("/load_lora_adapter", json={"lora_name": "a", "lora_path": path}) for path in ("/x", "/y")]
+        answers = await asyncio.gather(*loads)
+        assert sorted(answer.status_code for answer in answers) == [200, 400]
+        assert len(b.scheduler.commands) == 1
+        found = next(answer for answer in answers if answer.status_code == 200).json()["loaded_adapters"]
+        assert all(answer.json()["loaded_adapters"] == found for answer in answers)
 
 
 async def test_the_flag_takes_several_words() -> None:
