@@ -114,6 +114,15 @@ def test_ranks_have_their_part_of_the_scales(
         assert all(held[key].items() <= samples[key].items() for key in held)
 
 
+def test_ranks_round_weights_whose_groups_they_cut(gang: Gang, tmp_path: Path) -> None:
+    """The columns of the feed-forward as above, which `int4` rounds anew."""
+    path, plain = written("llama", tmp_path, "gptq, zeros")
+    wanted, samples, _ = logprobs_of(SingleRank(), plain, None)
+    for logprobs, held, _ in gang.run(TP2, logprobs_of, path, "int4"):
+        assert divergence(logprobs, wanted) < 0.5
+        assert all(held[key].items() <= samples[key].items() for key in held)
+
+
 def test_a_quantized_checkpoint_in_float16_runs_in_bfloat16_on_a_cpu(tmp_path: Path) -> None:
     path, _ = written("llama", tmp_path, "awq")
     edit_config(path, dtype="float16")
