@@ -37,15 +37,17 @@ INLINE void store_codes(const float* x, int64_t dim, KVFormat format, bf16* to) 
 // Converts a row of codes to bf16.
 INLINE void load_codes(const bf16* from, int64_t dim, KVFormat format, bf16* to) {
     const uint8_t* codes = (const uint8_t*)from;
+    const int64_t whole = dim / 16 * 16, rest = dim - whole;
+    alignas(16) uint8_t last[16] = {};  // the pool may end with the row
+    if (rest) memcpy(last, codes + whole, rest);
     if (format == KVFormat::fp8_e4m3) {
-        for (int64_t d = 0; d < dim; d += 16) store_half_n(to + d, load_e4m3(codes + d), dim - d);
+        for (int64_t d = 0; d < whole; d += 16) store_half(to + d, load_e4m3(codes + d));
+        if (rest) store_half_n(to + whole, load_e4m3(last), rest);
         return;
     }
     float one;
     memcpy(&one, codes + (dim + 3) / 4 * 4, 4);
     const F scale = set1(one);
-    for (int64_t d = 0; d < dim; d += 16) {
-        const F x = to_float(load_bytes((const int8_t*)codes + d));
-        store_half_n(to + d, x * scale, dim - d);
-    }
+    for (int64_t d = 0; d < whole; d += 16) store_half(to + d, to_float(load_bytes((const int8_t*)codes + d)) * scale);
+    if (rest) store_half_n(to + whole, to_float(load_bytes((const int8_t*)last)) * scale, rest);
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +218,11 @@ def is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme) -> Path:
+def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme, also: Collection[str] = ()) -> Path:
     """Write a tiny checkpoint quantized, to `directory`, and dequantized, to the directory that is returned.
 
-    The quantized tensors are in two files: a weight's scales are not beside its values.
+    `also`: weights that are quantized beside those of `is_quantized`. The quantized tensors are in two files: a
+    weight's scales are not beside its values.
     """
     plain = directory.with_name(f"{directory.name}-dequantized")
     shutil.copytree(checkpoint, directory)
@@ -231,7 +232,7 @@ def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme) -> Path:
     dequantized: dict[str, Tensor] = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         dequantized[name] = tensor
-        if not is_quantized(name):
+        if not is_quantized(name) and name not in also:
             values[name] = tensor
             continue
         tensors, weight = scheme.write(tensor.float().numpy())

@@ -1,7 +1,7 @@
 """Rows of keys and values in the 8-bit formats of `memory/dtypes.py`, in torch: values to codes and back.
 
 A row's codes depend on its own values alone, so that they are the same in any batch. Attention computes with the values
-that the codes stand for, those of tokens in the same step included. `csrc/quantized.h` and `gpu/attention_math.py` do
+that the codes stand for, those of tokens in the same step included. `csrc/codes.h` and `gpu/attention_math.py` do
 the same in C++ and Triton.
 """
 

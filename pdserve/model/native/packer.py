@@ -251,15 +251,23 @@ class Packer:
 
         `default` None stands for that of all weights.
         """
+        found = self._formats_in(weight)
+        return default or self.format if found is None else common_format(found)
+
+    def _formats_in(self, weight: Tensor) -> list[GroupFormat] | None:
+        """Return the checkpoint's format of each part of a parameter; None: some part cannot be packed as it is there.
+
+        This rank's inputs may cut a group.
+        """
         found = []
         for param in self.params.params_in(weight):
             form = self.formats.get(param.name)
             if form is not None and param.held is not None and param.dim == 1:
                 form = within(form, param.held)
             if form is None:
-                return default or self.format
+                return None
             found.append(form)
-        return common_format(found)
+        return found
 
     def _equal_inputs(self, first: Tensor, second: Tensor) -> tuple[Format, Format]:
         """Return the formats of two parameters, such that the output of the one can be the input of the other."""
@@ -268,8 +276,7 @@ class Packer:
 
     def _from_checkpoint(self, weight: Tensor, format: Format) -> bool:
         """Return whether a parameter is packed as the checkpoint has it."""
-        params = self.params.params_in(weight)
-        return isinstance(format, GroupFormat) and all(param.name in self.formats for param in params)
+        return isinstance(format, GroupFormat) and self._formats_in(weight) is not None
 
     def _keep(self, weight: Tensor, format: Format) -> None:
         if self._from_checkpoint(weight, format):

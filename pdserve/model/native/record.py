@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -12,12 +11,11 @@ from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.native.delta import DeltaShape, DeltaStates
+from pdserve.model.native.latents import MakeBuffer
 from pdserve.model.native.packer import PackedDelta, PackedMoe
 from pdserve.model.native.program import Program
 from pdserve.model.native.resources import Buffer
 
-MakeBuffer = Callable[[str, int], Buffer]
-"""Returns the buffer of a role with a width."""
 Norm = tuple[Tensor | None, float]
 """Weights of the RMS norm of the inputs, or None, and its epsilon."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import Quantization
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
+from tests.model_families import FAMILIES
 from tests.quantized import SCHEMES, edit_config, make_groups, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
@@ -20,6 +22,19 @@ from tests.unit.model.native_kit import needs_kernels
 pytestmark = needs_kernels
 PACKED = [name for name, scheme in SCHEMES.items() if scheme.stays_packed]
 TP2 = ParallelShape(tp_size=2, pp_size=1)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+ROOMY = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+
+
+def written_family(name: str, directory: Path) -> Path:
+    """A bfloat16 checkpoint of a family whose weights are whole groups."""
+    family = FAMILIES[name]
+    experts = {"moe_intermediate_size": 64} if "moe_intermediate_size" in family.changes else {}
+    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts}).write(directory / "tiny")
+    edit_config(directory / "tiny", dtype="bfloat16")
+    return directory / "tiny"
 
 
 def divergence(logprobs: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -43,6 +58,29 @@ def test_packed_weights_come_near_to_the_dequantized_ones(name: str, tmp_path: P
     assert num_bytes < plain_bytes and samples == wanted_samples, "a peer may have the dequantized weights"
     sixteen, _, sixteen_bytes = logprobs_of(SingleRank(), path, "bf16")
     assert torch.equal(sixteen, wanted) and sixteen_bytes == plain_bytes
+
+
+@pytest.mark.parametrize(("family", "also"), [("gemma3_text", (EMBEDDING,)), ("glm4", ()), ("glm4_moe", ())])
+def test_packed_weights_of_families_with_options(family: str, also: tuple[str, ...], tmp_path: Path) -> None:
+    """Gemma scales its embeddings, which are its head too. GLM-4 rotates interleaved columns, half of each head.
+    GLM-4-MoE has a shared expert without a gate.
+    """
+    path = tmp_path / "quantized"
+    plain = write_quantized(written_family(family, tmp_path), path, SCHEMES["gptq, zeros"], also)
+    mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
+    wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
+    assert divergence(mine, wanted) < 0.02
+    assert samples == wanted_samples and num_bytes < plain_bytes
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_any_family_is_rounded_to_eight_bits(family: str, tmp_path: Path) -> None:
+    """With experts that have biases, and with latents."""
+    path = written_family(family, tmp_path)
+    wanted, samples, plain_bytes = logprobs_of(SingleRank(), path, None)
+    mine, own_samples, num_bytes = logprobs_of(SingleRank(), path, "int8")
+    assert divergence(mine, wanted) < 0.05
+    assert own_samples == samples and num_bytes < plain_bytes
 
 
 @pytest.mark.parametrize("name", ["gptq, desc_act", "fp8, block"])
@@ -73,6 +111,15 @@ def test_ranks_have_their_part_of_the_scales(
     whole, samples, _ = logprobs_of(SingleRank(), path, None)
     for logprobs, held, _ in gang.run(TP2, logprobs_of, path, None, ep_size):
         assert divergence(logprobs, whole) < 0.02
+        assert all(held[key].items() <= samples[key].items() for key in held)
+
+
+def test_ranks_round_weights_whose_groups_they_cut(gang: Gang, tmp_path: Path) -> None:
+    """The columns of the feed-forward as above, which `int4` rounds anew."""
+    path, plain = written("llama", tmp_path, "gptq, zeros")
+    wanted, samples, _ = logprobs_of(SingleRank(), plain, None)
+    for logprobs, held, _ in gang.run(TP2, logprobs_of, path, "int4"):
+        assert divergence(logprobs, wanted) < 0.5
         assert all(held[key].items() <= samples[key].items() for key in held)
 
 
