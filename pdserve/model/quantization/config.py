@@ -17,6 +17,8 @@ _PATTERN = "re:"
 _EVERY_LINEAR = "Linear"
 _FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
 """Formats of compressed-tensors that are read."""
+_REORDERING, _IN_ORDER = ("group", "dynamic", True), ("weight", "static", False)
+"""Values of `actorder`: with the first ones `weight_g_idx` has the group of each input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,10 @@ def _weights_method(weights: Mapping[str, Any], form: str, where: str) -> QuantM
         raise ModelError(f"{where}: {form} integers with strategy {strategy!r} are not supported")
     group = _group(weights, where) if strategy == "group" else None
     is_symmetric = weights.get("symmetric", True) is not False
-    return Grouped(int(weights["num_bits"]), group, is_packed, is_symmetric, weights.get("actorder") == "group")
+    _require(weights, "actorder", (*_REORDERING, *_IN_ORDER), where, default=False)
+    order = weights.get("actorder")
+    reorders = (order.lower() if isinstance(order, str) else order) in _REORDERING
+    return Grouped(int(weights["num_bits"]), group, is_packed, is_symmetric, reorders)
 
 
 def _require(

@@ -42,9 +42,8 @@ def weight_source(method: QuantMethod, name: str, parts: Parts) -> TensorSource:
 
 
 def _float8(method: Float8, name: str, parts: Parts) -> TensorSource:
-    values, scale = parts[method.main], next(parts[end] for end in method.scales if end in parts)
-    if len(values.shape) != 2:
-        raise ModelError(f"tensor {name}{method.main} is {list(values.shape)}, expected a matrix")
+    values = _matrix(name + method.main, parts[method.main])
+    scale = next(parts[end] for end in method.scales if end in parts)
     num_out, num_in = values.shape
     block = (num_out, num_in)
     if math.prod(scale.shape) != 1:
@@ -57,16 +56,24 @@ def _float8(method: Float8, name: str, parts: Parts) -> TensorSource:
 
 
 def _grouped(method: Grouped, name: str, parts: Parts) -> TensorSource:
-    values, scale = parts[method.main], parts[method.scales[0]]
-    shape = values.shape
+    values, scale = _matrix(name + method.main, parts[method.main]), parts[method.scales[0]]
+    shape, per_word = values.shape, WORD_BITS // method.bits
     if method.is_packed:
         stated = parts[".weight_shape"].read(None).tolist() if ".weight_shape" in parts else None
-        shape = (shape[0], shape[1] * WORD_BITS // method.bits) if stated is None else tuple(map(int, stated))
+        shape = (shape[0], shape[1] * per_word) if stated is None else tuple(map(int, stated))
+        if len(shape) != 2 or values.shape != (shape[0], -(-shape[1] // per_word)):
+            raise ModelError(f"tensor {name}{method.main} is {list(values.shape)}, but {name}.weight_shape is {stated}")
     groups = -(-shape[1] // (method.group or shape[1]))
-    shapes = ((shape[0],), (1,), (1, 1), ()) if groups == 1 else ()
-    _check(name + method.scales[0], scale, ((shape[0], groups), *shapes))
-    index = parts.get(".weight_g_idx")
+    whole_rows = ((shape[0],), (1,), (1, 1), ()) if groups == 1 else ()
+    _check(name + method.scales[0], scale, ((shape[0], groups), *whole_rows))
+    index = _part(name, parts, ".weight_g_idx") if method.reorders else None
+    if index is not None:
+        _check(f"{name}.weight_g_idx", index, ((shape[1],),))
     zero = None if method.is_symmetric else _part(name, parts, ".weight_zero_point")
+    if zero is not None and method.is_packed:
+        _check(f"{name}.weight_zero_point", zero, ((-(-shape[0] // per_word), groups),))
+    elif zero is not None:
+        _check(f"{name}.weight_zero_point", zero, ((shape[0], groups), *whole_rows))
     made = _GroupedSource(shape, values, scale, zero, index, method)
     kept = _format(method.bits, method.group, shape, method.is_symmetric, method.reorders)
     return made if kept else _Dequantized(made)
@@ -74,12 +81,15 @@ def _grouped(method: Grouped, name: str, parts: Parts) -> TensorSource:
 
 def _gptq(method: Gptq, name: str, parts: Parts) -> TensorSource:
     per_word = WORD_BITS // method.bits
-    values, scale, zeros = parts[method.main], parts[method.scales[0]], _part(name, parts, ".qzeros")
+    values, scale = _matrix(name + method.main, parts[method.main]), parts[method.scales[0]]
+    zeros = _part(name, parts, ".qzeros")
     num_in, num_out = values.shape[0] * per_word, values.shape[1]
     groups = -(-num_in // (method.group or num_in))
     _check(f"{name}.scales", scale, ((groups, num_out),))
     _check(f"{name}.qzeros", zeros, ((groups, num_out // per_word),))
     index = _part(name, parts, ".g_idx") if method.reorders else None
+    if index is not None:
+        _check(f"{name}.g_idx", index, ((num_in,),))
     made = _WordSource(
         name, (num_out, num_in), values, scale, zeros, index, method.bits, method.group or num_in,
         packs_inputs=True, order=None, zero_offset=int(method.stores_zero_less_one), is_symmetric=method.is_symmetric,
@@ -89,7 +99,8 @@ def _gptq(method: Gptq, name: str, parts: Parts) -> TensorSource:
 
 
 def _awq(method: Awq, name: str, parts: Parts) -> TensorSource:
-    values, scale, zeros = parts[method.main], parts[method.scales[0]], _part(name, parts, ".qzeros")
+    values, scale = _matrix(name + method.main, parts[method.main]), parts[method.scales[0]]
+    zeros = _part(name, parts, ".qzeros")
     num_in, words = values.shape
     num_out = words * 8
     groups = -(-num_in // (method.group or num_in))
@@ -297,6 +308,13 @@ def _part(name: str, parts: Parts, end: str) -> TensorSource:
     if end not in parts:
         raise ModelError(f"the checkpoint has no tensor {name}{end}, which its quantization needs")
     return parts[end]
+
+
+def _matrix(name: str, source: TensorSource) -> TensorSource:
+    """Return `source`. Raises ModelError unless it is a matrix."""
+    if len(source.shape) != 2:
+        raise ModelError(f"tensor {name} is {list(source.shape)}, expected a matrix")
+    return source
 
 
 def _check(name: str, source: TensorSource, shapes: tuple[tuple[int, ...], ...]) -> None:

@@ -144,6 +144,7 @@ def _compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
         (_compressed(num_bits=3, type="int", strategy="group"), "num_bits 3"),
         (_compressed("int-quantized", num_bits=4, type="int", strategy="group"), "num_bits 4"),
         (_compressed("float-quantized", num_bits=8, type="float", strategy="group"), "'group'"),
+        (_compressed(num_bits=4, type="int", strategy="group", group_size=64, actorder="often"), "actorder 'often'"),
         (_compressed() | {"sparsity_config": {"format": "sparse-24"}}, "sparsity_config"),
         (_compressed(num_bits=4, type="int", strategy="group", group_size=64) | {"ignore": ["re:("]}, r"re:\("),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "config_groups"),
@@ -186,6 +187,37 @@ def test_a_wrong_tensor_is_named(change: str, named: str, tmp_path: Path) -> Non
     _edited(tmp_path / "quantized", change)
     with pytest.raises(ModelError, match=named):
         build(tmp_path / "quantized")
+
+
+@pytest.mark.parametrize(
+    ("end", "named"),
+    [
+        (".weight_zero_point", r"weight_zero_point is \[7, 2\], expected \[8, 2\]"),
+        (".weight_packed", r"weight_packed is \[63, 8\], but .*weight_shape is \[64, 64\]"),
+    ],
+)
+def test_a_wrong_shape_of_compressed_tensors_is_named(end: str, named: str, tmp_path: Path) -> None:
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    tensors, _ = SCHEMES["W4A16, zeros"].write(weight)
+    sources = {f"o_proj{name}": InMemory(tensor[1:] if name == end else tensor) for name, tensor in tensors.items()}
+    quantization = read_quantization({"quantization_config": SCHEMES["W4A16, zeros"].config}, "config")
+    assert quantization is not None
+    with pytest.raises(ModelError, match=named):
+        dict(QuantizedLayers(sources, quantization).of_model(sources.items(), sources.__getitem__))
+
+
+@pytest.mark.parametrize("order", ["group", "dynamic", True, "weight", "static", None])
+def test_groups_follow_their_index_with_the_orders_that_have_one(order: str | bool | None) -> None:
+    config = _compressed(num_bits=4, type="int", strategy="group", group_size=32, actorder=order)
+    quantization = read_quantization({"quantization_config": config}, "config")
+    assert quantization is not None
+    weight = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+    reorders = order in ("group", "dynamic", True)
+    tensors, wanted = SCHEMES["W4A16, actorder" if reorders else "W4A16"].write(weight)
+    sources = {f"o_proj{name}": InMemory(tensor) for name, tensor in tensors.items()}
+    ((_, source),) = QuantizedLayers(sources, quantization).of_model(sources.items(), sources.__getitem__)
+    assert torch.equal(source.read(None), torch.from_numpy(wanted))
+    assert isinstance(source, QuantizedSource) != reorders
 
 
 def test_layers_that_are_not_quantized_are_read_plainly(tmp_path: Path) -> None:
