@@ -62,7 +62,7 @@ def read_source(path: Path) -> TransformersSource:
     if path.suffix == ".gguf":
         raise ModelError(f"{where}: transformers models need a directory with safetensors, not a .gguf file")
     fields = read_json(path / "config.json")
-    if fields.get("quantization_config"):
+    if fields.get("quantization_config") or read_mapping(fields, "text_config", where).get("quantization_config"):
         raise ModelError(f"{where}: quantization_config is not supported through transformers")
     architectures = read_texts(fields, "architectures", where)
     model_class = getattr(transformers, architectures[0], None) if architectures else None

@@ -92,6 +92,10 @@ def test_index_keys_are_a_group_and_models_with_windows_only_keep_all_tokens(
         ),
         ("HeliumForCausalLM", "helium", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         (
+            "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl",
+            {"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config",
+        ),
+        (
             "Mamba2ForCausalLM", "mamba2",
             {"hidden_size": 16, "num_heads": 4, "head_dim": 8, "n_groups": 1, "num_hidden_layers": 1},
             "recurrent layers only",
