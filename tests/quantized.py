@@ -249,6 +249,37 @@ def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme, also: Col
     return plain
 
 
+def write_mxfp4(checkpoint: Path, directory: Path) -> Path:
+    """Write a tiny checkpoint of gpt-oss with its experts in MXFP4, and dequantized; see `write_quantized`."""
+    plain = directory.with_name(f"{directory.name}-dequantized")
+    shutil.copytree(checkpoint, directory)
+    shutil.copytree(checkpoint, plain)
+    stored: dict[str, Tensor] = {}
+    dequantized: dict[str, Tensor] = {}
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        dequantized[name] = tensor
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        weight = tensor.float().numpy().transpose(0, 2, 1)
+        blocks = weight.reshape(*weight.shape[:2], -1, 32)
+        exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
+        scale = np.exp2(exponents)[..., None].astype(np.float32)
+        codes = np.abs(np.abs(blocks / scale)[..., None] - magnitudes).argmin(-1)
+        wide = np.where(blocks < 0, -1, 1).astype(np.float32) * magnitudes[codes] * scale
+        codes = codes + 8 * (blocks < 0)
+        stored[f"{name}_blocks"] = torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8))
+        stored[f"{name}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
+        dequantized[name] = torch.from_numpy(wide.reshape(weight.shape).transpose(0, 2, 1).copy()).to(tensor.dtype)
+    stored = {name: tensor.contiguous() for name, tensor in stored.items()}
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(dequantized, plain / "model.safetensors", metadata={"format": "pt"})
+    not_converted = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    edit_config(directory, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": not_converted})
+    return plain
+
+
 def edit_config(directory: Path, **fields: Any) -> None:
     """Overwrite fields of `config.json`."""
     path = directory / "config.json"
