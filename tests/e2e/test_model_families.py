@@ -159,7 +159,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", "full_attention"],
     },
     "rope_parameters has rope_type 'dynamic'": {
-        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2",
+        "architectures": ["HeliumForCausalLM"], "model_type": "helium",
         "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
     },
 }  # fmt: skip
