@@ -87,7 +87,7 @@ def read_grouped_moe(config: HFConfig, where: str) -> MoeSpec:
 def first_dense_layers(
     config: HFConfig, where: str, attention: AttentionSpec, dense: MLPSpec, moe: MoeSpec
 ) -> tuple[DecoderLayerSpec, ...]:
-    """Return Llama's layers, the first `first_k_dense_replace` of which have no experts."""
+    """Return Llama's layers. The first `first_k_dense_replace` layers have no experts."""
     num_layers = read_num_layers(config, where)
     num_dense = min(read_count(config, "first_k_dense_replace", where, least=0, most=MAX_LAYERS), num_layers)
     plain, mixture = (pre_norm_layer(attention, op) for op in (dense, moe))

@@ -192,7 +192,7 @@ def inputs_of(format: Format) -> Literal["bf16", "int8"]:
 
 
 def _group_size(width: int, groups: int) -> int:
-    """Return the inputs of a group: the smallest power of two of which `groups` cover `width` inputs."""
+    """Return the inputs of a group: the smallest power of two such that `groups` groups cover `width` inputs."""
     size = BLOCK
     while -(-width // size) > groups:
         size *= 2

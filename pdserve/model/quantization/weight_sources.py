@@ -298,7 +298,7 @@ def _groups(columns: slice, group: int, index: TensorSource | None) -> tuple[Ten
 
 
 def _of_groups(source: TensorSource, num_out: int, rows: slice, groups: slice) -> Tensor:
-    """Read scales or zero points `[rows, groups]` in float32, of which the checkpoint may have one for all outputs."""
+    """Read scales or zero points `[rows, groups]` in float32. The checkpoint may have one for all outputs."""
     found = source.read(None).float()
     found = found.reshape(num_out, -1) if found.numel() > 1 else found.reshape(1, 1).expand(num_out, 1)
     return found[rows, groups].contiguous()
