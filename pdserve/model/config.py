@@ -375,9 +375,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         known = ", ".join(sorted(family.layer_types))
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
     for name in ("hidden_act", "hidden_activation"):
-        if config.get(name) is not None and config[name] not in family.activations:
+        value = config.get(name)
+        if value is not None and not (isinstance(value, str) and value in family.activations):
             known = ", ".join(sorted(family.activations))
-            raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {known}")
+            raise UnsupportedModelError(f"{where}: {name} {value!r} is not supported; supported: {known}")
     for name, only in family.only.items():
         if config.get(name) is not None and config[name] != only:
             raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {only!r}")
