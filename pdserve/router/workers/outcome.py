@@ -152,7 +152,7 @@ def worker_failed(message: str) -> EndedError:
 def make_session(config: RouterConfig) -> aiohttp.ClientSession:
     """Make the router's session: no limit of connections, only a connect timeout, no decompression, no cookies.
 
-    With `--worker-control-proof` every request carries a proof.
+    With a `worker_proof_key` every request carries a proof.
 
     Raises:
         ConfigError: a certificate cannot be read.
