@@ -4,8 +4,8 @@
 
 Frames go through `ZmqControlSocket` and the mailbox on both sides, as a scheduler's do: in the clear, and encrypted
 (CURVE) with a token. A look-up is one `PrefillFound` of the directory: with a token it is an exchange of proofs instead
-of one question. Both ways in the same round, one after the other. A proof is what `--worker-control-proof` adds to a
-request: made by the router, checked by the server, with the digest of the body on both sides.
+of one question. Both ways in the same round, one after the other. A proof is what a router with the token adds to
+a request: made by the router, checked by the server, with the digest of the body on both sides.
 """
 
 from __future__ import annotations

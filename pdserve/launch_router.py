@@ -26,6 +26,8 @@ from pdserve.router.config.flags import config_from, make_parser
 
 __all__ = ["config_from", "main", "make_parser", "serve"]
 
+log = logging.getLogger("pdserve.launch_router")  # __name__ is "__main__" when it is run
+
 OTHERS_S = 0.5
 """Seconds that other calls may continue after all generating calls have ended."""
 
@@ -59,6 +61,8 @@ async def serve(config: RouterConfig) -> None:
         loop.add_signal_handler(signum, told)
     tls = config.tls.port_context()
     warn_open(config.host, has_key=config.access.api_key is not None)
+    if config.access.worker_proof_key is not None:
+        log.info("requests to servers prove the control token; servers that do not prove it are not used")
     app = make_app(config)
     runner = web.AppRunner(
         app, handler_cancellation=True, auto_decompress=False, access_log=None, shutdown_timeout=OTHERS_S

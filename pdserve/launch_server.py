@@ -17,12 +17,13 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from pdserve.base.env import control_token
+from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.base.hosts import url_host, warn_open, warn_unsealed, warn_weak
 from pdserve.base.log import setup_logging
 from pdserve.base.process import ServerReady, announce_ready, exit_on_signals
 from pdserve.base.startup_progress import READY, announce_status, told
 from pdserve.config import DisaggMode, ServerConfig
+from pdserve.config.access_group import ProofRule
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import for_mode, resolve
 from pdserve.errors import ConfigError, PdserveError
@@ -203,10 +204,13 @@ def join(config: ServerConfig) -> int:
 
 def _warn(config: ServerConfig) -> None:
     """Log warnings about ports that are open to other hosts, and about a missing or weak control token."""
-    access = config.access
-    warn_open(config.serving.host, has_key=access.api_key is not None or access.require_control_proof)
-    warn_weak(control_token())
-    if config.disagg.disaggregation_mode != "null" and not control_token():
+    access, token = config.access, control_token()
+    rule = access.proof_rule(has_token=bool(token))
+    warn_open(config.serving.host, has_key=access.api_key is not None or rule is not ProofRule.OPTIONAL)
+    if rule is ProofRule.UNLESS_KEY:
+        log.info("%s is set and --api-key is not: requests need a proof of the token, as a router sends", CONTROL_TOKEN)
+    warn_weak(token)
+    if config.disagg.disaggregation_mode != "null" and not token:
         warn_unsealed(config.serving.host, config.disagg.disaggregation_host or config.serving.host)
 
 

@@ -6,19 +6,17 @@ recomputes the whole sequence for every draft.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Self
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.model_families import FAMILIES
+from tests.mtp import WEIGHTS, DraftReference
 
-_WEIGHTS = "model.safetensors"
 _NUM_LAYERS = 2
 _LAST, _MODULE = f"model.layers.{_NUM_LAYERS - 1}.", f"model.layers.{_NUM_LAYERS}."
 _OUTPUTS = ("o_proj.weight", "down_proj.weight")
@@ -32,7 +30,7 @@ def write_with_next_layer(name: str, directory: Path, *, seed: int = 0, agrees: 
     the more drafts are right. Embedding and head are in the module again, as in published checkpoints.
     """
     FAMILIES[name].write(directory, seed)
-    tensors = load_file(directory / _WEIGHTS)
+    tensors = load_file(directory / WEIGHTS)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def random(like: tuple[int, ...], scale: float) -> Tensor:
@@ -57,25 +55,19 @@ def write_with_next_layer(name: str, directory: Path, *, seed: int = 0, agrees: 
         module[f"{_MODULE}eh_proj.weight"] = torch.cat(
             (torch.eye(hidden_size), torch.zeros(hidden_size, hidden_size)), 1
         )
-    save_file(tensors | module, directory / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors | module, directory / WEIGHTS, metadata={"format": "pt"})
     return directory
 
 
-@dataclasses.dataclass(frozen=True)
-class NextLayerReference:
-    """The target and the module of a checkpoint, in float32.
+class NextLayerReference(DraftReference):
+    """See `DraftReference`; of a module behind the last layer."""
 
-    `layer` is the module's layer with its norm and the target's head; `weights` are all tensors of the checkpoint.
-    """
-
-    target: PreTrainedModel
-    layer: PreTrainedModel
-    weights: dict[str, Tensor]
+    EMBEDDING_NORM, HIDDEN_NORM, COMBINE = f"{_MODULE}enorm", f"{_MODULE}hnorm", f"{_MODULE}eh_proj"
 
     @classmethod
-    def load(cls, path: Path, work: Path) -> NextLayerReference:
+    def load(cls, path: Path, work: Path) -> Self:
         """Load the checkpoint at `path`; `work` is an empty directory for the checkpoint of the module's layer."""
-        config, weights = json.loads((path / "config.json").read_text()), load_file(path / _WEIGHTS)
+        config, weights = json.loads((path / "config.json").read_text()), load_file(path / WEIGHTS)
         whole = {name: tensor for name, tensor in weights.items() if not name.startswith(_MODULE)}
         alone = {name: tensor for name, tensor in whole.items() if name.startswith(("lm_head", "model.embed_tokens"))}
         alone["model.norm.weight"] = weights[f"{_MODULE}shared_head.norm.weight"]
@@ -86,34 +78,4 @@ class NextLayerReference:
         one = {**config, "num_hidden_layers": 1, "first_k_dense_replace": 0}
         if "mlp_layer_types" in config:
             one["mlp_layer_types"] = ["sparse"]
-        models = []
-        for part, tensors, of_part in (("target", whole, config), ("layer", alone, one)):
-            (work / part).mkdir(parents=True)
-            (work / part / "config.json").write_text(json.dumps(of_part))
-            save_file({name: t.clone() for name, t in tensors.items()}, work / part / _WEIGHTS, {"format": "pt"})
-            models.append(AutoModelForCausalLM.from_pretrained(work / part, dtype=torch.float32))
-        return cls(models[0], models[1], weights)
-
-    @torch.inference_mode()
-    def drafts(self, tokens: Sequence[int], num_drafts: int, begins: int = 0) -> list[int]:
-        """Return the drafts behind `tokens`, whose last one was sampled.
-
-        The slots of the first token and of the token at `begins` have zeros for the hidden state before them.
-        """
-        hidden = self.target.model(torch.tensor([list(tokens[:-1])])).last_hidden_state[0]
-        before = torch.cat((torch.zeros(1, hidden.shape[1]), hidden))
-        before[begins] = 0.0
-        ids, found = list(tokens), []
-        for _ in range(num_drafts):
-            embedded = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
-            x = torch.cat((self._norm(embedded, "enorm"), self._norm(before, "hnorm")), 1)
-            x = x @ self.weights[f"{_MODULE}eh_proj.weight"].T
-            output = self.layer.model(inputs_embeds=x[None]).last_hidden_state[0, -1:]
-            ids.append(int(self.layer.lm_head(output).argmax()))
-            found.append(ids[-1])
-            before = torch.cat((before, output))
-        return found
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        eps = self.target.config.rms_norm_eps
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * self.weights[f"{_MODULE}{name}.weight"]
+        return cls.of_parts(work, (whole, config), (alone, one), weights)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints with an MTP module, and an independent computation of what the module drafts.
+"""Tiny checkpoints of hybrids with an MTP module, and an independent computation of what MTP modules draft.
 
 The reference runs the module's layer as a transformers model of one layer with full attention, over embeddings that are
 computed here, and recomputes the whole sequence for every draft.
@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,9 @@ _ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
-_WEIGHTS = "model.safetensors"
+WEIGHTS = "model.safetensors"
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
 _OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")
 """Ends of the names of the weights that compute what a layer adds to the hidden states."""
 
@@ -42,7 +45,7 @@ def write_with_mtp(
     family: TinyFamily = deep_hybrid(name)
     family = dataclasses.replace(family, changes={**family.changes, **changes})
     family.write(directory, seed)
-    tensors = load_file(directory / _WEIGHTS)
+    tensors = load_file(directory / WEIGHTS)
     generator = torch.Generator().manual_seed(seed + 1)
 
     def random(like: tuple[int, ...], scale: float) -> Tensor:
@@ -67,41 +70,37 @@ def write_with_mtp(
         module["mtp.norm.weight"] = norm.clone()
         module["mtp.pre_fc_norm_embedding.weight"].zero_()
         module["mtp.fc.weight"] = torch.cat((torch.eye(hidden_size), torch.zeros(hidden_size, hidden_size)), 1)
-    save_file(tensors | module, directory / _WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors | module, directory / WEIGHTS, metadata={"format": "pt"})
     return directory
 
 
 @dataclasses.dataclass(frozen=True)
-class MTPReference:
+class DraftReference:
     """The target and the module of a checkpoint, in float32.
 
     `layer` is the module's layer with its norm and the target's head; `weights` are all tensors of the checkpoint.
+    Subclasses name the weights that combine an embedding and the hidden state before it.
     """
 
+    EMBEDDING_NORM: ClassVar[str]
+    HIDDEN_NORM: ClassVar[str]
+    COMBINE: ClassVar[str]
+    NORM_OFFSET: ClassVar[float] = 0.0
+    """Added to the weights of norms."""
     target: PreTrainedModel
     layer: PreTrainedModel
     weights: dict[str, Tensor]
 
     @classmethod
-    def load(cls, path: Path, work: Path) -> MTPReference:
-        """Load the checkpoint at `path`; `work` is an empty directory for the checkpoint of the module's layer."""
-        config = json.loads((path / "config.json").read_text())
-        config = config.get("text_config", config)
-        model_type = _TEXT_TYPES.get(config["model_type"], config["model_type"])
-        weights = {name.replace("language_model.", ""): t for name, t in load_file(path / _WEIGHTS).items()}
-        shared = {name: t for name, t in weights.items() if name.startswith(("lm_head", "model.embed_tokens"))}
-        whole = {name: t for name, t in weights.items() if not name.startswith(("mtp.", "model.visual."))}
-        alone = {"model.norm.weight": weights["mtp.norm.weight"]} | shared
-        for name, tensor in weights.items():
-            if name.startswith("mtp.layers.0."):
-                alone[name.replace("mtp.", "model.")] = tensor
-        own = {**config, "model_type": model_type, "architectures": [_ARCHITECTURES[model_type]]}
-        one = {**own, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    def of_parts(
+        cls, work: Path, target: tuple[Tensors, Config], layer: tuple[Tensors, Config], weights: Tensors
+    ) -> Self:
+        """Load the two models from their tensors and configs; `work` is an empty directory for their checkpoints."""
         models = []
-        for part, tensors, of_part in (("target", whole, own), ("layer", alone, one)):
+        for part, (tensors, config) in (("target", target), ("layer", layer)):
             (work / part).mkdir(parents=True)
-            (work / part / "config.json").write_text(json.dumps(of_part))
-            save_file({name: t.clone() for name, t in tensors.items()}, work / part / _WEIGHTS, {"format": "pt"})
+            (work / part / "config.json").write_text(json.dumps(config))
+            save_file({name: t.clone() for name, t in tensors.items()}, work / part / WEIGHTS, {"format": "pt"})
             models.append(AutoModelForCausalLM.from_pretrained(work / part, dtype=torch.float32))
         return cls(models[0], models[1], weights)
 
@@ -117,8 +116,8 @@ class MTPReference:
         ids, found = list(tokens), []
         for _ in range(num_drafts):
             embedded = self.weights["model.embed_tokens.weight"][torch.tensor(ids)]
-            both = (self._norm(embedded, "mtp.pre_fc_norm_embedding"), self._norm(before, "mtp.pre_fc_norm_hidden"))
-            x = torch.cat(both, 1) @ self.weights["mtp.fc.weight"].T
+            both = (self._norm(embedded, self.EMBEDDING_NORM), self._norm(before, self.HIDDEN_NORM))
+            x = torch.cat(both, 1) @ self.weights[f"{self.COMBINE}.weight"].T
             output = self.layer.model(inputs_embeds=x[None]).last_hidden_state[0, -1:]
             ids.append(int(self.layer.lm_head(output).argmax()))
             found.append(ids[-1])
@@ -126,5 +125,31 @@ class MTPReference:
         return found
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        eps = self.target.config.rms_norm_eps
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (1.0 + self.weights[f"{name}.weight"])
+        eps, weight = self.target.config.rms_norm_eps, self.NORM_OFFSET + self.weights[f"{name}.weight"]
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+class MTPReference(DraftReference):
+    """See `DraftReference`; of hybrids."""
+
+    EMBEDDING_NORM = "mtp.pre_fc_norm_embedding"
+    HIDDEN_NORM = "mtp.pre_fc_norm_hidden"
+    COMBINE = "mtp.fc"
+    NORM_OFFSET = 1.0
+
+    @classmethod
+    def load(cls, path: Path, work: Path) -> Self:
+        """Load the checkpoint at `path`; `work` is an empty directory for the checkpoint of the module's layer."""
+        config = json.loads((path / "config.json").read_text())
+        config = config.get("text_config", config)
+        model_type = _TEXT_TYPES.get(config["model_type"], config["model_type"])
+        weights = {name.replace("language_model.", ""): t for name, t in load_file(path / WEIGHTS).items()}
+        shared = {name: t for name, t in weights.items() if name.startswith(("lm_head", "model.embed_tokens"))}
+        whole = {name: t for name, t in weights.items() if not name.startswith(("mtp.", "model.visual."))}
+        alone = {"model.norm.weight": weights["mtp.norm.weight"]} | shared
+        for name, tensor in weights.items():
+            if name.startswith("mtp.layers.0."):
+                alone[name.replace("mtp.", "model.")] = tensor
+        own = {**config, "model_type": model_type, "architectures": [_ARCHITECTURES[model_type]]}
+        one = {**own, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
+        return cls.of_parts(work, (whole, own), (alone, one), weights)

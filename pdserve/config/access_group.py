@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -42,6 +43,17 @@ def shown(group: Any) -> dict[str, Any]:
 KEYFILE_PASSWORD = "PDSERVE_SSL_KEYFILE_PASSWORD"
 
 
+class ProofRule(enum.Enum):
+    """Which requests need a proof of the control token. Open paths never need one."""
+
+    OPTIONAL = "optional"
+    """None: a valid proof replaces the key."""
+    UNLESS_KEY = "unless key"
+    """All but those with a valid key. The default of a server with a control token and no `--api-key`."""
+    ALWAYS = "always"
+    """All, whatever key they have."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AccessConfig:
     """API keys, client limits, CORS and TLS."""
@@ -59,11 +71,12 @@ class AccessConfig:
         env=ADMIN_API_KEY,
         secret=True,
     )
-    require_control_proof: bool = flag(
-        False,
-        help="accept only requests with a proof of PDSERVE_CONTROL_TOKEN, as routers with --worker-control-proof send "
-        "them; API keys do not suffice. /health, /health_generate, /ready, /readiness, /metrics and "
-        "/control_challenge need no proof",
+    require_control_proof: bool | None = flag(
+        None,
+        help="accept only requests with a proof of PDSERVE_CONTROL_TOKEN, as pdserve's router sends them; API keys do "
+        "not suffice. When absent, a server with the token and without --api-key requires the proof; "
+        "--no-require-control-proof admits everyone there. /health, /health_generate, /ping, /ready, /readiness, "
+        "/metrics and /control_challenge need no proof",
     )
     max_concurrent_requests_per_client: int | None = flag(
         None, help="concurrent generating requests per client; more are refused with 429. No limit when absent"
@@ -89,6 +102,12 @@ class AccessConfig:
     def keys(self) -> Keys:
         """The valid keys."""
         return Keys.of(self.api_key, self.admin_api_key)
+
+    def proof_rule(self, *, has_token: bool) -> ProofRule:
+        """Return which requests need a proof; `has_token`: the server has a control token."""
+        if self.require_control_proof is None:
+            return ProofRule.UNLESS_KEY if has_token and self.api_key is None else ProofRule.OPTIONAL
+        return ProofRule.ALWAYS if self.require_control_proof else ProofRule.OPTIONAL
 
     @property
     def proxies(self) -> tuple[Network, ...]:

@@ -84,7 +84,7 @@ class LocalAccess:
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
     admin_api_key: str | None = dataclasses.field(default=None, repr=False)
-    require_control_proof: bool = False
+    require_control_proof: bool | None = None
     max_concurrent_requests_per_client: int | None = None
     forwarded_allow_ips: str | None = None
     cors_allowed_origins: tuple[str, ...] = ()
@@ -120,7 +120,9 @@ class LocalAccess:
     @property
     def server_flags(self) -> list[str]:
         """Flags for every server."""
-        return [*(["--require-control-proof"] if self.require_control_proof else []), *self._tls_flags]
+        if self.require_control_proof is None:
+            return self._tls_flags
+        return [f"--{'' if self.require_control_proof else 'no-'}require-control-proof", *self._tls_flags]
 
     @property
     def _tls_flags(self) -> list[str]:
@@ -138,8 +140,7 @@ class LocalAccess:
             "--tls-key-path": self.ssl_keyfile,
             "--ca-cert-paths": self.ssl_ca_certs,
         }
-        flags = ["--worker-control-proof"] if self.require_control_proof else []
-        flags += [word for name, value in values.items() if value is not None for word in (name, str(value))]
+        flags = [word for name, value in values.items() if value is not None for word in (name, str(value))]
         return flags + (["--cors-allowed-origins", *self.cors_allowed_origins] if self.cors_allowed_origins else [])
 
 
@@ -148,8 +149,11 @@ def add_access(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("access", "API keys, client limits, CORS and TLS").add_argument
     add("--api-key", metavar="KEY", help=f"key that clients must send as Authorization: Bearer KEY (or in {API_KEY})")
     add("--admin-api-key", metavar="KEY", help=f"key that replaces --api-key for admin paths (or in {ADMIN_API_KEY})")
-    text = "servers accept only requests of the router, which proves the control token with each request"
-    add("--require-control-proof", action="store_true", help=text)
+    text = (
+        "servers accept only requests of the router, which proves the control token with each request; the default "
+        "without --api-key"
+    )
+    add("--require-control-proof", action=argparse.BooleanOptionalAction, help=text)
     text = "concurrent generating requests per client; no limit when absent"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
     text = "trusted proxies, comma-separated; their X-Forwarded-For names the client"

@@ -31,6 +31,8 @@ MAX_SESSIONS = 1024
 
 EXPIRED = "control_proof_expired"
 """Error code and `Pdserve-Proof` of the answer: the request was not processed; retry it with a new challenge."""
+REQUIRED = "control_proof_required"
+"""Error code and `Pdserve-Proof` of the answer to a request without a proof; the request was not processed."""
 INVALID = "invalid_control_proof"
 """Error code and `Pdserve-Proof` of the answer: the request was not processed; a new challenge does not help."""
 _HEADER = re.compile(r"w1 ([0-9a-f]{32}) ([0-9a-f]{80}) (0|[1-9][0-9]{0,18}) ([0-9a-f]{64}) ([0-9a-f]{64})")

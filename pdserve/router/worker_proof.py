@@ -1,8 +1,9 @@
-"""Mutual proof of the control token between router and workers (`--worker-control-proof`).
+"""Mutual proof of the control token between router and workers.
 
-A worker must prove the token before the router sends it anything, and every request proves the token to the worker.
-This is an aiohttp client middleware around all requests of the router's session, installed by
-`workers.outcome.make_session`. The protocol is in `http/session_proof`.
+Used where the router has the key for it in its environment, unless `--no-worker-control-proof` turns it off. A worker
+must prove the token before the router sends it anything, and every request proves the token to the worker. This is an
+aiohttp client middleware around all requests of the router's session, installed by `workers.outcome.make_session`. The
+protocol is in `http/session_proof`.
 
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead
@@ -39,8 +40,9 @@ TIMEOUT_S = 10.0
 """Timeout of a challenge."""
 MAX_ANSWER_BYTES = 4096
 REASONS = {
-    404: "it has no such path: it is no pdserve server, or an old version",
-    409: "it has no control token; set PDSERVE_CONTROL_TOKEN there",
+    404: "it has no such path: it is no pdserve server, or an old version. Routers with --no-worker-control-proof send "
+    "keys to such servers",
+    409: "it has no control token; set PDSERVE_CONTROL_TOKEN there, or start the router with --no-worker-control-proof",
 }
 
 
@@ -161,7 +163,7 @@ class WorkerProof:
         return _Proven(session, begun_s)
 
     def _unproven(self, origin: URL, reason: str) -> UnprovenWorkerError:
-        text = f"{origin} does not prove the control token (--worker-control-proof): {reason}"
+        text = f"{origin} does not prove the control token: {reason}"
         self._warnings.warning("%s", text)
         return UnprovenWorkerError(text)
 

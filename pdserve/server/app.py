@@ -131,8 +131,8 @@ def create_app(
     `metrics` must be the metrics object of `client`. `registered` returns whether decode servers can find this server;
     it is False only on a prefill server whose replicas are not known yet. Pass `drain_gate` to close the gate from
     outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
-    compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove; empty:
-    no control token.
+    compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove, and
+    without an API key must prove unless the configuration says otherwise; empty: no control token.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -162,7 +162,7 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
     _add_routes(app, context, drain_gate, changer)
-    proof = ControlProof(control_token, required=config.access.require_control_proof)
+    proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
     observer = observability.install(app, context)

@@ -231,14 +231,15 @@ def ranks_of(server: Server) -> list[psutil.Process]:
 
 @contextlib.contextmanager
 def running_nodes(model: str, token: str, *flags: str, between: Callable[[int], None] | None = None) -> Iterator[Nodes]:
-    """A server of two nodes with this control token. `between` is called with the port where they meet, after the start
-    of the first and before that of the second. When the first is told to end, the second must follow.
+    """A server of two nodes with this control token, which takes requests without a proof of it. `between` is called
+    with the port where they meet, after the start of the first and before that of the second. When the first is told to
+    end, the second must follow.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
     argv = ["--model-path", model, "--port", "0", "--device", "cpu", *flags]
-    argv += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}"]
+    argv += ["--nnodes", "2", "--dist-init-addr", f"127.0.0.1:{port}", "--no-require-control-proof"]
 
     def start(rank: int) -> Server:
         flags, secret = [*argv, "--node-rank", str(rank)], {"PDSERVE_CONTROL_TOKEN": token}

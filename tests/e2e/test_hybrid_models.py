@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pdserve.transfer.transports.nixl_engine import is_installed
-from tests.e2e.harness import assert_idle, generate_all, generate_batch, generate_while_some_leave, running_pair, until
-from tests.e2e.test_model_families import LONG, SHORT, bodies_of, tokens_of
+from tests.e2e.harness import assert_idle, generate_batch, running_pair, until
+from tests.e2e.test_model_families import bodies_of, check_split, tokens_of
 from tests.model_families import LENGTHS, deep_hybrid, prompts_of
 
 NEW_TOKENS = 12
@@ -26,26 +26,11 @@ SPLITS = {
 MOVING = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
 
 
-def check_split(name: str, path: Path, prefill: str, decode: str, *flags: str) -> None:
-    prompts, load = prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = deep_hybrid(name).reference_tokens(path, prompts, NEW_TOKENS)
-    long = deep_hybrid(name).reference_tokens(path, load, LONG)
-    sides = {"prefill_flags": prefill.split(), "decode_flags": (*decode.split(), *SHORT)}
-    with running_pair(str(path), *COMMON, *flags, **sides) as pair:
-        bodies = bodies_of(prompts, NEW_TOKENS)
-        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
-        assert tokens_of(generate_batch(pair.url, bodies)) == expected, "at once"
-        bodies = bodies_of(load, LONG)
-        assert tokens_of(generate_while_some_leave(pair.url, bodies, bodies[:2])) == long, "with too little memory"
-        assert pair.decode.counter("requests_retracted") > 0 and pair.decode.counter("requests_aborted") > 0
-        assert_idle(*pair.workers)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS)
 def test_split_models(split: str, hybrid_checkpoint: Callable[[str], Path]) -> None:
     name, prefill, decode = SPLITS[split]
-    check_split(name, hybrid_checkpoint(name), prefill, decode)
+    check_split(deep_hybrid(name), hybrid_checkpoint(name), prefill, decode, *COMMON)
 
 
 @pytest.mark.slow
@@ -53,7 +38,8 @@ def test_split_models(split: str, hybrid_checkpoint: Callable[[str], Path]) -> N
 @pytest.mark.parametrize("split", [split for split in SPLITS if "2 to" in split])
 def test_split_models_over_nixl(split: str, hybrid_checkpoint: Callable[[str], Path]) -> None:
     name, prefill, decode = SPLITS[split]
-    check_split(name, hybrid_checkpoint(name), prefill, decode, "--disaggregation-transfer-backend", "nixl")
+    backend = ("--disaggregation-transfer-backend", "nixl")
+    check_split(deep_hybrid(name), hybrid_checkpoint(name), prefill, decode, *COMMON, *backend)
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """A pair with keys and a control token, behind SGLang's real router and behind ours: who has the key is answered, who
 has not is not, and a stranger at the ports between the servers changes nothing. Another pair takes its router only,
-which has no token but the key that is derived from it, and no API key.
+which has no token but the key that is derived from it, no API key, and no flag for it.
 """
 
 from __future__ import annotations
@@ -253,6 +253,7 @@ def test_a_server_with_another_token_is_named_before_it_gets_a_request(
         patch.setenv("PDSERVE_CONTROL_TOKEN", token)
         decode = start_server(str(tiny_checkpoint("llama")), "decode", *FLAGS)
         with running(decode):
+            patch.delenv("PDSERVE_CONTROL_TOKEN")  # the router sends keys
             router = start_router([workers[0]], [decode], probes=True)
             with running(router):
                 told = requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60)
@@ -272,17 +273,18 @@ def test_a_server_with_another_token_is_named_before_it_gets_a_request(
 
 @pytest.fixture(scope="module")
 def proven(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[tuple[Server, Server, Server]]:
-    """Prefill, decode and router: the servers take requests with a proof only."""
+    """Prefill, decode and router: the servers take requests with a proof only, prefill as it has no key, decode by the
+    flag.
+    """
     model = str(tiny_checkpoint("llama"))
-    flags = (*FLAGS, "--require-control-proof", "--api-key", KEY)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_CONTROL_TOKEN", TOKEN)
-        prefill, decode = start_server(model, "prefill", *flags), start_server(model, "decode", *flags)
+        prefill = start_server(model, "prefill", *FLAGS)
+        decode = start_server(model, "decode", *FLAGS, "--require-control-proof", "--api-key", KEY)
     with running(prefill, decode):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PDSERVE_WORKER_PROOF_KEY", worker_secret(TOKEN).hex())
-            probing = ("--worker-control-proof", "--pair-probe-interval-secs", "0.5")
-            router = start_router([prefill], [decode], *probing, probes=True)
+            router = start_router([prefill], [decode], "--pair-probe-interval-secs", "0.5", probes=True)
         with running(router):
             yield prefill, decode, router
 
@@ -326,11 +328,13 @@ def test_who_asks_a_server_directly_is_refused_with_a_key_as_well(proven: tuple[
             assert requests.get(worker.url + path, timeout=30).status_code == 200
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PDSERVE_WORKER_PROOF_KEY", worker_secret(TOKEN + "x").hex())
-        stranger = start_router([proven[0]], [proven[1]], "--worker-control-proof")
-    with running(stranger):
-        errors = [one["last_error"] for one in requests.get(f"{stranger.url}/workers", timeout=30).json()["workers"]]
-        assert len(errors) == 2 and all("another control token" in error for error in errors)
-        assert requests.post(f"{stranger.url}/generate", json=BODY, timeout=60).status_code == 503
+        stranger = start_router([proven[0]], [proven[1]])
+    keyed = start_router([proven[0]], [proven[1]], "--api-key", KEY)
+    with running(stranger, keyed):
+        for router, why in ((stranger, "another control token"), (keyed, "--no-require-control-proof")):
+            told = requests.get(f"{router.url}/workers", headers=CLIENT, timeout=30).json()["workers"]
+            assert len(told) == 2 and all(why in worker["last_error"] for worker in told)
+            assert requests.post(f"{router.url}/generate", json=BODY, headers=CLIENT, timeout=60).status_code == 503
 
 
 @pytest.mark.slow

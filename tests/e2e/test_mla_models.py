@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.deepseek_mtp import write_with_next_layer
-from tests.e2e.harness import assert_idle, generate_all, generate_batch, generate_while_some_leave, running_pair
-from tests.e2e.test_model_families import LONG, SHORT, bodies_of, tokens_of
+from tests.e2e.harness import assert_idle, generate_all, generate_batch, running_pair
+from tests.e2e.test_model_families import bodies_of, check_split, tokens_of
 from tests.model_families import FAMILIES, LENGTHS, prompts_of
 
 NEW_TOKENS = 12
@@ -30,18 +30,7 @@ SPLITS = {
 @pytest.mark.parametrize("split", SPLITS)
 def test_split_models(split: str, family_checkpoint: Callable[[str], Path]) -> None:
     name, prefill, decode = SPLITS[split]
-    path, prompts, load = family_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    sides = {"prefill_flags": prefill.split(), "decode_flags": (*decode.split(), *SHORT)}
-    with running_pair(str(path), *NATIVE, **sides) as pair:
-        bodies = bodies_of(prompts, NEW_TOKENS)
-        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
-        assert tokens_of(generate_batch(pair.url, bodies)) == expected, "at once"
-        bodies = bodies_of(load, LONG)
-        assert tokens_of(generate_while_some_leave(pair.url, bodies, bodies[:2])) == long, "with too little memory"
-        assert pair.decode.counter("requests_retracted") > 0 and pair.decode.counter("requests_aborted") > 0
-        assert_idle(*pair.workers)
+    check_split(FAMILIES[name], family_checkpoint(name), prefill, decode, *NATIVE)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import save_file
 
 from tests.e2e.harness import (
-    Pair,
     assert_idle,
     generate_all,
     generate_batch,
@@ -26,7 +25,7 @@ from tests.e2e.harness import (
     running_pair,
     start_server,
 )
-from tests.model_families import DENSE, FAMILIES, LENGTHS, SPARSE, prompts_of
+from tests.model_families import DENSE, FAMILIES, LENGTHS, SPARSE, TinyFamily, prompts_of
 from tests.tiny import tiny_tokenizer
 
 NEW_TOKENS = 12
@@ -47,6 +46,27 @@ def tokens_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
     return [answer["output_ids"] for answer in answers]
 
 
+def check_split(
+    family: TinyFamily, path: Path, prefill: str, decode: str, *flags: str, at_once: slice = slice(None)
+) -> None:
+    """Assert that a pair has transformers' tokens, also when clients leave and decode's memory is short.
+
+    `prefill`, `decode`: flags of one server. `at_once`: prompts of one call, after a call for each prompt.
+    """
+    prompts, load = prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
+    expected = family.reference_tokens(path, prompts, NEW_TOKENS)
+    long = family.reference_tokens(path, load, LONG)
+    sides = {"prefill_flags": prefill.split(), "decode_flags": (*decode.split(), *SHORT)}
+    with running_pair(str(path), *flags, **sides) as pair:
+        bodies = bodies_of(prompts, NEW_TOKENS)
+        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
+        assert tokens_of(generate_batch(pair.url, bodies[at_once])) == expected[at_once], "at once, with prefix hits"
+        bodies = bodies_of(load, LONG)
+        assert tokens_of(generate_while_some_leave(pair.url, bodies, bodies[:2])) == long, "with too little memory"
+        assert pair.decode.counter("requests_retracted") > 0 and pair.decode.counter("requests_aborted") > 0
+        assert_idle(*pair.workers)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_monolith(name: str, family_checkpoint: Callable[[str], Path]) -> None:
@@ -62,32 +82,15 @@ def test_monolith(name: str, family_checkpoint: Callable[[str], Path]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_pair_over_mooncake(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    load = prompts_of((63, 64, 65, 40), seed=1)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    with running_pair(str(path), *COMMON, decode_flags=SHORT) as pair:
-        bodies = bodies_of(prompts, NEW_TOKENS)
-        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
-        assert tokens_of(generate_batch(pair.url, bodies[1:])) == expected[1:], "four at once"
-        _check_pressure(pair, load, long)
+    check_split(FAMILIES[name], family_checkpoint(name), "", "", *COMMON, at_once=slice(1, None))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_pair_on_unequal_splits(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    load = prompts_of((63, 64, 65, 40), seed=1)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    prefill, decode = ("2", "1") if NATIVE.index(name) % 2 == 0 else ("1", "2")
+    sizes = ("--tp-size 2", "--tp-size 1") if NATIVE.index(name) % 2 == 0 else ("--tp-size 1", "--tp-size 2")
     flags = (*NUMBERS, "--model-impl", "native", "--cpu-kernels", "torch")
-    sides = {"prefill_flags": ("--tp-size", prefill), "decode_flags": ("--tp-size", decode, *SHORT)}
-    with running_pair(str(path), *flags, **sides) as pair:
-        bodies = bodies_of(prompts, NEW_TOKENS)
-        assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected
-        assert tokens_of(generate_batch(pair.url, bodies[1:])) == expected[1:], "four at once, with prefix hits"
-        _check_pressure(pair, load, long)
+    check_split(FAMILIES[name], family_checkpoint(name), *sizes, *flags, at_once=slice(1, None))
 
 
 @pytest.mark.slow
@@ -179,13 +182,3 @@ def test_a_model_that_neither_way_can_run_ends_the_start_in_one_sentence(reason:
         status = server.child.end(5.0)
     assert status != 0
     assert sum(reason in line for line in server.lines) == 1, list(server.lines)
-
-
-def _check_pressure(pair: Pair, prompts: Sequence[list[int]], expected: Sequence[list[int]]) -> None:
-    """Requests that need more memory than there is, beside clients that leave."""
-    bodies = bodies_of(prompts, LONG)
-    answers = generate_while_some_leave(pair.url, bodies, bodies[:2])
-    assert tokens_of(answers) == expected
-    assert pair.decode.counter("requests_retracted") > 0
-    assert pair.decode.counter("requests_aborted") > 0
-    assert_idle(*pair.workers)

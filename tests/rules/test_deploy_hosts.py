@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.base.env import CONTROL_TOKEN
+from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
 from pdserve.launch_engine import REFUSED
@@ -116,7 +116,8 @@ def test_compose_keeps_servers_on_a_network_without_a_way_out() -> None:
         assert services()[name]["networks"] == ["servers"]
         assert "ports" not in services()[name]
     assert all(published.startswith("127.0.0.1:") for published in services()["router"]["ports"])
-    assert CONTROL_TOKEN not in services()["router"].get("environment", {})
+    environment = services()["router"]["environment"]
+    assert CONTROL_TOKEN not in environment and environment[WORKER_PROOF_KEY].startswith("${PDSERVE_WORKER_PROOF_KEY:?")
     for service in services().values():
         assert {name: service["environment"][name] for name in API_KEYS} == {
             name: f"${{{name}:-}}" for name in API_KEYS
@@ -201,6 +202,11 @@ def test_units_start_again_after_a_crash_and_never_after_wrong_flags(role: str) 
     assert unit_value(role, "KillMode") == "mixed"
     config, stop_s = unit_config(role), float(unit_value(role, "TimeoutStopSec"))
     assert stop_s > 10 + (config.shutdown_timeout_s if isinstance(config, RouterConfig) else drain_s(config))
+
+
+def test_the_routers_unit_has_the_key_for_its_proofs_and_not_the_token() -> None:
+    assert unit_value("router", "UnsetEnvironment") == CONTROL_TOKEN
+    assert f"\n{WORKER_PROOF_KEY}=\n" in (SYSTEMD / "pdserve.env").read_text()
 
 
 def test_units_let_only_this_host_reach_a_server() -> None:

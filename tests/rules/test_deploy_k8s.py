@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.base.env import CONTROL_TOKEN
+from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError
 from pdserve.http.credentials import ADMIN_API_KEY, API_KEY
@@ -193,13 +193,13 @@ def test_the_grace_period_is_longer_than_a_drain(overlay: str) -> None:
 
 
 @pytest.mark.parametrize("overlay", ALL)
-def test_the_token_comes_from_the_secret_and_goes_to_servers_only(overlay: str) -> None:
-    assert of_kind(rendered(overlay), "Secret") == [], "make the secret by hand; docs/deploying.md says how"
+def test_servers_have_the_token_and_routers_the_key_for_their_proofs_from_secrets(overlay: str) -> None:
+    assert of_kind(rendered(overlay), "Secret") == [], "make the secrets by hand; docs/deploying.md says how"
+    secrets = {CONTROL_TOKEN: "pdserve-control-token", WORKER_PROOF_KEY: "pdserve-worker-proof-key"}
     for pod in pods(rendered(overlay)):
-        tokens = [entry for entry in pod.container.get("env", ()) if entry["name"] == CONTROL_TOKEN]
-        assert len(tokens) == int(pod.is_server), pod.name
-        for entry in tokens:
-            assert entry["valueFrom"] == {"secretKeyRef": {"name": "pdserve-control-token", "key": CONTROL_TOKEN}}
+        name = CONTROL_TOKEN if pod.is_server else WORKER_PROOF_KEY
+        found = {entry["name"]: entry["valueFrom"] for entry in pod.container["env"] if entry["name"] in secrets}
+        assert found == {name: {"secretKeyRef": {"name": secrets[name], "key": name}}}, pod.name
 
 
 @pytest.mark.parametrize("overlay", ALL)

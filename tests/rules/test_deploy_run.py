@@ -8,11 +8,15 @@ import pytest
 import requests
 import yaml
 
+from pdserve.base.env import CONTROL_TOKEN, WORKER_PROOF_KEY
+from pdserve.http.session_proof import worker_secret
 from tests.e2e.harness import GRACE_S, Server
 from tests.rules.deploy_kit import CONFIGS, pods, rendered
 
 PARTS = ("prefill", "decode", "router")
 PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+TOKEN = "of-this-deployment-0123456789"
+SECRETS = {CONTROL_TOKEN: TOKEN, WORKER_PROOF_KEY: worker_secret(TOKEN).hex()}
 
 
 def start(part: str, **changes: str) -> Server:
@@ -26,7 +30,8 @@ def start(part: str, **changes: str) -> Server:
         if name in left:
             flags[index if equals else index + 1] = f"--{name}={left.pop(name)}" if equals else left.pop(name)
     assert left == {}, "the compose file no longer has these flags"
-    return Server(part, module, flags)
+    secrets = {name: SECRETS[name] for name in services[part]["environment"] if name in SECRETS}
+    return Server(part, module, flags, variables=secrets)
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +59,9 @@ def test_a_question_is_answered(deployment: dict[str, Server]) -> None:
     answer = requests.post(f"{deployment['router'].url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     assert "Paris" in answer.json()["choices"][0]["text"]
+    for part in ("prefill", "decode"):
+        refused = requests.post(f"{deployment[part].url}/v1/completions", json=body, timeout=60)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "control_proof_required")
 
 
 @pytest.mark.slow

@@ -10,12 +10,10 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 
-from pdserve.base.clock import ManualClock
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import AbortRequest
-from pdserve.sim.network import Faults, SimNet
-from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens, request
+from pdserve.sim.network import Faults
+from pdserve.sim.node import RequestHalf, SimNode, monolith_halves, monolith_tokens
 from pdserve.sim.shape import Prompt, Shape
 from pdserve.sim.world import World
 from tests.world import pressure
@@ -62,14 +60,11 @@ def with_drafters(shape: Shape, weights: tuple[int, int]) -> Shape:
 
 def counts_of(*nodes: SimNode) -> Counter[str]:
     """What the schedulers counted; no received state and no aux record was another's."""
-    found = Counter[str]()
+    found = pressure.counts_of(*nodes)
     for node in nodes:
-        found += node.scheduler.context.counters
         speculation = node.scheduler.context.speculation
         assert speculation is not None
         found += speculation.counters
-    for name in ("state_mismatches", "metadata_mismatches"):
-        assert not found[name], name
     return found
 
 
@@ -114,21 +109,8 @@ def play_monolith(seed: int) -> Counter[str]:
     rng = random.Random(f"mono {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, prefix_cache=rng.random() < 0.8)
-    net = SimNet(seed, ManualClock(), Faults())
-    node = SimNode("null", shape, net, "mono", "mono")
-    todo = list(enumerate(prompts))
-    for _ in range(20_000):
-        net.clock.advance(0.05)
-        if todo and rng.random() < 0.5:
-            index, prompt = todo.pop()
-            node.mailbox.post(request(f"r{index}", prompt, None))
-        if rng.random() < 0.01:
-            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
-        if not node.scheduler.step() and not todo and node.idle:
-            break
-    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
+    node = pressure.run_to_idle(seed, shape, prompts, rng, arrivals=0.5)
     num_finished = check(seed, shape, prompts, [node.halves[f"r{index}"] for index in range(len(prompts))])
-    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
     return counts_of(node) + Counter(finished=num_finished)
 
 

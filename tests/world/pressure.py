@@ -81,12 +81,11 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
-def run_alone(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
+def run_to_idle(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
     """Run a monolith until it is idle, with some aborts. `arrivals`: chance of a new request in a step.
 
-    Raises AssertionError for a wrong token, a request without an end, and memory that is not free.
+    Raises AssertionError if it does not get idle, and for memory that is not free.
     """
-    expected = monolith_tokens(shape, prompts)
     net = SimNet(seed, ManualClock(), Faults())
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
@@ -100,11 +99,62 @@ def run_alone(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Ra
         if not node.scheduler.step() and not todo and node.idle:
             break
     assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
+    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
+    return node
+
+
+def run_alone(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
+    """See `run_to_idle`. Raises AssertionError also for a wrong token, and for a request without an end."""
+    expected = monolith_tokens(shape, prompts)
+    node = run_to_idle(seed, shape, prompts, rng, arrivals=arrivals)
     for index, tokens in enumerate(expected):
         half = node.halves[f"r{index}"]
         assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
-    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
     return node
+
+
+def run_pair(
+    seed: int, shape: Shape, prompts: Sequence[Prompt], faults: Faults = FAULTS
+) -> tuple[World, list[RequestHalf | None]]:
+    """Run a pair with these faults; return it and the ends of the requests, in order.
+
+    Raises AssertionError for a token of a finished request that is not the monolith's, and for memory that is not free.
+    """
+    expected = monolith_tokens(shape, prompts)
+    world = World(seed, shape, faults)
+    halves = world.run(prompts, num_rooms=8)
+    for index, half in enumerate(halves):
+        if half is not None and half.finish is not None and half.finish.type != "abort":
+            assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
+    for node in (world.prefill, world.decode):
+        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
+    return world, halves
+
+
+def counts_of(*nodes: SimNode) -> Counter[str]:
+    """What the schedulers counted and their caches evicted; no received state and no aux record was another's."""
+    found = Counter[str]()
+    for node in nodes:
+        groups = node.memory.groups
+        found += node.scheduler.context.counters
+        found["evicted_pages"] += node.memory.pages.num_evicted
+        found["windows_evicted"] += 0 if groups.windows is None else groups.windows.num_evicted
+        found["states_evicted"] += 0 if groups.states is None else groups.states.num_evicted
+    for name in ("state_mismatches", "metadata_mismatches"):
+        assert not found[name], name
+    return found
+
+
+def play_cached(seed: int, shape: Shape, prompts: Sequence[Prompt]) -> Counter[str]:
+    """A pair with retraction, offload, aborts and failed copies; or, with an odd seed, a monolith that retracts
+    requests. Returns what happened.
+    """
+    if seed % 2 == 0:
+        world, _ = run_pair(seed, shape, prompts)
+        return counts_of(world.prefill, world.decode)
+    rng = random.Random(f"mono {seed}")
+    shape = dataclasses.replace(shape, offload_pages=rng.choice((0, 0, 6)))
+    return counts_of(run_alone(seed, shape, prompts, rng, arrivals=0.3))
 
 
 def assert_caught(play: Callable[[int], object], num_seeds: int, *raised: type[Exception]) -> None:
@@ -147,21 +197,12 @@ def press(seed: int, faults: Faults, shape: Shape | None = None) -> Played:
     """
     given, prompts = pressured(seed)
     shape = shape or given
-    expected = monolith_tokens(shape, prompts)
-    world = World(seed, shape, faults)
-    results = world.run(prompts, num_rooms=8)
-    finished = 0
-    for index, half in enumerate(results):
-        if half is None or half.finish is None or half.finish.type == "abort":
-            continue
-        finished += 1
-        assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
-    for node in (world.prefill, world.decode):
-        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
-    return Played(shape, _events(world, results), finished)
+    world, halves = run_pair(seed, shape, prompts, faults)
+    ends = [half.finish for half in halves if half is not None and half.finish is not None]
+    return Played(shape, _events(world), sum(end.type != "abort" for end in ends))
 
 
-def _events(world: World, results: list[RequestHalf | None]) -> Counter[str]:
+def _events(world: World) -> Counter[str]:
     events: Counter[str] = Counter(aborts=world.num_aborts, kills=world.num_kills)
     for node in (world.prefill, world.decode, *world.dead):
         for name, number in node.scheduler.state().counters.items():

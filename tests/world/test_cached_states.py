@@ -6,7 +6,6 @@ request needs. Without a cache a monolith gives the tokens that all of them must
 
 from __future__ import annotations
 
-import dataclasses
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from pdserve.memory.prefix_cache import RadixTree
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode
 from pdserve.sim.shape import Prompt, Shape
-from pdserve.sim.world import World, monolith_tokens, request
+from pdserve.sim.world import monolith_tokens, request
 from tests.share import rest_slow
 from tests.world import campaign, pressure
 from tests.world.pressure import pressured
@@ -39,42 +38,9 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     return with_states(shape, random.Random(f"states {seed}")), prompts
 
 
-def counts_of(*nodes: SimNode) -> Counter[str]:
-    found = Counter[str]()
-    for node in nodes:
-        found += node.scheduler.context.counters
-        if node.memory.groups.states is not None:
-            found["states_evicted"] += node.memory.groups.states.num_evicted
-        found["evicted_pages"] += node.memory.pages.num_evicted
-    for name in ("state_mismatches", "metadata_mismatches"):
-        assert not found[name], name
-    return found
-
-
-def play_pair(seed: int) -> Counter[str]:
-    """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
-    shape, prompts = setting(seed)
-    expected = monolith_tokens(shape, prompts)
-    world = World(seed, shape, pressure.FAULTS)
-    for index, half in enumerate(world.run(prompts, num_rooms=8)):
-        if half is not None and half.finish is not None and half.finish.type != "abort":
-            assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
-    for node in (world.prefill, world.decode):
-        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
-    return counts_of(world.prefill, world.decode)
-
-
-def play_monolith(seed: int) -> Counter[str]:
-    """An aggregated server under memory pressure, which retracts requests to their deepest state."""
-    rng = random.Random(f"mono {seed}")
-    shape, prompts = setting(seed)
-    shape = dataclasses.replace(shape, offload_pages=rng.choice((0, 0, 6)))
-    return counts_of(pressure.run_alone(seed, shape, prompts, rng, arrivals=0.3))
-
-
 def play(seed: int) -> Counter[str]:
-    """A pair or a monolith."""
-    return play_monolith(seed) if seed % 2 else play_pair(seed)
+    """A pair or a monolith under memory pressure, which retracts requests to their deepest state."""
+    return pressure.play_cached(seed, *setting(seed))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,9 +17,7 @@ from pdserve.memory.cached_windows import CachedWindowPage, CachedWindows
 from pdserve.memory.group_pools import GroupPools
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease
-from pdserve.sim.node import SimNode
 from pdserve.sim.shape import Prompt, Shape
-from pdserve.sim.world import World, monolith_tokens
 from tests.share import rest_slow
 from tests.world import pressure
 from tests.world.pressure import MAX_NEW, MAX_PROMPT, pressured
@@ -45,43 +43,12 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     )  # fmt: skip
 
 
-def counts_of(*nodes: SimNode) -> Counter[str]:
-    found = Counter[str]()
-    for node in nodes:
-        found += node.scheduler.context.counters
-        assert node.memory.groups.windows is not None
-        found["windows_evicted"] += node.memory.groups.windows.num_evicted
-        found["evicted_pages"] += node.memory.pages.num_evicted
-    for name in ("state_mismatches", "metadata_mismatches"):
-        assert not found[name], name
-    return found
-
-
-def play_pair(seed: int) -> Counter[str]:
-    """A pair under memory pressure: retraction, offload, aborts, failed copies. Returns what happened."""
-    shape, prompts = setting(seed)
-    shape = dataclasses.replace(shape, decode_prefix_cache=True)
-    expected = monolith_tokens(shape, prompts)
-    world = World(seed, shape, pressure.FAULTS)
-    for index, half in enumerate(world.run(prompts, num_rooms=8)):
-        if half is not None and half.finish is not None and half.finish.type != "abort":
-            assert half.tokens == expected[index], f"seed {seed}, request {index}: tokens differ from the monolith's"
-    for node in (world.prefill, world.decode):
-        assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
-    return counts_of(world.prefill, world.decode)
-
-
-def play_monolith(seed: int) -> Counter[str]:
-    """An aggregated server under memory pressure, which retracts requests."""
-    rng = random.Random(f"mono {seed}")
-    shape, prompts = setting(seed)
-    shape = dataclasses.replace(shape, offload_pages=rng.choice((0, 0, 6)))
-    return counts_of(pressure.run_alone(seed, shape, prompts, rng, arrivals=0.3))
-
-
 def play(seed: int) -> Counter[str]:
-    """A pair or a monolith."""
-    return play_monolith(seed) if seed % 2 else play_pair(seed)
+    """A pair or a monolith under memory pressure; the pair's decode server has a prefix cache."""
+    shape, prompts = setting(seed)
+    if seed % 2 == 0:
+        shape = dataclasses.replace(shape, decode_prefix_cache=True)
+    return pressure.play_cached(seed, shape, prompts)
 
 
 @pytest.mark.parametrize("case", CASES)

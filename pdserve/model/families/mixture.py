@@ -15,6 +15,13 @@ SHARED_EXPERTS = LayerNames(
     shared_down="mlp.shared_experts.down_proj",
 )
 """Checkpoint names of a layer with DeepSeek's names of the shared experts."""
+BLOCK_SPARSE = LayerNames(
+    router="block_sparse_moe.gate",
+    expert_gate="block_sparse_moe.experts.{expert}.w1",
+    expert_up="block_sparse_moe.experts.{expert}.w3",
+    expert_down="block_sparse_moe.experts.{expert}.w2",
+)
+"""Checkpoint names of a layer with Mixtral's names of the experts."""
 MTP_NAMES = MTPNames(
     prefix="model.layers.{layer}.",
     project="model.layers.{layer}.eh_proj",

@@ -285,9 +285,9 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
     add("--worker-admin-api-key", metavar="KEY", help=f"{text} (or in {WORKER_ADMIN_API_KEY})")
     text = (
         f"prove {CONTROL_TOKEN} to servers with every request instead of sending keys, and use only servers that prove "
-        f"it first; needs the variable, or {WORKER_PROOF_KEY}, which is derived from it"
+        f"it first; the default where the variable is set, or {WORKER_PROOF_KEY}, which is derived from it"
     )
-    add("--worker-control-proof", action="store_true", help=text)
+    add("--worker-control-proof", action=argparse.BooleanOptionalAction, help=text)
     text = "concurrent generating requests per client; more are refused with 429. No limit when absent"
     add("--max-concurrent-requests-per-client", type=int, metavar="N", help=text)
     text = "trusted proxies, as comma-separated addresses and networks; their X-Forwarded-For names the client"
@@ -309,7 +309,7 @@ def _access_of(args: argparse.Namespace) -> RouterAccessConfig:
         admin_api_key=_secret(args.admin_api_key, ADMIN_API_KEY),
         worker_api_key=_secret(args.worker_api_key, WORKER_API_KEY),
         worker_admin_api_key=_secret(args.worker_admin_api_key, WORKER_ADMIN_API_KEY),
-        worker_proof_key=_proof_key() if args.worker_control_proof else None,
+        worker_proof_key=_proof_key(args.worker_control_proof),
         max_concurrent_requests_per_client=args.max_concurrent_requests_per_client,
         forwarded_allow_ips=args.forwarded_allow_ips,
         cors_allowed_origins=tuple(args.cors_allowed_origins),
@@ -329,13 +329,22 @@ def _tls_of(args: argparse.Namespace) -> TlsConfig:
     )
 
 
-def _proof_key() -> MacKey:
-    """Read the key from the environment; `ConfigError` if it is not set."""
+def _proof_key(wanted: bool | None) -> MacKey | None:
+    """Read the key from the environment; None: requests carry no proofs. `wanted` None: where the key is set.
+
+    `ConfigError` if the key is wanted and not set.
+    """
+    if wanted is False:
+        return None
     secret, token = worker_proof_secret(), control_token()
-    if secret is None and not token:
+    if secret is not None:
+        return MacKey(secret)
+    if token:
+        return worker_key(token)
+    if wanted:
         text = f"--worker-control-proof needs {CONTROL_TOKEN} or {WORKER_PROOF_KEY} in the environment"
         raise ConfigError(text, field="worker_control_proof")
-    return worker_key(token) if secret is None else MacKey(secret)
+    return None
 
 
 def _secret(given: str | None, variable: str) -> str | None:

@@ -21,7 +21,9 @@ import aiohttp
 import orjson
 
 from pdserve.base.log import SparingLog, no_request
+from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
+from pdserve.http.session_proof import REQUIRED
 from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.workers.outcome import describe, error_of, is_out_of_descriptors, own_headers, read_at_most
 from pdserve.router.workers.workers import LoadReport, Registry, Worker
@@ -40,6 +42,14 @@ LOAD_FAILURE_POLICY = "disaggregation_load_failure_policy"
 FACTS = (LOAD_FAILURE_POLICY, "served_model_name", "model_path", "disaggregation_mode", "tp_size", "dp_size", "version")
 """Fields of `/get_server_info` that are kept in `Worker.facts`."""
 PAIR = (WorkerRole.PREFILL, WorkerRole.DECODE)
+NO_PROOFS = (
+    "it accepts only requests that prove the control token; set PDSERVE_CONTROL_TOKEN or PDSERVE_WORKER_PROOF_KEY at "
+    "the router, or start the server with --api-key, or with --no-require-control-proof"
+)
+
+
+class ProofRequiredError(ValueError):
+    """A worker accepts only requests with a proof of the control token, and the router sends none."""
 
 
 class HealthMonitor:
@@ -56,7 +66,7 @@ class HealthMonitor:
     ) -> None:
         self._config = config
         self._health = config.health
-        self._unchecked = SparingLog(log)
+        self._warnings = SparingLog(log)
         self._registry = registry
         self._session = session
         self._on_change = on_change
@@ -147,7 +157,7 @@ class HealthMonitor:
             return
         except (aiohttp.ClientError, OSError, ValueError) as error:
             if is_out_of_descriptors(error):
-                self._unchecked.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
+                self._warnings.warning("%s cannot be checked: %s", worker.spec.url, describe(error))
                 await asyncio.sleep(RECHECK_DEAD_S)
                 return
             worker.ended = worker.ended or _is_refused(error)
@@ -188,11 +198,15 @@ class HealthMonitor:
     async def _learn(self, worker: Worker, timeout: aiohttp.ClientTimeout) -> str | None:
         """Read the worker's `/get_server_info`, each time it becomes healthy, since a restart may change the answer.
 
-        Only the bootstrap port is required, if it was not given: without it the worker counts as dead. Returns the mode
-        if a prefill worker is a decode server now, or vice versa, for servers that report no role with their health.
+        Only the bootstrap port is required, if it was not given: without it the worker counts as dead. So does a worker
+        that requires proofs, if the router sends none. Returns the mode if a prefill worker is a decode server now, or
+        vice versa, for servers that report no role with their health.
         """
         try:
             info = await self._ask_info(worker, timeout)
+        except ProofRequiredError:
+            self._warnings.warning("%s %s is not used: %s", worker.spec.role, worker.spec.url, NO_PROOFS)
+            raise
         except (aiohttp.ClientError, OSError, ValueError):
             if worker.spec.ask_bootstrap_port:
                 raise
@@ -217,6 +231,8 @@ class HealthMonitor:
         async with self._session.get(
             url, timeout=timeout, headers=self._headers(worker), allow_redirects=False
         ) as response:
+            if response.status == 401 and response.headers.get(PROOF_HEADER) == REQUIRED:
+                raise ProofRequiredError(NO_PROOFS)
             if response.status != 200:
                 raise ValueError(f"/get_server_info answered {response.status}, so the bootstrap port is not known")
             info = orjson.loads(await response.read())

@@ -2,8 +2,9 @@
 
     GET /control_challenge?nonce=N    {"nonce": server nonce, "proof": MAC}; 409 if this server has no control token
 
-A valid proof replaces both API keys; an invalid one is refused on every path. With `--require-control-proof` only the
-proof counts. `AccessMiddleware` asks `ControlProof`. Event loop only.
+A valid proof replaces both API keys; an invalid one is refused on every path. A server with a token and no `--api-key`
+requires a proof (`ProofRule.UNLESS_KEY`), one with `--require-control-proof` accepts nothing else. `AccessMiddleware`
+asks `ControlProof`. Event loop only.
 """
 
 from __future__ import annotations
@@ -18,27 +19,31 @@ from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope
 
 from pdserve.base.proof import PROOF_HEADER
+from pdserve.config.access_group import ProofRule
 from pdserve.errors import ProofError, ProofExpiredError, RequestError
 from pdserve.http.errors import HttpRefusal
-from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key
+from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, REQUIRED, SessionVerifier, worker_key
 from pdserve.server.http.json_http import json_response
 
 NO_TOKEN = "this server has no control token; set the same PDSERVE_CONTROL_TOKEN on router and servers"
-REQUIRED = (
-    "this server accepts only requests that prove the control token (--require-control-proof), as a router with "
-    "--worker-control-proof sends them; an API key is not enough"
+ONLY_PROOFS = (
+    "this server accepts only requests that prove the control token (--require-control-proof), as pdserve's router "
+    "sends them; an API key is not enough"
+)
+NO_KEY_IS_SET = (
+    "this server has PDSERVE_CONTROL_TOKEN and no --api-key, so it accepts only requests that prove the token: send "
+    "them through a pdserve router that has PDSERVE_CONTROL_TOKEN or PDSERVE_WORKER_PROOF_KEY, or start this server "
+    "with --api-key, or with --no-require-control-proof"
 )
 
 
 class ControlProof:
-    """Verifies the proofs of one application. `token` empty: no control token. `required`: requests without a proof
-    fail.
-    """
+    """Verifies the proofs of one application. `token` empty: no control token. `rule`: which requests need a proof."""
 
-    def __init__(self, token: str, *, required: bool, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, token: str, rule: ProofRule, now: Callable[[], float] = time.monotonic) -> None:
         self._verifier = SessionVerifier(worker_key(token)) if token else None
         self._now = now
-        self.required = required
+        self.rule = rule
 
     def install(self, app: FastAPI) -> None:
         """Add the challenge route."""
@@ -59,6 +64,10 @@ class ControlProof:
         target = scope["raw_path"] + (b"?" + query if query else b"")
         return self._verifier.check(header, scope["method"], target.decode(errors="backslashreplace"), self._now())
 
+    def missing(self) -> HttpRefusal:
+        """Return the refusal of a request without a proof."""
+        return _refusal(REQUIRED, NO_KEY_IS_SET if self.rule is ProofRule.UNLESS_KEY else ONLY_PROOFS)
+
     def _challenge(self, client_nonce: str) -> Response:
         if self._verifier is None:
             raise RequestError(NO_TOKEN, status=409, code="no_control_token")
@@ -69,11 +78,12 @@ class ControlProof:
         return json_response({"nonce": nonce, "proof": proof})
 
 
-def proof_refusal(error: ProofError | None) -> HttpRefusal:
-    """Return the refusal for an invalid proof, or for a missing one where required (`error` None)."""
-    code, text = "control_proof_required", REQUIRED
-    if error is not None:
-        code, text = EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error)
+def proof_refusal(error: ProofError) -> HttpRefusal:
+    """Return the refusal of a request with an invalid proof."""
+    return _refusal(EXPIRED if isinstance(error, ProofExpiredError) else INVALID, str(error))
+
+
+def _refusal(code: str, text: str) -> HttpRefusal:
     return HttpRefusal(401, text, code, {"WWW-Authenticate": PROOF_HEADER, PROOF_HEADER: code})
 
 

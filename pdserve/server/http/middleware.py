@@ -5,7 +5,8 @@
 `RequestIdMiddleware` sets the request id for log lines: the `X-Request-Id` header, which a router sends to both servers
 of a pair, or a new id. `AccessMiddleware` applies `http.access.AccessRules` and proofs of the control token
 (`control_proof`). With an API key every path needs it except `PUBLIC`: as in SGLang, probes and Prometheus send no key,
-and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set.
+and these paths reveal nothing about requests. `COMMANDS` need the admin key if one is set. Without an API key a control
+token closes the same paths: they need a proof.
 
 `DrainGate` counts the running calls, and refuses new ones while draining or when sent to the wrong role:
 
@@ -39,7 +40,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from pdserve.base.log import request_context
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import NO_ROLE, ROLE_HEADER
-from pdserve.config.access_group import AccessConfig
+from pdserve.config.access_group import AccessConfig, ProofRule
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
@@ -131,7 +132,7 @@ class AccessMiddleware:
         stranger, digest = self._authenticate(scope, headers, command=command)
         if stranger is not None:
             return stranger, None
-        proven = digest is not None or (self._proof.required and not public)
+        proven = digest is not None or (self._proof.rule is not ProofRule.OPTIONAL and not public)
         page = self._rules.page_refusal(scope["method"], path, headers, command=command, public=public, proven=proven)
         return page, digest
 
@@ -147,9 +148,12 @@ class AccessMiddleware:
                 return proof_refusal(error), None
         if scope["path"] in OPEN:
             return None, None
-        if self._proof.required:
-            return proof_refusal(None), None
-        return self._rules.key_refusal(headers.get("authorization"), command=command), None
+        authorization = headers.get("authorization")
+        if self._proof.rule is ProofRule.OPTIONAL:
+            return self._rules.key_refusal(authorization, command=command), None
+        if self._proof.rule is ProofRule.UNLESS_KEY and self._rules.keys.find(authorization) is not None:
+            return None, None
+        return self._proof.missing(), None
 
     async def _limited(self, scope: Scope, receive: Receive, send: Send, client: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What the ranks of `test_hybrid_split.py` run. Imported by their processes."""
+"""What the ranks of `split_checks` run. Imported by their processes."""
 
 from __future__ import annotations
 

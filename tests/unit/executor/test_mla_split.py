@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import ParallelConfig
@@ -15,15 +13,13 @@ from pdserve.errors import ConfigError
 from pdserve.model.config import check_spec, kv_layout
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
-from pdserve.model.params import fingerprint_of
 from pdserve.transfer.plan import shard_flows
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
-from tests.unit.executor import sharing_ranks
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.hybrid_ranks import decode, outcome, prefill
 from tests.unit.executor.native_ranks import divergence
 from tests.unit.executor.native_ranks import outcome as kernel_outcome
+from tests.unit.executor.split_checks import check_ranks, check_sharing, check_transfer
 from tests.unit.model.native_kit import needs_kernels
 
 CASES = {
@@ -42,18 +38,7 @@ def test_a_split_model_computes_what_the_whole_one_does(
     name: str, gang: Gang, family_checkpoint: Callable[[str], Path]
 ) -> None:
     family, split = CASES[name]
-    path = family_checkpoint(family)
-    shape = ParallelShape(tp_size=split.tp_size, pp_size=split.pp_size)
-    whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
-    ranks = gang.run(shape, outcome, path, VOCAB_SIZE, split)
-    layout = kv_layout(read_spec(path), 16, "float32")
-    for index, rank in enumerate(ranks):
-        assert rank.greedy == whole.greedy and rank.chunked == whole.greedy
-        assert {layer for layer, _ in rank.planes} == set(layout.layers_of(shape.coord(index)))
-        for key, values in rank.planes.items():
-            torch.testing.assert_close(values, whole.planes[key], atol=2e-4, rtol=1e-3, equal_nan=True)
-        assert rank.num_bytes < whole.num_bytes
-    assert fingerprint_of([rank.samples for rank in ranks]) == fingerprint_of([whole.samples])
+    check_ranks(gang, family_checkpoint(family), split)
 
 
 PAIRS = {
@@ -69,18 +54,8 @@ PAIRS = {
 def test_ranks_that_receive_latents_go_on_with_the_whole_models_tokens(
     name: str, gang: Gang, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    """The copies are those of the transfer plan, into pools of NaN, at other pages."""
     family, prefill_split, decode_split = PAIRS[name]
-    path = family_checkpoint(family)
-    whole = outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig())
-    source, target = (
-        ParallelShape(tp_size=split.tp_size, pp_size=split.pp_size) for split in (prefill_split, decode_split)
-    )
-    ranks = gang.run(source, prefill, path, VOCAB_SIZE, prefill_split)
-    leader = next(rank for rank in ranks if rank.tokens)
-    ranks = [dataclasses.replace(rank, tokens=leader.tokens) for rank in ranks]
-    for tokens in gang.run(target, decode, path, VOCAB_SIZE, decode_split, source, ranks):
-        assert tokens == whole.greedy
+    check_transfer(gang, family_checkpoint(family), prefill_split, decode_split)
 
 
 @pytest.mark.parametrize("sizes", [(4, 1), (1, 4), (4, 2), (2, 2)])
@@ -97,16 +72,7 @@ def test_each_rank_gets_its_latents_from_one_rank(
 def test_replicas_that_share_feed_forward_layers_compute_what_the_whole_model_does(
     ep_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    """One replica begins idle, and the other ends so."""
-    path = family_checkpoint("deepseek_v3")
-    jobs = (sharing_ranks.Job((1, 40, 70)), sharing_ranks.Job((65, 3), chunk=33, idle_rounds=2))
-    wholes = [
-        sharing_ranks.outcome(SingleRank(), path, VOCAB_SIZE, ParallelConfig(), [job], overlap=False) for job in jobs
-    ]
-    flags = ParallelConfig(tp_size=2, dp_size=2, enable_dp_attention=True, ep_size=ep_size)
-    ranks = gang.run(ParallelShape(), sharing_ranks.outcome, path, VOCAB_SIZE, flags, jobs, False, num_sharing=2)
-    for rank, whole in zip(ranks, wholes, strict=True):
-        assert rank.greedy == whole.greedy
+    check_sharing(gang, family_checkpoint("deepseek_v3"), ep_size)
 
 
 @needs_kernels

@@ -15,52 +15,27 @@ from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.model.loader import read_spec
 from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import DENSE, FAMILIES, LENGTHS, prompts_of
-from tests.model_pair import running_models
+from tests.model_families import DENSE, FAMILIES, prompts_of
 from tests.share import rest_slow
-
-NEW_TOKENS, LONG = 8, 60
-FEW_TOKENS = 384
-"""Tokens of a pool that is too small for the load of `LONG` tokens each."""
+from tests.unit.model.family_kit import NATIVE, NEW_TOKENS, check_chunks, check_pair
 
 
 @pytest.mark.parametrize("name", rest_slow(DENSE, keep=3))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    driver = Driver(build(path, dtype="float32", model_impl="native"))
-    assert driver.generate(prompts, NEW_TOKENS, chunk=40) == expected
-    assert [driver.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected, "alone"
+    check_chunks(FAMILIES[name], family_checkpoint(name), alone=True)
 
 
 @pytest.mark.parametrize("name", rest_slow(DENSE, keep=2))
 def test_tokens_equal_transformers_with_a_prefix_hit_and_in_a_pair(
     name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = family_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    with running_models(
-        path, pair=True, prefill_impl="native", model_impl="native", max_total_tokens=FEW_TOKENS,
-        offload=DENSE.index(name) % 2 == 0,
-    ) as pair:  # fmt: skip
-        assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
-        assert pair.generate(prompts[1:], NEW_TOKENS) == expected[1:], "at once, with prefix hits"
-        assert pair.prefill is not None
-        assert pair.prefill.state().counters["cached_tokens"] >= 256
-        answers = pair.generate([*load, load[0]], LONG, aborted={4: 5})
-        assert answers[:4] == long, "with too little memory"
-        assert answers[4] == long[0][: len(answers[4])], "what came before the abort"
-        assert pair.answering.state().counters["requests_retracted"] > 0
-        pair.assert_idle()
+    offload = DENSE.index(name) % 2 == 0
+    check_pair(FAMILIES[name], family_checkpoint(name), at_once=slice(1, None), num_hits=256, offload=offload, **NATIVE)
 
 
 @pytest.mark.parametrize("name", rest_slow(["gemma2", "olmo3", "granite"]))
 def test_the_deterministic_mode_has_the_options_too(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    driver = Driver(build(path, dtype="float32", model_impl="native", deterministic=True, cpu_kernels="torch"))
-    assert driver.generate(prompts, NEW_TOKENS, chunk=40) == expected
+    check_chunks(FAMILIES[name], family_checkpoint(name), deterministic=True, cpu_kernels="torch")
 
 
 def test_windows_are_a_group_beside_full_attention(family_checkpoint: Callable[[str], Path]) -> None:

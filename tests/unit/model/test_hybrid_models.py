@@ -22,31 +22,17 @@ from tests.driver import Driver, build
 from tests.model_families import HYBRIDS, LENGTHS, deep_hybrid, prompts_of
 from tests.model_pair import running_models
 from tests.share import rest_slow
+from tests.unit.model.family_kit import NATIVE, check_pair
 
-NEW_TOKENS, LONG = 12, 100
-FEW_TOKENS = 384
-"""Tokens of a pool that is too small for the load of `LONG` tokens each."""
+NEW_TOKENS = 12
 
 
 @pytest.mark.parametrize("name", rest_slow(HYBRIDS))
 def test_a_native_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, hybrid_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = hybrid_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = deep_hybrid(name).reference_tokens(path, prompts, NEW_TOKENS)
-    long = deep_hybrid(name).reference_tokens(path, load, LONG)
-    number = HYBRIDS.index(name)
-    impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
-    with running_models(
-        path, pair=True, max_total_tokens=FEW_TOKENS, offload=number % 2 == 0, layerwise=number % 3 != 0, **impls
-    ) as pair:
-        assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
-        assert pair.generate(prompts, NEW_TOKENS) == expected, "at once"
-        answers = pair.generate([*load, load[0]], LONG, aborted={4: 5})
-        assert answers[:4] == long, "with too little memory"
-        assert answers[4] == long[0][: len(answers[4])], "what came before the abort"
-        assert pair.answering.state().counters["requests_retracted"] > 0
-        pair.assert_idle()
+    flags = {**NATIVE, "offload": HYBRIDS.index(name) % 2 == 0, "layerwise": HYBRIDS.index(name) % 3 != 0}
+    check_pair(deep_hybrid(name), hybrid_checkpoint(name), num_new=NEW_TOKENS, num_long=100, **flags)
 
 
 @pytest.mark.parametrize(

@@ -22,11 +22,9 @@ from tests.model_pair import running_models
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
 from tests.unit.executor.native_ranks import divergence, outcome
+from tests.unit.model.family_kit import NATIVE, NEW_TOKENS, check_chunks, check_pair
 from tests.unit.model.native_kit import needs_kernels
 
-NEW_TOKENS, LONG = 8, 60
-FEW_TOKENS = 384
-"""Tokens of a pool that is too small for the load of `LONG` tokens each."""
 YARN = {
     "rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 64, "mscale": 0.7,
     "mscale_all_dim": 0.9, "beta_fast": 32, "beta_slow": 1,
@@ -49,42 +47,21 @@ def write(directory: Path, name: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("name", rest_slow(LATENT, keep=2))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    driver = Driver(build(path, dtype="float32", model_impl="native"))
-    assert driver.generate(prompts, NEW_TOKENS, chunk=40) == expected
-    assert [driver.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected, "alone"
+    check_chunks(FAMILIES[name], family_checkpoint(name), alone=True)
 
 
 @pytest.mark.parametrize("name", rest_slow(VARIANTS))
 def test_variants_of_a_family_equal_transformers(name: str, tmp_path: Path) -> None:
     family, changes = VARIANTS[name]
-    path, prompts = write(tmp_path, family, **changes), prompts_of((1, 65, 300))
-    expected = FAMILIES[family].reference_tokens(path, prompts, NEW_TOKENS)
-    driver = Driver(build(path, dtype="float32", model_impl="native"))
-    assert driver.generate(prompts, NEW_TOKENS, chunk=70) == expected
+    check_chunks(FAMILIES[family], write(tmp_path, family, **changes), lengths=(1, 65, 300), chunk=70)
 
 
 @pytest.mark.parametrize("name", rest_slow(LATENT))
 def test_tokens_equal_transformers_with_a_prefix_hit_and_in_a_pair(
     name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = family_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    with running_models(
-        path, pair=True, prefill_impl="native", model_impl="native", max_total_tokens=FEW_TOKENS,
-        offload=name == "deepseek_v3",
-    ) as pair:  # fmt: skip
-        assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
-        assert pair.generate(prompts[1:], NEW_TOKENS) == expected[1:], "at once, with prefix hits"
-        assert pair.prefill is not None
-        assert pair.prefill.state().counters["cached_tokens"] >= 256
-        answers = pair.generate([*load, load[0]], LONG, aborted={4: 5})
-        assert answers[:4] == long, "with too little memory"
-        assert answers[4] == long[0][: len(answers[4])], "what came before the abort"
-        assert pair.answering.state().counters["requests_retracted"] > 0
-        pair.assert_idle()
+    offload = name == "deepseek_v3"
+    check_pair(FAMILIES[name], family_checkpoint(name), at_once=slice(1, None), num_hits=256, offload=offload, **NATIVE)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,9 @@ from pdserve.transfer.peers import check_facts
 from tests.model_families import FAMILIES, LENGTHS, PAGE, page_with, prompts_of, table
 from tests.model_pair import running_models
 from tests.share import rest_slow
+from tests.unit.model.family_kit import check_pair
 
 NEW_TOKENS, LONG = 12, 100
-FEW_TOKENS = 384
-"""Tokens of a pool that is too small for the load of `LONG` tokens each."""
 QUICK = ("gpt_oss", "qwen3_next")
 
 
@@ -227,18 +226,8 @@ def test_weights_have_the_names_and_values_of_the_checkpoint(
 def test_pair_gives_transformers_tokens_with_retractions_and_an_abort(
     name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts, load = family_checkpoint(name), prompts_of(LENGTHS), prompts_of((63, 64, 65, 40), seed=1)
-    expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
-    long = FAMILIES[name].reference_tokens(path, load, LONG)
-    offload = sorted(FAMILIES).index(name) % 2 == 0
-    with running_models(path, pair=True, max_total_tokens=FEW_TOKENS, offload=offload) as pair:
-        assert [pair.generate([prompt], NEW_TOKENS)[0] for prompt in prompts] == expected
-        assert pair.generate(prompts[1:4], NEW_TOKENS) == expected[1:4], "at once"
-        answers = pair.generate([*load, load[0]], LONG, aborted={4: 5})
-        assert answers[:4] == long, "with too little memory"
-        assert answers[4] == long[0][: len(answers[4])], "what came before the abort"
-        assert pair.answering.state().counters["requests_retracted"] > 0
-        pair.assert_idle()
+    flags = {"num_new": NEW_TOKENS, "num_long": LONG, "offload": sorted(FAMILIES).index(name) % 2 == 0}
+    check_pair(FAMILIES[name], family_checkpoint(name), at_once=slice(1, 4), **flags)
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from benchmarks.startup_mistakes import CONFIG
 from pdserve import launch_local
 from pdserve.base import cpu_affinity as cores
 from pdserve.base.nice_scope import NiceScope
+from pdserve.config.access_group import ProofRule
 from pdserve.config.cli import flags, parse_server_args
 from pdserve.config.local_access import ROUTER_FIELDS, Role, flags_for, role_of
 from pdserve.config.resolve import Machine, fill_in
@@ -301,11 +302,22 @@ def test_keys_go_to_all_parts_through_the_environment(tmp_path: Path) -> None:
         assert ("--cors-allowed-origins" in argv) == (name == "router")
 
 
-def test_servers_take_the_router_only_where_that_is_asked_for() -> None:
-    assert "--require-control-proof" not in server_argv(config_from([]), "decode")
-    config = config_from(["--require-control-proof"])
-    assert all("--require-control-proof" in server_argv(config, role) for role in ROLES)
-    assert "--worker-control-proof" in config.access.router_flags
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        ([], ProofRule.UNLESS_KEY),
+        (["--api-key", "k1"], ProofRule.OPTIONAL),
+        (["--api-key", "k1", "--require-control-proof"], ProofRule.ALWAYS),
+        (["--no-require-control-proof"], ProofRule.OPTIONAL),
+    ],
+)
+def test_servers_take_the_router_only_unless_they_have_a_key(
+    flags: list[str], rule: ProofRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PDSERVE_API_KEY", "k1" if "--api-key" in flags else "")
+    config = config_from(["--model-path", "m", *flags])
+    for role in ROLES:
+        assert parse_server_args(server_argv(config, role)).access.proof_rule(has_token=True) is rule
 
 
 def test_clients_see_the_routers_certificate_and_servers_have_it_where_authorities_are_given() -> None:

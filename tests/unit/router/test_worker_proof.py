@@ -15,9 +15,17 @@ from aiohttp import web
 
 import pdserve.router
 from pdserve.base.env import worker_proof_secret
-from pdserve.base.proof import PROOF_HEADER, body_digest
+from pdserve.base.proof import PROOF_HEADER, MacKey, body_digest
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
-from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, SessionVerifier, worker_key, worker_secret
+from pdserve.http.session_proof import (
+    CHALLENGE_PATH,
+    EXPIRED,
+    INVALID,
+    REQUIRED,
+    SessionVerifier,
+    worker_key,
+    worker_secret,
+)
 from pdserve.router import worker_proof
 from pdserve.router.config.config import HealthConfig, RouterAccessConfig
 from pdserve.router.config.flags import config_from, make_parser
@@ -284,6 +292,23 @@ def test_without_the_flag_workers_get_keys_and_no_header_of_clients(run_world: R
     run_world(scenario)
 
 
+def test_a_worker_that_requires_proofs_is_not_used_by_a_router_that_sends_none(run_world: RunWorld) -> None:
+    async def scenario(world: Any) -> None:
+        @web.middleware
+        async def closed(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.path == "/health":
+                return await handler(request)
+            return web.Response(status=401, headers={PROOF_HEADER: REQUIRED})
+
+        worker = await world.worker("w", guard=closed)
+        async with world.router([], [], check_interval_s=60.0, access=RouterAccessConfig(**KEYS)) as url:
+            error = await error_at(world, url, worker.url)
+            assert "set PDSERVE_CONTROL_TOKEN or PDSERVE_WORKER_PROOF_KEY at the router" in error
+            assert (await ask(world, url))[0] == 503 and worker.bodies == []
+
+    run_world(scenario)
+
+
 def test_all_requests_to_workers_are_made_through_one_session() -> None:
     made = [
         (path.name, found)
@@ -295,20 +320,25 @@ def test_all_requests_to_workers_are_made_through_one_session() -> None:
     assert made == [("app.py", "make_session("), ("outcome.py", "make_session("), ("outcome.py", "ClientSession(")]
 
 
-FLAGS = ["--worker-urls", "http://a:1", "--worker-control-proof"]
+WORKER = ["--worker-urls", "http://a:1"]
+FLAGS = [*WORKER, "--worker-control-proof"]
 
 
-def test_the_flag_needs_the_token_or_the_key_made_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_router_proves_the_token_where_it_has_it_or_the_key_made_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(*flags: str) -> MacKey | None:
+        return config_from(make_parser().parse_args([*WORKER, *flags])).access.worker_proof_key
+
     for name in ("PDSERVE_CONTROL_TOKEN", "PDSERVE_WORKER_PROOF_KEY"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+    assert key() is None and key("--no-worker-control-proof") is None
     with pytest.raises(ConfigError, match="--worker-control-proof needs PDSERVE_CONTROL_TOKEN or PDSERVE_WORKER_PROOF"):
         config_from(make_parser().parse_args(FLAGS))
     made = []
     for name, value in (("CONTROL_TOKEN", TOKEN), ("WORKER_PROOF_KEY", worker_secret(TOKEN).hex())):
         with monkeypatch.context() as patch:
             patch.setenv(f"PDSERVE_{name}", value)
-            config = config_from(make_parser().parse_args(FLAGS))
-            assert config_from(make_parser().parse_args(FLAGS[:-1])).access.worker_proof_key is None
+            config = config_from(make_parser().parse_args(WORKER))
+            assert key("--worker-control-proof") is not None and key("--no-worker-control-proof") is None
         assert config.access.worker_proof_key is not None and value not in repr(config)
         made.append(config.access.worker_proof_key.mac("a", b"b"))
     assert made[0] == made[1] == worker_key(TOKEN).mac("a", b"b")

@@ -9,9 +9,11 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pdserve.base.proof import PROOF_HEADER
-from pdserve.config.access_group import AccessConfig
-from pdserve.config.groups import ServerConfig
+from pdserve.config.access_group import AccessConfig, ProofRule
+from pdserve.config.cli import parse_server_args
+from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError
+from pdserve.http.access import COMMANDS, GENERATING
 from pdserve.http.session_proof import CHALLENGE_PATH, EXPIRED, INVALID, Session, worker_key
 from pdserve.launch_checks import check_proof
 from pdserve.server.http.middleware import OPEN
@@ -46,8 +48,18 @@ def code(answer: httpx.Response) -> tuple[int, str, str | None]:
     return answer.status_code, answer.json()["error"]["code"], answer.headers.get(PROOF_HEADER)
 
 
-async def test_where_it_is_required_every_route_but_the_open_ones_wants_it(tokenizer: Tokenizer) -> None:
-    async with bench(tokenizer, access=AccessConfig(require_control_proof=True, **KEYS), control_token=TOKEN) as b:
+@pytest.mark.parametrize(
+    ("access", "says"),
+    [
+        (AccessConfig(require_control_proof=True, **KEYS), "--require-control-proof"),
+        (AccessConfig(), "or start this server with --api-key, or with --no-require-control-proof"),
+    ],
+    ids=["by the flag", "by default, without a key"],
+)
+async def test_where_it_is_required_every_route_but_the_open_ones_wants_it(
+    tokenizer: Tokenizer, access: AccessConfig, says: str
+) -> None:
+    async with bench(tokenizer, access=access, control_token=TOKEN) as b:
         asked = [
             (method, route.path.replace("{name:path}", "tiny"))
             for route in b.app.routes
@@ -59,7 +71,7 @@ async def test_where_it_is_required_every_route_but_the_open_ones_wants_it(token
             for headers in ({}, {"Authorization": f"Bearer {KEY}"}, {"Authorization": f"Bearer {ROOT}"}):
                 answer = await b.http.request(method, path, headers=headers)
                 assert code(answer) == (401, "control_proof_required", "control_proof_required"), (method, path)
-                assert "--require-control-proof" in answer.text
+                assert says in answer.text
         for path in sorted(OPEN - {CHALLENGE_PATH}):
             assert (await b.http.get(path)).status_code == 200
         session = await begin(b.http)
@@ -68,6 +80,51 @@ async def test_where_it_is_required_every_route_but_the_open_ones_wants_it(token
         for target in ("/health", "/v1/models/tiny", "/get_load", "/v1/loads?dp_rank=0", "/flush_cache", "/observe"):
             assert (await ask(b.http, session, "GET", target)).status_code == 200, target
         assert (await ask(b.http, session, "GET", "/nowhere")).status_code == 404
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+async def test_a_stranger_at_a_server_of_a_pair_with_a_token_and_no_key(tokenizer: Tokenizer, mode: DisaggMode) -> None:
+    async with bench(tokenizer, mode=mode, control_token=TOKEN) as b:
+        for path in sorted({*GENERATING, *COMMANDS, "/health_pair", "/tokenize", "/get_server_info"}):
+            for headers in ({}, {"Authorization": f"Bearer {TOKEN}"}, {"Origin": "http://there"}):
+                answer = await b.http.post(path, content=GENERATE, headers=JSON | headers)
+                assert code(answer) == (401, "control_proof_required", "control_proof_required"), path
+        assert not b.scheduler.requests
+        session = await begin(b.http)
+        assert (await ask(b.http, session, "GET", "/get_server_info")).status_code == 200
+
+
+async def test_the_admin_key_alone_admits_its_holder_and_nobody_else(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(admin_api_key=ROOT), control_token=TOKEN) as b:
+        for path in ("/generate", "/flush_cache"):
+            for key, status in ((ROOT, 200), (KEY, 401)):
+                headers = JSON | {"Authorization": f"Bearer {key}"}
+                assert (await b.http.post(path, content=GENERATE, headers=headers)).status_code == status, path
+
+
+async def test_the_negated_flag_opens_a_server_with_a_token(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, access=AccessConfig(require_control_proof=False), control_token=TOKEN) as b:
+        assert (await b.http.post("/generate", content=GENERATE, headers=JSON)).status_code == 200
+        assert (await b.http.get("/get_load", headers={PROOF_HEADER: "w1"})).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("flags", "with_token", "without"),
+    [
+        ([], ProofRule.UNLESS_KEY, ProofRule.OPTIONAL),
+        (["--admin-api-key", ROOT], ProofRule.UNLESS_KEY, ProofRule.OPTIONAL),
+        (["--api-key", KEY], ProofRule.OPTIONAL, ProofRule.OPTIONAL),
+        (["--no-require-control-proof"], ProofRule.OPTIONAL, ProofRule.OPTIONAL),
+        (["--api-key", KEY, "--require-control-proof"], ProofRule.ALWAYS, ProofRule.ALWAYS),
+    ],
+)
+async def test_what_needs_a_proof_by_flags_and_token(
+    flags: list[str], with_token: ProofRule, without: ProofRule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PDSERVE_API_KEY", "PDSERVE_ADMIN_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    access = parse_server_args(["--model-path", "m", *flags]).access
+    assert (access.proof_rule(has_token=True), access.proof_rule(has_token=False)) == (with_token, without)
 
 
 async def test_without_the_flag_a_good_proof_is_as_good_as_both_keys(tokenizer: Tokenizer) -> None:
@@ -122,7 +179,7 @@ async def test_a_body_in_parts_is_checked_as_a_whole(tokenizer: Tokenizer) -> No
 async def test_the_servers_information_tells_tokens_apart_without_the_token(tokenizer: Tokenizer) -> None:
     found = []
     for token in (TOKEN, TOKEN, TOKEN + "x", ""):
-        async with bench(tokenizer, control_token=token) as b:
+        async with bench(tokenizer, access=AccessConfig(require_control_proof=False), control_token=token) as b:
             answer = await b.http.get("/get_server_info")
             assert answer.status_code == 200 and TOKEN not in answer.text
             found.append(answer.json()["control_token_id"])

@@ -9,9 +9,9 @@ import dataclasses
 
 from pdserve.errors import UnsupportedModelError
 from pdserve.model.families.family import Family, HFConfig, pre_norm_layer, read_attention, read_num_layers
-from pdserve.model.families.mixture import read_local_experts
+from pdserve.model.families.mixture import BLOCK_SPARSE, read_local_experts
 from pdserve.model.fields import MAX_HEAD_DIM, read_count, read_mapping
-from pdserve.model.layer_spec import DecoderLayerSpec, LayerNames, WeightNames
+from pdserve.model.layer_spec import DecoderLayerSpec, WeightNames
 from pdserve.model.rope import RopeSpec
 
 _PARTIAL = "partial_rotary_factor"
@@ -41,13 +41,7 @@ FAMILIES = (
         max_positions=196608,
         read_layers=_layers,
         names=WeightNames(
-            layer=LayerNames(
-                router="block_sparse_moe.gate",
-                correction="block_sparse_moe.e_score_correction_bias",
-                expert_gate="block_sparse_moe.experts.{expert}.w1",
-                expert_up="block_sparse_moe.experts.{expert}.w3",
-                expert_down="block_sparse_moe.experts.{expert}.w2",
-            )
+            layer=dataclasses.replace(BLOCK_SPARSE, correction="block_sparse_moe.e_score_correction_bias")
         ),
         only={
             "scoring_func": "sigmoid",
