@@ -1,13 +1,18 @@
 """Decode steps of a server with a model drafter whose drafting is off, beside those of a server without a drafter.
 
     python -m benchmarks.bench_drafting_off --cpu-threads 2 --batches 1,4,16 [--layers 24] [--write]
+    python -m benchmarks.bench_drafting_off --model smollm2 --draft-model DIR      # an EAGLE-3 head
 
 The model has random weights, the shape of Qwen3.5-0.8B with `--layers` layers and a small vocabulary, and its MTP
-module drafts (NEXTN). The executor computes greedy decode steps by the CPU kernels in bfloat16, in turns:
+module drafts (NEXTN). With `--model` and `--draft-model` an EAGLE-3 head drafts for a real model. The executor computes
+greedy decode steps by the CPU kernels in bfloat16, in turns:
 
 - `plain`: without a drafter.
-- `off`: with NEXTN, for steps that ask for no drafts. They are deferred (`executor/deferred_drafter.py`).
-- `drafting`: with NEXTN, for steps that ask for one draft of each row, which no step verifies.
+- `off`: with the drafter, for steps that ask for no drafts. They are deferred (`executor/deferred_drafter.py`).
+- `1 draft`, `3 drafts`: with the drafter, for steps that ask for so many drafts of each row, which no step verifies.
+
+The difference of the last two is the time of two passes of the drafter. The report has it beside the cost that the
+scheduler takes a pass for (`model/drafting/cost.py`).
 """
 
 from __future__ import annotations
@@ -32,24 +37,33 @@ from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.protocol.sampling import CoreSamplingParams
 
 SHAPE = "Qwen3.5-0.8B"
-PLAIN, OFF, DRAFTING = KINDS = ("plain", "off", "drafting")
-NUM_PROPOSALS = {PLAIN: None, OFF: 0, DRAFTING: 1}
+PLAIN, OFF, ONE, THREE = KINDS = ("plain", "off", "1 draft", "3 drafts")
+NUM_PROPOSALS = {PLAIN: None, OFF: 0, ONE: 1, THREE: 3}
 
 
 class Rows:
     """An executor whose rows decode on and on, over pages of zeros at first."""
 
-    def __init__(self, shape: Path, kind: str, batch: int, context: int, num_steps: int) -> None:
-        """`num_steps`: most steps in all."""
+    def __init__(
+        self, shape: Path, draft_model: str | None, kind: str, batch: int, context: int, num_steps: int
+    ) -> None:
+        """`num_steps`: most steps in all. `shape`: a model, or without `draft_model` its config alone."""
         per_row = -(-(context + num_steps + 2) // PAGE_TOKENS)
+        algorithm = None if kind == PLAIN else "NEXTN" if draft_model is None else "EAGLE3"
         self._built: LoadedEngine = build_executor(
             ServerConfig(
                 model=ModelConfig(
-                    model_path=str(shape), dtype="bfloat16", load_format="dummy", context_length=context + num_steps + 2
+                    model_path=str(shape),
+                    dtype="bfloat16",
+                    load_format="dummy" if draft_model is None else "auto",
+                    context_length=context + num_steps + 2,
                 ),
                 memory=MemoryConfig(page_size=PAGE_TOKENS, max_total_tokens=PAGE_TOKENS * per_row * batch),
                 kernels=KernelConfig(device="cpu", cpu_kernels="native"),
-                speculative=SpeculativeConfig(speculative_algorithm=None if kind == PLAIN else "NEXTN"),
+                speculative=SpeculativeConfig(
+                    speculative_algorithm=algorithm,
+                    speculative_draft_model_path=draft_model if kind != PLAIN else None,
+                ),
             ),
             max_rows=batch,
         )
@@ -65,6 +79,11 @@ class Rows:
                 row, [TOKEN] * (context + 1), context, CoreSamplingParams(temperature=0.0), None
             )
             self._rows.append(row)
+
+    @property
+    def pass_cost(self) -> float:
+        """The cost of a pass of the drafter that the scheduler assumes, relative to a step of one token."""
+        return self._built.draft_pass_cost
 
     def steps(self, count: int, clock: Callable[[], float]) -> float:
         """Milliseconds of a step, of `count` of them."""
@@ -100,9 +119,18 @@ def lines_of(batch: int, times: Mapping[str, list[float]]) -> list[list[str]]:
     ]
 
 
+def pass_costs(batch: int, times: Mapping[str, list[float]], assumed: float) -> str:
+    """A line of the report: the time of a pass of the drafter, relative to a plain step of as many rows."""
+    passes = [(three - one) / 2 for one, three in zip(times[ONE], times[THREE], strict=True)]
+    found = ratios(passes, times[PLAIN]).show(2)
+    return f"- A pass of the drafter, batch {batch}: {found} of a plain step; the scheduler assumes {assumed:.2f}."
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run, print, and write when asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a real model, for which --draft-model drafts")
+    parser.add_argument("--draft-model", help="directory of an EAGLE-3 head for --model")
     parser.add_argument("--cpu-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batches", default="1,4,16")
     parser.add_argument("--context", type=int, default=256)
@@ -112,24 +140,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall", help="cpu: for a machine that others use, too")
     report.add_write_flags(parser, "drafting-off")
     args = parser.parse_args(argv)
+    if (args.model is None) != (args.draft_model is None):
+        parser.error("--model and --draft-model go together")
     bench = report.Run("drafting-off", argv, module="bench_drafting_off")
     torch.set_num_threads(args.cpu_threads)
-    lines, rounds = [], {}
+    lines, rounds, passes = [], {}, []
     with tempfile.TemporaryDirectory(prefix="pdserve-shape-") as directory:
-        shape = write_config(Path(directory), SHAPE, args.layers)
+        shape = write_config(Path(directory), SHAPE, args.layers) if args.model is None else Path(args.model)
         for batch in (int(size) for size in args.batches.split(",")):
             most = args.steps * (args.rounds + 1)
-            rows = {kind: Rows(shape, kind, batch, args.context, most) for kind in KINDS}
+            rows = {kind: Rows(shape, args.draft_model, kind, batch, args.context, most) for kind in KINDS}
             rounds[batch] = measure(rows, args.rounds, args.steps, CLOCKS[args.clock])
             lines += lines_of(batch, rounds[batch])
+            passes.append(pass_costs(batch, rounds[batch], rows[ONE].pass_cost))
+    what = args.model or f"{SHAPE}: {args.layers} layers, random weights, a vocabulary of {VOCAB_SIZE:,}"
     facts = bench.facts(rounds=rounds)
     header = [f"step, context from {args.context}", "ms", "steps/s", "times as fast as plain"]
     text = f"""# Decode steps while drafting is off, {report.today()}
 
-{SHAPE}: {args.layers} layers, random weights, a vocabulary of {VOCAB_SIZE:,}; {args.cpu_threads} threads, {args.clock}
-time, median (least-most) of {args.rounds} rounds of {args.steps} steps.
+{what}; {args.cpu_threads} threads, {args.clock} time, median (least-most) of {args.rounds} rounds of {args.steps}
+steps.
 
 {markdown_table(header, lines)}
+
+{chr(10).join(passes)}
 
 {report.footer(facts, own_load=args.cpu_threads)}
 """

@@ -218,11 +218,17 @@ def is_quantized(name: str) -> bool:
     return name.endswith("_proj.weight")
 
 
-def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme, also: Collection[str] = ()) -> Path:
+def write_quantized(
+    checkpoint: Path,
+    directory: Path,
+    scheme: Scheme,
+    also: Collection[str] = (),
+    skipped: Collection[str] = (),
+) -> Path:
     """Write a tiny checkpoint quantized, to `directory`, and dequantized, to the directory that is returned.
 
-    `also`: weights that are quantized beside those of `is_quantized`. The quantized tensors are in two files: a
-    weight's scales are not beside its values.
+    `also`: weights that are quantized beside those of `is_quantized`. `skipped`: weights that are not. The quantized
+    tensors are in two files: a weight's scales are not beside its values.
     """
     plain = directory.with_name(f"{directory.name}-dequantized")
     shutil.copytree(checkpoint, directory)
@@ -232,7 +238,7 @@ def write_quantized(checkpoint: Path, directory: Path, scheme: Scheme, also: Col
     dequantized: dict[str, Tensor] = {}
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         dequantized[name] = tensor
-        if not is_quantized(name) and name not in also:
+        if (not is_quantized(name) and name not in also) or name in skipped:
             values[name] = tensor
             continue
         tensors, weight = scheme.write(tensor.float().numpy())

@@ -6,6 +6,7 @@ Called by `build` and `build_follower` at start-up.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -150,6 +151,7 @@ def make_speculation(config: ServerConfig, built: LoadedEngine) -> Speculation |
             speculative.speculative_ngram_capacity,
         )
     cost = CUDA_COST if built.device.type == "cuda" else AMX_COST if built.arithmetic == TILED else CPU_COST
+    cost = dataclasses.replace(cost, draft_pass=built.draft_pass_cost)
     return Speculation(speculative.max_drafts, drafter, cost, adaptive=speculative.speculative_adaptive)
 
 

@@ -242,8 +242,7 @@ def make_native(
     cores = sorted(os.sched_getaffinity(0))
     threads = Threads(count, cores[1:] if len(cores) == count else None)
     ops.use(threads, level)
-    known = {own: form for name, form in (formats or {}).items() for own in model.params.names_of(name)}
     form = _FORMATS[config.quantization]
-    native = NativeDecoder(model, threads, level, form, packing, formats=known, packs_embedding=packs_embedding)
+    native = NativeDecoder(model, threads, level, form, packing, formats=formats, packs_embedding=packs_embedding)
     _LOG.info("the model runs with native kernels: %s, %d threads", level, count)
     return native

@@ -11,12 +11,16 @@ the CPU kernels. The kept positions of a row are its *backlog*:
 The backlog of a row goes to the drafter before its next step that is not deferred: one that drafts, has drafts or
 prompt tokens, or finds the backlog full. To the drafter it is a chunk of several tokens, so drafts do not change. Where
 the row is closed before, its last slots in the draft KV stay as they are, which costs acceptance, and never a token.
+
+A small greedy step of the CPU kernels is one call in any case: the drafter runs behind it, with the hidden states that
+the call has kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -143,21 +147,50 @@ class DeferredDrafter:
         if self._hidden.shape[1]:
             self._hidden.index_copy_(0, to_device(backlog.lines, self._device), hidden)
 
-    def keeping(self, plan: BatchPlan, compute: Compute, tapped: Callable[[int], Tensor]) -> Compute | None:
-        """Defer `plan`, a decode step computed by `compute`; returns the computation that also keeps hidden states.
+    def beside(self, plan: BatchPlan, compute: Compute, tapped: Callable[[int], Tensor], tokens: Tensor) -> Compute:
+        """Return a computation of `plan`, a step that `compute` computes in one call, and of the drafter behind it.
 
-        `tapped(n)` returns the outputs of the tapped layers of the `n` tokens that `compute` has computed. None,
-        without any change, when the plan may not be deferred.
+        `tapped(n)` returns the outputs of the tapped layers of the `n` tokens that `compute` has computed.
+        `tokens`: see `propose`. The step must follow.
         """
-        if not self._may_defer(plan, np.array([row.row for row in plan.rows], dtype=np.int64)):
-            return None
         backlog = self.begin(plan)
-        assert backlog is not None and backlog.host is None
+        if backlog is not None and backlog.host is None:
+            return partial(self._deferred_step, plan, backlog, compute, tapped)
+        host = read_plan(plan, self._table, self._num_prompt, self._layout)
+        return partial(self._drafting_step, plan, host, backlog, compute, tapped, tokens)
 
-        def computed(on_layer: OnLayer | None) -> Collect:
-            collect = compute(on_layer)
-            if self._hidden.shape[1]:
-                self.keep(backlog, tapped(len(plan.rows)))
-            return collect
+    def _deferred_step(
+        self,
+        plan: BatchPlan,
+        backlog: Backlog,
+        compute: Compute,
+        tapped: Callable[[int], Tensor],
+        on_layer: OnLayer | None,
+    ) -> Collect:
+        collect = compute(on_layer)
+        if self._hidden.shape[1]:
+            self.keep(backlog, tapped(len(plan.rows)))
+        return collect
 
-        return computed
+    @torch.inference_mode()
+    def _drafting_step(
+        self,
+        plan: BatchPlan,
+        host: HostBatch,
+        backlog: Backlog | None,
+        compute: Compute,
+        tapped: Callable[[int], Tensor],
+        tokens: Tensor,
+        on_layer: OnLayer | None,
+    ) -> Collect:
+        self.catch_up(backlog, tokens)
+        result = compute(on_layer)()
+        taps, num_accepted = self._drafter.taps, None
+        if taps is not None:
+            taps.replace(tapped(host.columns.shape[1]))
+        if any(row.drafts for row in plan.rows):
+            num_accepted = np.array([len(result.more.get(index, ())) for index in range(len(plan.rows))])
+        proposals = self._drafter.propose(host, num_accepted, tokens, plan.num_proposals)
+        if proposals is None:
+            return lambda: result
+        return lambda: dataclasses.replace(result, drafts=proposals.by_row())

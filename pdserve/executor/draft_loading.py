@@ -18,7 +18,7 @@ from pdserve.base.hf_tokenizer import read_tokenizer_json
 from pdserve.base.startup_times import WEIGHTS
 from pdserve.errors import ConfigError
 from pdserve.executor.backend_choice import choose_attention, make_kernels
-from pdserve.executor.model_loading import LoadedModel, ModelToLoad, bind_decoder, expert_map_of
+from pdserve.executor.model_loading import LoadedModel, ModelToLoad, bind_decoder, expert_map_of, kept_formats
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import check_spec
@@ -84,7 +84,7 @@ def load_mtp(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
                 target=wanted.spec, project=inputs.project,
             )  # fmt: skip
         else:
-            program = native.beside(layer)
+            program = native.beside(layer, loaded.formats)
             module = MTPModule(
                 inputs, program, partial(_bind_native, program), final_norm=decoder.norm, norm=norm,
                 target=wanted.spec, project=program.pack(inputs.project),
@@ -116,7 +116,7 @@ def load_eagle3(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
         if loaded.kernels is None:
             head = Eagle3Head(spec, layer, partial(_bind_torch, layer, loaded, own), fc=weights.fc, d2t=weights.d2t)
         else:
-            program = loaded.kernels.beside(layer)
+            program = loaded.kernels.beside(layer, kept_formats(own))
             head = Eagle3Head(
                 spec, program, partial(_bind_native, program), fc=program.pack(weights.fc), d2t=weights.d2t
             )
@@ -150,7 +150,7 @@ def load_standalone(wanted: ModelToLoad, loaded: LoadedModel) -> DraftModel:
         if loaded.kernels is None:
             draft = StandaloneDraftModel(wanted.spec, decoder, partial(_bind_torch, decoder, loaded, own))
         else:
-            program = loaded.kernels.beside(decoder)
+            program = loaded.kernels.beside(decoder, kept_formats(own))
             draft = StandaloneDraftModel(wanted.spec, program, partial(_bind_native, program))
         _fill(decoder, own)
     return draft

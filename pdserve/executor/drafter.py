@@ -155,6 +155,16 @@ class Drafter:
         """See `ModelDrafter.weight_samples`."""
         return self._model.weight_samples()
 
+    @property
+    def num_bytes(self) -> int:
+        """See `DraftModel.num_bytes`."""
+        return self._model.num_bytes
+
+    @property
+    def num_weights(self) -> int:
+        """See `DraftModel.num_weights`."""
+        return self._model.num_weights
+
     def propose(
         self, host: HostBatch, num_accepted: IntArray | None, tokens: Tensor, num_proposals: int | None
     ) -> Proposals | None:

@@ -34,6 +34,7 @@ from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.interface import StateBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.config import ModelSpec, resolve_context_length
+from pdserve.model.drafting.cost import pass_cost
 from pdserve.model.parallel import Parallel, SingleRank, is_sampler
 from pdserve.model.paths import resolve_model_path, resolve_tokenizer_path
 from pdserve.model.torch_parallel import open_parallel
@@ -80,6 +81,11 @@ class LoadedEngine:
     def draft_hidden_bytes(self) -> int | None:
         """Bytes of `Executor.draft_hidden`; None: no model drafts."""
         return None if self.drafter is None else self.drafter.hidden_bytes
+
+    @property
+    def draft_pass_cost(self) -> float:
+        """Time of a pass of the drafter's model, relative to a step of one token; 0: no model drafts."""
+        return 0.0 if self.drafter is None else pass_cost(self.drafter.num_weights, self.spec, self.device.type)
 
     @property
     def max_total_tokens(self) -> int:
@@ -165,6 +171,8 @@ def build_executor(
         wanted.spec.architectures[0], wanted.dtype, device, loaded.model.params.num_bytes >> 20,
         held.tokens_in(sizes.num_pages), sizes.num_pages, sum(size for _, size in executor.buffers) >> 20,
     )  # fmt: skip
+    if drafter is not None:
+        _LOG.info("the drafter has %d MB of weights of its own", drafter.num_bytes >> 20)
     return LoadedEngine(
         executor, table, wanted.spec, sizes.num_pages, context_length, wanted.dtype, device, parallel.coord,
         loaded.arithmetic, sizes.groups, loaded.can_split_prompts, loras, drafter,

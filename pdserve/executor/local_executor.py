@@ -334,7 +334,7 @@ class LocalExecutor:
             has_pending = self._pending is not None and any(row.row in self._pending for row in plan.rows)
             compute = None if has_copies or has_pending else self._native_path.computation(plan)
             if compute is not None and self._deferred is not None:
-                compute = self._deferred.keeping(plan, compute, self._native_path.tapped)
+                compute = self._deferred.beside(plan, compute, self._native_path.tapped, self._tokens.tensor)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
         handle = StepHandle(plan, events, collect)
         self._launched.append(handle)

@@ -105,7 +105,8 @@ class LoadedModel:
     `bind` binds the model to this rank's pools, one for each other group of the layout, and returns the backend of its
     layers. `arithmetic`: TORCH, or level and number format of the CPU kernels. `can_split_prompts`: False where a
     prompt must be one chunk. `kernels`: the model, if the CPU kernels run it. `decoder`: the modules of a model in
-    native code; `choice`: its attention, where torch runs it. A model that drafts shares their ends.
+    native code; `choice`: its attention, where torch runs it. A model that drafts shares their ends. `formats`: those
+    of the weights that stay quantized as the checkpoint has them, by their names there.
     """
 
     model: Model
@@ -116,6 +117,7 @@ class LoadedModel:
     kernels: NativeDecoder | None = None
     decoder: Decoder | None = None
     choice: Choice | None = None
+    formats: Mapping[str, GroupFormat] = dataclasses.field(default_factory=dict)
 
 
 def read_model(
@@ -200,7 +202,7 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
     model, page_tokens = wanted.config.model, wanted.config.memory.page_size
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels("torch"))
-        formats = _kept_formats(wanted)
+        formats = kept_formats(wanted)
         packs_embedding = not wanted.config.speculative.uses_draft_model
         native = make_native(
             decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding
@@ -209,10 +211,11 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
     number_format = model.quantization or ("quantized" if formats else wanted.dtype)
     arithmetic = f"{arithmetic_of(level)} {wanted.dtype if number_format == 'bf16' else number_format}"
     layout = kv_layout(wanted.spec, page_tokens, wanted.dtype, wanted.kv_dtype)
-    return LoadedModel(native, layout, partial(_bind_program, native), arithmetic, kernels=native, decoder=decoder)
+    bind = partial(_bind_program, native)
+    return LoadedModel(native, layout, bind, arithmetic, kernels=native, decoder=decoder, formats=formats)
 
 
-def _kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
+def kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
     """Return the formats of the weights that stay quantized as the checkpoint has them. Logs their number."""
     model = wanted.config.model
     if model.load_format == "dummy" or model.quantization in ("bf16", "int8"):

@@ -376,7 +376,7 @@ class BatchPlanner:
                 self._prefill_budget.end()
             self._splitter.put(decode, prompts, beside_streams=beside_streams)
             if self._speculation is not None:
-                self._num_proposals = self._speculation.num_proposals(len(self.running.reqs))
+                self._num_proposals = self._speculation.num_proposals(self.running.reqs.values())
         rows = self._splitter.take()
         if self._propose_for is not None:
             self._num_proposals = self._propose_for(rows)

@@ -88,7 +88,7 @@ class DecodeBatch:
         speculation = self._speculation
         if speculation is None or not self.reqs or self._context.limits.num_stages > 1:
             return False
-        return speculation.needs_sync
+        return speculation.needs_sync(self.reqs.values())
 
     def expected_tokens(self, without: Collection[str] = ()) -> float:
         """KV token slots that the running requests are still expected to take, without these rids: whole pages."""
@@ -167,7 +167,9 @@ class DecodeBatch:
     def _add_drafts(self, speculation: Speculation, rows: list[BatchRow], num_prompt_tokens: int) -> None:
         """Extend the planned `rows` by drafts, where these pay and memory is free: drafts retract no request."""
         num_drafts = 0
-        if speculation.is_due:
+        context = self._context
+        overlaps = not context.no_step_in_flight and context.limits.num_stages == 1
+        if speculation.is_due and not overlaps:
             settled: dict[int, Req] = {}
             most: dict[int, int] = {}
             for index, row in enumerate(rows):
@@ -180,7 +182,7 @@ class DecodeBatch:
                 if taken:
                     rows[index] = self._with_drafts(req, row, taken)
                     num_drafts += len(taken)
-        speculation.planned(len(rows), num_drafts)
+        speculation.planned(len(rows), num_drafts, overlaps=overlaps)
 
     def _with_drafts(self, req: Req, row: BatchRow, drafts: tuple[int, ...]) -> BatchRow:
         end = row.end + len(drafts)

@@ -23,11 +23,13 @@ class StepCost:
 
     `points`: (tokens, cost), ascending; between them the cost is linear, and beyond them it goes on like the last
     piece. `overlap_gain`: share of a plain step that overlap with the previous step saves. A step with drafts has no
-    overlap, because the results of the previous step are taken before it is planned.
+    overlap, because the results of the previous step are taken before it is planned. `draft_pass`: time of one pass of
+    the executor's drafter, relative to a step of as many rows; 0: no model drafts. A draft of each row takes a pass.
     """
 
     points: tuple[tuple[int, float], ...]
     overlap_gain: float
+    draft_pass: float = 0.0
 
     def of(self, num_tokens: int) -> float:
         """Return the cost of a step of `num_tokens` tokens."""
@@ -182,19 +184,24 @@ class AcceptanceModel:
             rates[min(position, len(rates) - 1)].add(position < num_accepted, 1)
 
 
-def choose_lengths(chances: Sequence[Sequence[float]], num_rows: int, num_others: int, cost: StepCost) -> list[int]:
+def choose_lengths(
+    chances: Sequence[Sequence[float]], num_rows: int, num_others: int, cost: StepCost, *, drafted: bool = True
+) -> list[int]:
     """Return how many drafts each candidate gets, so that the step yields the most tokens in its time.
 
     `chances`: by candidate, see `AcceptanceModel.chances`. `num_rows`: rows of the step that decode, candidates among
-    them. `num_others`: prompt tokens of the step. All 0 where a plain step, with overlap, is as good.
+    them. `num_others`: prompt tokens of the step. All 0 where a plain step, with overlap, is as good. Not `drafted`: a
+    model has to draft them, all rows in each of its passes, so the passes are part of the time.
     """
     ordered = sorted((-chance, place, row) for row, chain in enumerate(chances) for place, chance in enumerate(chain))
     tokens = float(num_rows)
     best = tokens / (cost.of(num_rows + num_others) * (1 - cost.overlap_gain))
-    num_taken = 0
-    for number, (chance, _, _) in enumerate(ordered, start=1):
+    num_taken, passes = 0, 0.0
+    pass_cost = 0.0 if drafted else cost.draft_pass * cost.of(num_rows)
+    for number, (chance, place, _) in enumerate(ordered, start=1):
         tokens -= chance
-        ratio = tokens / cost.of(num_rows + num_others + number)
+        passes = max(passes, (place + 1) * pass_cost)
+        ratio = tokens / (cost.of(num_rows + num_others + number) + passes)
         if ratio > best:
             best, num_taken = ratio, number
     lengths = [0] * len(chances)
@@ -208,6 +215,8 @@ FIRST_WAIT, MAX_WAIT = 8, 64
 FIRST_STEPS, MAX_STEPS, ATTEMPT_STEPS = 8, 32, 2
 """Steps without a gain after which drafting is given up: at first, after long success, and in an attempt to resume."""
 MIN_PRICE = 0.01
+OVERLAPPING_SHARE = 0.5
+"""Price of a step that overlaps although drafting is on, as a share of the others' price."""
 
 
 class DraftSwitch:
@@ -228,8 +237,11 @@ class DraftSwitch:
         self.is_attempt = False
         """True when the next step is the first one after a wait."""
 
-    def planned(self, num_rows: int) -> None:
-        """Record that a step of `num_rows` decode rows was planned. All results of steps with drafts are known."""
+    def planned(self, num_rows: int, *, overlaps: bool = False) -> None:
+        """Record that a step of `num_rows` decode rows was planned. All results of steps with drafts are known.
+
+        `overlaps`: it overlaps with the previous step, so looking for drafts has cost less than the overlap.
+        """
         has_gained = self._num_accepted > 0
         self._credit = min(MAX_STEPS * self._price, self._credit + self._num_accepted / self._num_rows)
         self._num_accepted, self._num_rows, self.is_attempt = 0, num_rows, False
@@ -238,7 +250,7 @@ class DraftSwitch:
             if not self.num_waiting and not has_gained:
                 self._credit, self.is_attempt = ATTEMPT_STEPS * self._price, True
             return
-        self._credit -= self._price
+        self._credit -= OVERLAPPING_SHARE * self._price if overlaps else self._price
         if self._credit >= FIRST_STEPS * self._price:
             self._wait = FIRST_WAIT
         if self._credit < self._price / 2:

@@ -4,6 +4,9 @@
     commit n   tokens of each row                    committed: counts, and the rates of acceptance
     plan n+1   no drafts pay for some steps          is_due is false: plain steps, which overlap
 
+While drafting is on, a step is planned behind the results of the previous one only where drafts are likely: behind
+accepted ones, or where the last known tokens have drafts that pay. All other steps overlap.
+
 Drafts come from the n-gram drafter here, or from `StepResult.drafts` of the executor's drafter. The executor decides
 what is accepted, so drafts never change the tokens of a request.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from pdserve.scheduler.draft_length import (
     AMX_COST,
@@ -36,6 +39,10 @@ ATTEMPT_DRAFTS, ATTEMPT_SHARE = 3, 16
 """An attempt to resume drafting verifies at most `ATTEMPT_DRAFTS` drafts in one of `ATTEMPT_SHARE` rows, even where
 they are not expected to pay.
 """
+
+
+RECENT_STEPS = 4
+"""Steps behind accepted drafts in which drafts are looked for, without overlap."""
 
 
 class NgramDrafter:
@@ -113,6 +120,8 @@ class Speculation:
         self._acceptance = AcceptanceModel()
         self._num_asked = 0
         self._num_verifying = 0
+        self._num_without = RECENT_STEPS
+        """Steps since the last one with accepted drafts."""
         self.mean_drafts = 0.0
         """Drafts per decode row of the last planned step."""
         self.counters: Counter[str] = Counter()
@@ -125,10 +134,21 @@ class Speculation:
         has_source = self._drafter is not None or self._num_asked > 0
         return has_source and (self._switch is None or self._switch.num_waiting == 0)
 
-    @property
-    def needs_sync(self) -> bool:
-        """True when no step may be under way at the next plan: drafts are looked for, or are being verified."""
-        return self._num_verifying > 0 or self.is_due
+    def needs_sync(self, reqs: Collection[Req]) -> bool:
+        """True when no step may be under way at the next plan: drafts are being verified, or are likely.
+
+        `reqs`: the requests that decode. Drafts of their next tokens are likely where those of the last known ones pay.
+        """
+        if self._num_verifying > 0:
+            return True
+        if not self.is_due:
+            return False
+        switch = self._switch
+        if switch is None or self._drafter is None or switch.is_attempt or self._num_without < RECENT_STEPS:
+            return True
+        found = [self._candidate(req, self._max_drafts) for req in reqs]
+        chances = [candidate.chances for candidate in found if candidate is not None]
+        return bool(chances) and any(choose_lengths(chances, len(reqs), 0, self._cost))
 
     def may_draft(self, req: Req) -> bool:
         """True when the request may have drafts at all."""
@@ -156,16 +176,23 @@ class Speculation:
                 candidate.state.verifying = candidate.source, candidate.number
         return chosen
 
-    def planned(self, num_rows: int, num_drafts: int) -> None:
-        """Record that a step of `num_rows` decode rows was planned, with `num_drafts` drafts in all."""
+    def planned(self, num_rows: int, num_drafts: int, *, overlaps: bool) -> None:
+        """Record that a step of `num_rows` decode rows was planned, with `num_drafts` drafts in all.
+
+        `overlaps`: the previous step was under way, so that no row could have drafts.
+        """
         self._num_verifying = num_drafts
+        self._num_without += 1
         self.mean_drafts = num_drafts / num_rows
         if self._switch is not None:
-            self._switch.planned(num_rows)
+            self._switch.planned(num_rows, overlaps=overlaps)
 
-    def num_proposals(self, num_rows: int) -> int:
-        """Return how many drafts of each row the executor shall propose in the step that is planned now."""
-        self._num_asked = self._num_wanted(max(1, num_rows))
+    def num_proposals(self, reqs: Collection[Req]) -> int:
+        """Return how many drafts of each row the executor shall propose in the step that is planned now.
+
+        `reqs`: the requests that decode; the step may be a prompt's alone.
+        """
+        self._num_asked = self._num_wanted(reqs)
         return self._num_asked
 
     @property
@@ -196,6 +223,8 @@ class Speculation:
         state, counters = _state(req), self.counters
         self._num_verifying = 0
         self._acceptance.add(state, num_drafts, num_accepted)
+        if num_accepted:
+            self._num_without = 0
         if self._switch is not None:
             self._switch.accepted(num_accepted)
         used = min(num_accepted, num_emitted)
@@ -260,8 +289,10 @@ class Speculation:
                 lengths[i] = min(ATTEMPT_DRAFTS, len(candidates[i].drafts))
         return lengths
 
-    def _num_wanted(self, num_rows: int) -> int:
-        """Return the drafts to ask the executor for: as many as the next step is likely to verify."""
+    def _num_wanted(self, reqs: Collection[Req]) -> int:
+        """Return the drafts to ask the executor for: as many as the next step is likely to verify, or none where they
+        do not pay for the drafter's passes.
+        """
         if self._switch is None:
             return self._max_drafts
         if self._switch.num_waiting:
@@ -269,9 +300,14 @@ class Speculation:
         if self._drafter is not None:
             return self._max_drafts
         if self._switch.is_attempt:
-            return min(ATTEMPT_DRAFTS, self._max_drafts)
-        chances = self._acceptance.chances(RequestSpeculation(), "executor", 0, self._max_drafts)
-        return max(choose_lengths([chances] * num_rows, num_rows, 0, self._cost))
+            return 1
+        states = [req.speculation or _UNKNOWN for req in reqs if self.may_draft(req)] or [_UNKNOWN]
+        chances = [self._acceptance.chances(state, "executor", 0, self._max_drafts) for state in states]
+        return max(choose_lengths(chances, max(1, len(reqs)), 0, self._cost, drafted=False))
+
+
+_UNKNOWN = RequestSpeculation()
+"""A request without drafts so far."""
 
 
 def _state(req: Req) -> RequestSpeculation:

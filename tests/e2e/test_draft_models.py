@@ -24,7 +24,15 @@ from tests.e2e.harness import (
     running_monolith,
     running_pair,
 )
-from tests.e2e.test_speculation import COMMON, LITTLE, bodies, compare, leaving_bodies
+from tests.e2e.test_speculation import (
+    COMMON,
+    LITTLE,
+    bodies,
+    check_stop_strings,
+    check_streams,
+    compare,
+    leaving_bodies,
+)
 from tests.tiny import VOCAB_SIZE, make_tiny
 from tests.unit.model.eagle_kit import make_eagle3
 from tests.unit.model.native_kit import needs_kernels
@@ -50,16 +58,25 @@ def flags_of(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[
     def flags(algorithm: str, seed: int) -> tuple[str, ...]:
         path = tmp_path_factory.mktemp("drafter")
         if algorithm == "EAGLE3":
-            make_eagle3(path, model, seed=seed, draft_vocab_size=len(TOKENS))
-            tensors = load_file(path / "model.safetensors")
-            tensors["d2t"] = torch.tensor(TOKENS) - torch.arange(len(TOKENS))
-            save_file(tensors, path / "model.safetensors")
-        else:
-            path = make_tiny("qwen3", path / "model", num_hidden_layers=6, seed=seed) if seed else model
-        asked = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(path))
-        return (*asked, "--speculative-num-steps", "3", "--no-speculative-adaptive")
+            return eagle3(path, model, seed)
+        path = make_tiny("qwen3", path / "model", num_hidden_layers=6, seed=seed) if seed else model
+        return asked_for(algorithm, path)
 
     return flags
+
+
+def eagle3(path: Path, target: Path, seed: int) -> tuple[str, ...]:
+    """Write a head whose drafts are `TOKENS`, and return the flags of a server with it."""
+    make_eagle3(path, target, seed=seed, draft_vocab_size=len(TOKENS))
+    tensors = load_file(path / "model.safetensors")
+    tensors["d2t"] = torch.tensor(TOKENS) - torch.arange(len(TOKENS))
+    save_file(tensors, path / "model.safetensors")
+    return asked_for("EAGLE3", path)
+
+
+def asked_for(algorithm: str, path: Path) -> tuple[str, ...]:
+    flags = ("--speculative-algorithm", algorithm, "--speculative-draft-model-path", str(path))
+    return (*flags, "--speculative-num-steps", "3", "--no-speculative-adaptive")
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +136,19 @@ def test_different_drafters_connect_and_send_no_draft_kv(
         assert three_tokens(pair) == (0, num_bytes), "a plain step makes the first drafts"
         check(pair, expected)
         assert (pair.decode.counter("spec_verify_steps") > 0) == (decode is not None)
+
+
+def test_a_head_for_llama(tmp_path: Path) -> None:
+    """Stop strings and streams as well; half of the draws are of the head's four tokens."""
+    model, head = make_tiny("llama", tmp_path / "llama", num_hidden_layers=6), tmp_path / "head"
+    with running_monolith(str(model), *COMMON) as plain:
+        expected = generate_all(plain.url, bodies())
+        with running_pair(str(model), *COMMON, *eagle3(head, model, 0)) as pair:
+            assert three_tokens(pair)[0] == 1
+            check(pair, expected)
+            check_stop_strings(plain, pair)
+            check_streams(plain, pair)
+            assert pair.decode.counter("spec_accepted_tokens") > 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

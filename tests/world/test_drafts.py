@@ -185,7 +185,7 @@ def tokens_behind_a_stop_are_sent(patch: Patch) -> None:
 
 
 def a_row_is_planned_before_its_drafts_are_settled(patch: Patch) -> None:
-    patch.setattr(Speculation, "needs_sync", property(lambda self: False))
+    patch.setattr(Speculation, "needs_sync", lambda self, reqs: False)
 
 
 def drafts_have_no_pages_of_their_own(patch: Patch) -> None:

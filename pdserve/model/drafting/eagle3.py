@@ -25,6 +25,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.decoder import Decoder
+from pdserve.model.drafting.cost import weights_read
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.drafting.spec import EMBEDDING, Eagle3Spec
 from pdserve.model.forward_batch import ForwardBatch
@@ -119,6 +120,16 @@ class Eagle3Head:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. `hidden` `[N, len(taps) * hidden_size]`: the outputs of the target's layers `taps`."""
         return self._fc(hidden)
+
+    @property
+    def num_weights(self) -> int:
+        """See `DraftModel.num_weights`."""
+        return weights_read(self._spec.layer) + self._spec.num_inputs * self.hidden_size
+
+    @property
+    def num_bytes(self) -> int:
+        """See `DraftModel.num_bytes`."""
+        return self._layer.params.num_bytes
 
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""

@@ -66,6 +66,16 @@ class DraftModel(Protocol):
         """
         ...
 
+    @property
+    def num_weights(self) -> int:
+        """Weights of linear layers that `forward` reads for one token, of all ranks together, the head's included."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of this rank's weights, without those of the target."""
+        ...
+
     def weight_samples(self) -> WeightSamples:
         """Return samples of this rank's weights, without those of the target; see `ParamSlots.samples`."""
         ...

@@ -20,6 +20,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
+from pdserve.model.drafting.cost import weights_read
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
@@ -121,6 +122,16 @@ class MTPModule:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. `hidden` `[N, hidden_size]` is the output of the target's last layer."""
         return self._final_norm(hidden)
+
+    @property
+    def num_weights(self) -> int:
+        """See `DraftModel.num_weights`."""
+        return weights_read(self._layer.spec) + 2 * self.hidden_size**2
+
+    @property
+    def num_bytes(self) -> int:
+        """See `DraftModel.num_bytes`."""
+        return self._layer.params.num_bytes
 
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""

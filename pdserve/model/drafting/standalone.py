@@ -11,6 +11,7 @@ from pdserve.memory.layout import KVGroup
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.config import ModelSpec
+from pdserve.model.drafting.cost import weights_read
 from pdserve.model.drafting.interface import Bind, Drafted, draft_group, likeliest
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.interface import Model
@@ -50,6 +51,16 @@ class StandaloneDraftModel:
     def take(self, hidden: Tensor) -> Tensor:
         """See `DraftModel.take`. Must not be called."""
         raise AssertionError("a draft model takes no hidden states")
+
+    @property
+    def num_weights(self) -> int:
+        """See `DraftModel.num_weights`."""
+        return weights_read(self._model.spec)
+
+    @property
+    def num_bytes(self) -> int:
+        """See `DraftModel.num_bytes`."""
+        return self._model.params.num_bytes
 
     def weight_samples(self) -> WeightSamples:
         """See `DraftModel.weight_samples`."""

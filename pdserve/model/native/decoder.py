@@ -80,7 +80,8 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer. `head` replaces the model's own, see `beside`. `formats`: see `Packer`.
+    of each layer. `head` replaces the model's own, see `beside`. `formats`: those of quantized weights that
+    are packed as they are, by their names in the checkpoint.
 
     With `packs_embedding` embeddings that the checkpoint has quantized stay so, and nothing else may read them.
     """
@@ -98,7 +99,8 @@ class NativeDecoder:
         packs_embedding: bool = False,
     ) -> None:
         self._model, self._threads, self._level = model, threads, level
-        self._packer = packer = Packer(Arena(), format, model.params, packing, formats or {})
+        known = {own: form for name, form in (formats or {}).items() for own in model.params.names_of(name)}
+        self._packer = packer = Packer(Arena(), format, model.params, packing, known)
         self.argmax: Tensor | None = None
         """See `Model.argmax`. Not None for at most FEW_SAMPLES samples when the program has all their logits."""
         self._sync_points: list[SyncPoint] = []
@@ -151,14 +153,14 @@ class NativeDecoder:
         """Make a token chooser that uses the same threads."""
         return NativeChooser(self._threads, self._level)
 
-    def beside(self, model: Decoder) -> NativeDecoder:
+    def beside(self, model: Decoder, formats: Mapping[str, GroupFormat]) -> NativeDecoder:
         """Return a decoder of `model`, which takes hidden states, with the threads and number format of this one.
 
         It has the head of this one where `model` has none. It takes ownership of `model`, preferably before its weights
         are loaded.
         """
         packer, head = self._packer, self._head if model.head is None else None
-        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, head)
+        return NativeDecoder(model, self._threads, self._level, packer.format, packer.packing, head, formats)
 
     def pack(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pdserve.executor.deferred_drafter import DEPTH
 from pdserve.executor.interface import BatchPlan, BatchRow, run
+from pdserve.executor.model_runner import NativeDecodePath
 from pdserve.model.drafting.eagle3 import Eagle3Head
 from pdserve.model.drafting.interface import Drafted
 from pdserve.model.forward_batch import ForwardBatch
@@ -133,33 +135,48 @@ def test_a_row_that_is_opened_again_has_no_backlog(tmp_path: Path) -> None:
         assert drafts == head_drafts(reference, head, known), len(known)
 
 
+@contextlib.contextmanager
+def without_one_call() -> Iterator[None]:
+    """Steps are computed part by part."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NativeDecodePath, "computation", lambda self, plan: None)
+        yield
+
+
 @needs_kernels
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_deferred_steps_are_computed_by_the_cpu_kernels_in_one_call(
+def test_steps_beside_a_drafter_are_computed_by_the_cpu_kernels_in_one_call(
     algorithm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Deferred ones, those that draft, and the one that finds the backlog full."""
     path = make_tiny("qwen3", tmp_path / "target", num_hidden_layers=6)
     draft = make_eagle3(tmp_path / "draft", path) if algorithm == "EAGLE3" else path
     num_plain = DEPTH + 4
-    wanted = drafts_after(Driver(build(path, **options(NATIVE, algorithm, draft))), num_plain, num_proposals=1)
-    passes = Passes(monkeypatch)
-    found = drafts_after(Driver(build(path, **options(NATIVE, algorithm, draft))), num_plain)
-    assert found == wanted
-    assert passes.num_at_once == num_plain - 1, "all but the step that finds the backlog full"
+    with without_one_call():
+        wanted = drafts_after(Driver(build(path, **options(NATIVE, algorithm, draft))), num_plain, num_proposals=1)
+    for num_proposals in (0, 1):
+        with monkeypatch.context() as patch:
+            passes = Passes(patch)
+            driver = Driver(build(path, **options(NATIVE, algorithm, draft)))
+            assert drafts_after(driver, num_plain, num_proposals=num_proposals) == wanted
+            assert passes.num_at_once == num_plain + 1
 
 
 @needs_kernels
-def test_deferred_steps_of_a_model_with_recurrent_layers_are_computed_in_one_call(
+def test_steps_of_a_model_with_recurrent_layers_are_computed_in_one_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_with_mtp(
         "qwen3_5_text", tmp_path / "model", agrees=0.01, linear_key_head_dim=32, linear_value_head_dim=16
     )
     native = {"dtype": "bfloat16", "cpu_kernels": "native"}
-    wanted = drafts_after(drafting(path, NEXTN, **native), DEPTH + 4, num_proposals=1)
-    passes = Passes(monkeypatch)
-    assert drafts_after(drafting(path, NEXTN, **native), DEPTH + 4) == wanted
-    assert passes.num_at_once == DEPTH + 3
+    with without_one_call():
+        wanted = drafts_after(drafting(path, NEXTN, **native), DEPTH + 4, num_proposals=1)
+    for num_proposals in (0, 1):
+        with monkeypatch.context() as patch:
+            passes = Passes(patch)
+            assert drafts_after(drafting(path, NEXTN, **native), DEPTH + 4, num_proposals=num_proposals) == wanted
+            assert passes.num_at_once == DEPTH + 5
 
 
 def test_prompt_tokens_are_never_deferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,8 @@ class TextExecutor(CountingExecutor):
         self._num_under_way = 0
         self.most_under_way = 0
         """Most steps that were under way at once."""
+        self.num_overlapping = 0
+        """Steps that were launched while another one was under way."""
 
     def open_row(
         self,
@@ -64,6 +66,7 @@ class TextExecutor(CountingExecutor):
         self.num_proposed.append(plan.num_proposals)
         self._num_under_way += 1
         self.most_under_way = max(self.most_under_way, self._num_under_way)
+        self.num_overlapping += self._num_under_way > 1
         for row in plan.rows:
             self._check(row)
         results = [self._sample(row) for row in plan.rows]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -55,6 +56,19 @@ def test_overlap_is_lost_with_drafts() -> None:
     for gain, taken in ((0.05, 1), (0.2, 0)):
         cost = StepCost(((1, 1.0), (2, 1.0)), overlap_gain=gain)
         assert choose_lengths([[0.1]], 1, 0, cost) == [taken]
+
+
+def test_drafts_that_a_model_has_yet_to_make_cost_its_passes() -> None:
+    """One pass gives a draft to each row, so the deepest draft counts."""
+    cost = StepCost(((1, 1.0), (1000, 1.0)), overlap_gain=0.0, draft_pass=0.2)
+    chances = [[0.5, 0.3, 0.1]]
+    assert choose_lengths(chances, 1, 0, cost) == [3]
+    assert choose_lengths(chances, 1, 0, cost, drafted=False) == [2]
+    assert choose_lengths([[0.5, 0.3, 0.1], [0.4]], 2, 0, cost, drafted=False) == [1, 1]
+    assert choose_lengths([[0.15]], 1, 0, cost, drafted=False) == [0]
+    for rows in (1, 4, 16):
+        dear = dataclasses.replace(AMX_COST, draft_pass=1.0)
+        assert not any(choose_lengths([[0.97]] * rows, rows, 0, dear, drafted=False)), "a pass as long as a step"
 
 
 @pytest.mark.parametrize("cost", [AMX_COST, CPU_COST])
@@ -186,3 +200,28 @@ def test_a_server_with_a_drafter_in_the_executor_asks_only_for_drafts_that_pay()
     useful.ask("a", [1, 2, 3], text)
     useful.run()
     assert useful.tokens("a") == text and useful.num_steps("a") < len(text) / 3
+
+
+@pytest.mark.parametrize(("draft_pass", "num_right", "wanted"), [(0.1, 0, 0), (0.1, 4, 4), (1.2, 4, 0)])
+def test_a_server_asks_for_as_many_drafts_as_pay_for_the_passes(draft_pass: float, num_right: int, wanted: int) -> None:
+    """The first `num_right` drafts of each step are right."""
+    mono = Drafting(cost=dataclasses.replace(AMX_COST, draft_pass=draft_pass), ngram=False, num_rows=1, num_pages=200)
+    mono.executor.proposals = {"a": num_right}
+    text = list(range(10, 400))
+    mono.ask("a", [1, 2, 3], text)
+    mono.run()
+    assert mono.tokens("a") == text
+    asked = [number for number in mono.executor.num_proposed[30:] if number is not None]
+    assert sum(number == wanted for number in asked) > 0.8 * len(asked), asked
+
+
+def test_a_request_with_better_drafts_than_others_before_it_has_drafts_again() -> None:
+    """Requests with wrong drafts have switched drafting off. An attempt shows that this request's are right."""
+    mono = Drafting(cost=dataclasses.replace(AMX_COST, draft_pass=0.1), ngram=False, num_rows=1, num_pages=400)
+    mono.executor.proposals = {"bad": 0, "good": 4}
+    text = list(range(10, 310))
+    for rid in mono.executor.proposals:
+        mono.ask(rid, [1, 2, 3], text)
+        mono.run()
+    assert mono.num_steps("bad") > 0.95 * len(text)
+    assert mono.num_steps("good") < 0.6 * len(text)

@@ -14,6 +14,7 @@ from pdserve.protocol.messages import (
     PauseGeneration,
     SpeculationStats,
 )
+from pdserve.scheduler.draft_length import AMX_COST
 from pdserve.scheduler.request import PriorityRules
 from pdserve.scheduler.speculation import Speculation
 from tests.unit.scheduler.kit import EOS
@@ -151,6 +152,19 @@ def test_the_next_step_waits_for_the_results_of_one_with_drafts_and_overlaps_els
         under_way += not plain.context.no_step_in_flight
     assert plain.tokens("a") == list(range(100, 190))
     assert under_way > 70, "where nothing matches, few plans wait"
+
+
+def test_steps_overlap_while_no_drafts_are_likely() -> None:
+    """Drafting is on. No step waits in a text without repetitions; in a copy each step waits for the drafts before."""
+    found = []
+    for text in ([*range(100, 112)], COPY[:12]):
+        mono = Drafting(cost=AMX_COST, min_match=1)
+        mono.ask("a", PROMPT, text)
+        mono.run()
+        assert mono.tokens("a") == text
+        found.append((mono.num_steps("a"), mono.executor.num_overlapping))
+    assert found[0][0] == 2 + 11 and found[0][1] >= 10
+    assert found[1][0] < 9 and found[1][1] <= 3
 
 
 def test_retraction_keeps_the_tokens() -> None:
