@@ -10,6 +10,8 @@ from pdserve.config import ServerConfig
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.memory.cache_recorder import AdapterKeys, CacheRecorder
 from pdserve.memory.page_keys import KeyNamespace
+from pdserve.model.paths import resolve_model_path
+from pdserve.model.weights_digest import weights_digest
 from pdserve.observe.kv_events import EventStream, groups_of
 from pdserve.observe.kv_publisher import KVEventPublisher
 
@@ -49,7 +51,7 @@ def open_kv_events(
     if events is None or not config.wants_prefix_cache:
         return None
     stream = EventStream(
-        key_namespace(engine),
+        key_namespace(config, engine),
         groups_of(built.layout),
         dp_rank=dp_rank,
         wire_form=events.wire_form,
@@ -68,12 +70,21 @@ def open_kv_events(
     return KVEvents(CacheRecorder(publisher, adapters), publisher)
 
 
-def key_namespace(engine: ReplicaEngine) -> KeyNamespace:
-    """Return the namespace of the page keys of a replica."""
-    built = engine.built
+def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
+    """Return the namespace of the page keys of a replica.
+
+    `weights` has the fingerprint of the loaded weights, which tells of quantization too, and the digest of all weight
+    files. Random weights have no files.
+
+    Raises:
+        ModelError: the weight files cannot be read.
+    """
+    built, weights = engine.built, [engine.weights_fingerprint]
+    if config.model.load_format != "dummy":
+        weights.append(weights_digest(resolve_model_path(config.model.model_path)))
     return KeyNamespace(
-        weights=engine.weights_fingerprint,
-        weights_are_sampled=True,
+        weights=":".join(weights),
+        weights_are_sampled=len(weights) == 1,
         layout=built.layout.fingerprint(),
         dtype=str(built.dtype),
         page_tokens=built.layout.page_tokens,

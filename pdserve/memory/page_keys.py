@@ -22,8 +22,8 @@ TOKEN_BYTES = 4
 class KeyNamespace:
     """Everything besides tokens that the KV of a page depends on.
 
-    `weights`: fingerprint of the weights. `weights_are_sampled`: it covers a sample of the values, so two fine-tunings
-    that differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens of a page.
+    `weights`: fingerprint of the weights. `weights_are_sampled`: it covers only a sample of the values, so weights that
+    differ elsewhere have the same one. `layout`: `KVLayout.fingerprint`. `page_tokens`: tokens of a page.
     """
 
     weights: str
