@@ -1,7 +1,7 @@
 """A digest over all bytes of a model's weight files, computed once and kept beside them.
 
-The fingerprint of the loaded weights (`params.fingerprint_of`) is quick, but covers samples only. Keys of pages have this
-digest as well.
+The fingerprint of the loaded weights (`params.fingerprint_of`) is quick, but covers samples only. Keys of pages have
+this digest as well.
 """
 
 from __future__ import annotations
