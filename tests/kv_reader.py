@@ -89,16 +89,16 @@ class CacheCopy:
                 self.blocks.clear()
 
     def prompts(self, group: int = 0) -> set[tuple[int, ...]]:
-        """The tokens of each cached prefix, from the first token on; fails for a block without its parent."""
-        blocks = self.blocks.get(group, {})
-        paths: set[tuple[int, ...]] = set()
-        for block in blocks:
+        """The tokens of each cached prefix, from the first token on; without blocks whose parents are not known yet."""
+        known, paths = self.blocks.get(0, {}), set[tuple[int, ...]]()
+        for block in self.blocks.get(group, {}):
             path: tuple[int, ...] = ()
             at: int | None = block
-            while at is not None:
-                parent, tokens, _ = self.blocks[0][at]
+            while at is not None and at in known:
+                parent, tokens, _ = known[at]
                 path, at = tokens + path, parent
-            paths.add(path)
+            if at is None:
+                paths.add(path)
         return paths
 
 

@@ -146,7 +146,7 @@ class Readers(RuleBasedStateMachine):
         expected = {flat(prefix) for prefix in content_of(self.tree)}
         assert self.stream.num_blocks == len(expected)
         for reader in self.readers:
-            assert reader.copy.prompts() == expected
+            assert reader.copy.prompts() == expected and len(reader.copy.blocks.get(0, {})) == len(expected)
 
     def teardown(self) -> None:
         self.compare()
