@@ -126,9 +126,16 @@ class Follower:
 class Subscriber:
     """A `Follower` over sockets, which replays what it lacks."""
 
-    def __init__(self, endpoint: str, replay_endpoint: str | None = None, topic: str = "") -> None:
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", *, small_queue: bool = False
+    ) -> None:
+        """`small_queue`: few batches wait to be read, in this process and in the kernel."""
         self._context = zmq.Context()
         self._sub = self._context.socket(zmq.SUB)
+        if small_queue:
+            self._sub.set(zmq.RCVHWM, 1)
+            self._sub.set(zmq.RCVBUF, 4096)
+        self.num_gaps = 0
         self._sub.subscribe(topic)
         self._sub.connect(endpoint)
         self._replay_endpoint = replay_endpoint
@@ -147,6 +154,7 @@ class Subscriber:
         seq = int.from_bytes(number, "big")
         if not self.follower.take(seq, payload):
             assert self.follower.next_seq is not None
+            self.num_gaps += 1
             for one, batch in self.replay(self.follower.next_seq):
                 self.follower.take(one, batch)
             self.follower.take(seq, payload)
@@ -157,7 +165,7 @@ class Subscriber:
         end = time.monotonic() + deadline_s
         while self.follower.copy.prompts() != prompts:
             left = end - time.monotonic()
-            assert left > 0, f"has {self.follower.copy.prompts()}, expected {prompts}"
+            assert left > 0, f"{len(self.follower.copy.prompts())} prefixes, expected {len(prompts)}"
             self.poll(min(left, 0.5))
 
     def replay(self, start: int) -> list[tuple[int, bytes]]:

@@ -49,8 +49,9 @@ class Cache:
         self.tree.clear()
         self.recorder.flush(self.tree.describe)
 
-    def subscribed(self, stack: ExitStack, topic: str = "") -> Subscriber:
-        subscriber = Subscriber(self.publisher.endpoint, self.publisher.replay_endpoint, topic)
+    def subscribed(self, stack: ExitStack, topic: str = "", *, small_queue: bool = False) -> Subscriber:
+        endpoint, replay = self.publisher.endpoint, self.publisher.replay_endpoint
+        subscriber = Subscriber(endpoint, replay, topic, small_queue=small_queue)
         stack.callback(subscriber.close)
         return subscriber
 
@@ -115,7 +116,7 @@ def test_a_replay_gives_the_batches_again_and_one_that_left_the_buffer_the_conte
     wait_until(lambda: cache.published("kv_events_batches") >= at + 4, "all are published")
     assert reader.replay(0) == [], "it is not in the buffer; everything comes live"
     reader.until(prompts("abcdefg"))
-    assert cache.published("kv_events_snapshots") > before
+    wait_until(lambda: cache.published("kv_events_snapshots") > before, "a snapshot answers the replay")
 
 
 def test_requests_of_another_form_are_refused_and_harm_nobody(
@@ -137,21 +138,23 @@ def test_requests_of_another_form_are_refused_and_harm_nobody(
 
 def test_a_reader_that_does_not_read_delays_nobody(stack: ExitStack) -> None:
     """Its queue is full after one batch. Others get all; it sees a gap, replays, and has everything."""
-    cache = Cache(stack, f'{LOCAL}, "hwm": 1')
-    slow, other = cache.subscribed(stack), cache.subscribed(stack)
+    cache = Cache(stack, f'{LOCAL}, "hwm": 2')
+    slow, other = cache.subscribed(stack, small_queue=True), cache.subscribed(stack)
     cache.insert("a")
     for reader in (slow, other):
         reader.until(prompts("a"))
-    text = "a"
-    for _ in range(300):
-        text += "b"
+    texts = [chr(1000 + i) + "b" * 99 for i in range(60)]
+    for text in texts:
         cache.insert(text)
         wait_until(lambda: cache.published("kv_events_queued") == 0, "the publisher has taken it")
         while other.poll(0):
             pass
+    while slow.poll(0.1):
+        pass
     cache.insert("z")
     for reader in (other, slow):
-        reader.until(prompts(text, "z"))
+        reader.until(prompts("a", "z", *texts))
+    assert slow.num_gaps > 0
 
 
 def test_a_publisher_that_has_ended_takes_nothing(stack: ExitStack) -> None:
