@@ -14,6 +14,7 @@ from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
+from pdserve.config.kv_events_group import KVEventsConfig, parse_kv_events
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
@@ -389,6 +390,11 @@ class ObserveConfig:
         "before it is sent and after it has arrived, which python -m pdserve.observe.compare_kv compares, each "
         "submission to the transfer engine, and the tokens of each decode step",
     )
+    kv_events_config: str | None = flag(
+        None,
+        help="publish what the prefix cache holds over zmq: JSON with publisher (zmq or null), endpoint, bind, "
+        "replay_endpoint, buffer_steps, hwm, max_queue_size, topic and format (map or array). Off when absent",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", help="minimum level of log messages", env="SGLANG_LOG_LEVEL"
     )
@@ -426,6 +432,11 @@ class ServerConfig:
     access: AccessConfig = AccessConfig()
     observe: ObserveConfig = ObserveConfig()
     accepted: AcceptedConfig = AcceptedConfig()
+
+    @functools.cached_property
+    def kv_events(self) -> KVEventsConfig | None:
+        """The publisher of KV events; None: events are off. Raises ConfigError when the flag's value is not valid."""
+        return parse_kv_events(self.observe.kv_events_config, self.parallel.dp_size)
 
     @property
     def wants_prefix_cache(self) -> bool:

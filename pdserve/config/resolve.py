@@ -129,6 +129,8 @@ def without_effect(config: ServerConfig) -> list[str]:
         for field in ("init_new_token_ratio", "clip_max_new_tokens_estimation"):
             if getattr(schedule, field) != getattr(defaults.schedule, field):
                 lines.append(f"--{field.replace('_', '-')} has no effect: {reasons[mode]}")
+    if config.kv_events is not None and not config.wants_prefix_cache:
+        lines.append("--kv-events-config has no effect: the server has no prefix cache")
     return lines
 
 

@@ -74,7 +74,7 @@ hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connect
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer
 kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path
-kv-canary kv-canary-real-data kv-canary-sweep-interval kv-events-config language-model-only language-only
+kv-canary kv-canary-real-data kv-canary-sweep-interval language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend
 linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
 load-snapshot-publish-interval load-watch-interval log-requests-format

@@ -16,6 +16,7 @@ from pdserve.config import ServerConfig
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
+from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefault import MOST_BYTES_AHEAD, TOKENS_AHEAD, Prefault
@@ -47,8 +48,13 @@ STATE_GRID_TOKENS = 64
 Fact = str | int | float | bool | None
 
 
-def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.ExitStack) -> KVMemory:
-    """Make the KV memory of this replica: pages, rows and aux slots. `stack` ends the thread that commits memory."""
+def make_memory(
+    config: ServerConfig, built: LoadedEngine, stack: contextlib.ExitStack, recorder: CacheRecorder | None = None
+) -> KVMemory:
+    """Make the KV memory of this replica: pages, rows and aux slots. `stack` ends the thread that commits memory.
+
+    `recorder` gets the changes of the prefix cache; None: they are not recorded.
+    """
     num_rows = built.table.num_rows
     commit: Prefault | None = None
     if built.device.type == "cpu":
@@ -68,6 +74,7 @@ def make_memory(config: ServerConfig, built: LoadedEngine, stack: contextlib.Exi
         prefix_cache=_caches_prefixes(config, built),
         eviction=config.memory.radix_eviction_policy,
         group_sizes=built.group_sizes,
+        recorder=recorder,
     )
 
 

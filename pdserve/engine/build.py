@@ -16,6 +16,7 @@ from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, proces
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_transfer import ReplicaId, open_transfer
+from pdserve.engine.kv_events import open_kv_events
 from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
@@ -104,7 +105,8 @@ def build_scheduler(
     """
     mode = config.disagg.disaggregation_mode
     built = engine.built
-    memory = make_memory(config, built, stack)
+    events = open_kv_events(config, engine, replica.dp_rank, stack)
+    memory = make_memory(config, built, stack, None if events is None else events.recorder)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
         "device": str(built.device),
@@ -118,6 +120,8 @@ def build_scheduler(
         "prefill_saturation_tokens": saturation_tokens(config, built),
         "startup_available_bytes": free_bytes(built.device),
     }
+    if events is not None:
+        facts |= events.endpoints()
     write_line = open_kv_log(config, replica.dp_rank, 0, stack)
     step_log = None
     if write_line is not None and mode != "prefill":
@@ -141,7 +145,7 @@ def build_scheduler(
         channel.send,
         profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
         facts=facts,
-        live_facts=engine.facts,
+        live_facts=engine.facts if events is None else lambda: {**engine.facts(), **events.facts()},
         idle_batches=_idle_batches(engine, mailbox),
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,

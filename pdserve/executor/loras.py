@@ -17,6 +17,7 @@ from pdserve.config.lora_group import DEFAULT_MAX_RANK, wrong_name
 from pdserve.errors import ConfigError, ModelError, RequestError
 from pdserve.executor.input_batch import HostBatch
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad
+from pdserve.memory.cache_recorder import CacheAdapter
 from pdserve.model.attention.interface import AttentionBackend, StepAttention
 from pdserve.model.decoder import Decoder
 from pdserve.model.forward_batch import ForwardBatch
@@ -65,6 +66,7 @@ class LoraAdapters:
         self._loaded: dict[str, LoraAdapter] = {}
         self._numbers: dict[str, int] = {}
         """By digest, the number of each adapter that was ever loaded."""
+        self._identities: dict[int, CacheAdapter] = {}
         self._rows: dict[int, LoraAdapter] = {}
 
     @property
@@ -97,6 +99,7 @@ class LoraAdapters:
             )
         adapter = LoraAdapter(name, number, found.rank, found.digest, found.weights)
         self._loaded[name] = adapter
+        self._identities[number] = CacheAdapter(number, name, found.digest)
         return adapter
 
     def unload(self, name: str) -> None:
@@ -113,6 +116,15 @@ class LoraAdapters:
                 f"the LoRA adapter {name!r} is not loaded", field="lora_path", status=404, code="lora_not_found"
             )
         return adapter
+
+    @property
+    def key_shift(self) -> int:
+        """Bits of a token id in a key of the prefix cache; the adapter's number is above them."""
+        return self._shift
+
+    def adapter_of_key(self, number: int) -> CacheAdapter:
+        """Return the adapter with this number, by its latest name; it may be unloaded."""
+        return self._identities[number]
 
     def key_offset(self, adapter: LoraAdapter) -> int:
         """Return what is added to token ids in keys of the prefix cache: bits above those of all token ids."""

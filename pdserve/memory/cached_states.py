@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
+from pdserve.memory.cache_recorder import CacheRecorder
+from pdserve.memory.layout import PageSpace
+
 
 class RadixNode:
     """Some pages behind those of `parent`. Written by its tree only.
@@ -42,11 +45,13 @@ class CachedStates:
     """The states of a radix tree. Scheduler thread only.
 
     A locked state is being copied into a request's slot: it is not evicted. `on_free` gets the slot of a state whose
-    pages have left the tree. `version` changes whenever a state comes or goes.
+    pages have left the tree. `version` changes whenever a state comes or goes. `recorder` gets each change; None:
+    changes are not recorded.
     """
 
-    def __init__(self, on_free: Callable[[int], None]) -> None:
+    def __init__(self, on_free: Callable[[int], None], recorder: CacheRecorder | None = None) -> None:
         self._on_free = on_free
+        self._recorder = recorder
         self._by_use: OrderedDict[RadixNode, None] = OrderedDict()
         self._locks: dict[RadixNode, int] = {}
         self.version = 0
@@ -66,6 +71,10 @@ class CachedStates:
             assert node.state is not None
             yield node.state
 
+    def nodes(self) -> Iterator[RadixNode]:
+        """Yield the nodes with a state."""
+        return iter(self._by_use)
+
     def add(self, node: RadixNode, slot: int) -> bool:
         """Give `node` the state in `slot`; False, without any change, when it has one already."""
         if node.state is not None:
@@ -73,7 +82,7 @@ class CachedStates:
             return False
         node.state = slot
         self._by_use[node] = None
-        self.version += 1
+        self._changed(node, stored=True)
         return True
 
     def use(self, node: RadixNode) -> None:
@@ -104,7 +113,7 @@ class CachedStates:
         assert node.state is not None and node not in self._locks, "the state is being copied"
         slot, node.state = node.state, None
         del self._by_use[node]
-        self.version += 1
+        self._changed(node, stored=False)
         return slot
 
     def evict(self) -> int | None:
@@ -119,3 +128,8 @@ class CachedStates:
         """Free the state of `node`, if it has one: the end of the node leaves the tree."""
         if node.state is not None:
             self._on_free(self.take(node))
+
+    def _changed(self, node: RadixNode, *, stored: bool) -> None:
+        self.version += 1
+        if self._recorder is not None:
+            self._recorder.group_changed(PageSpace.SLOTS, node.pages[-1], stored=stored)

@@ -16,6 +16,9 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 
+from pdserve.memory.cache_recorder import CacheRecorder
+from pdserve.memory.layout import PageSpace
+
 
 class CachedWindowPage:
     """A window page of the cache. Written by `CachedWindows` only.
@@ -36,11 +39,12 @@ class CachedWindows:
     """The window pages of a radix tree. Scheduler thread only.
 
     `on_free` gets pages that no request locks and whose token pages have left the tree. `version` changes whenever a
-    page comes or goes.
+    page comes or goes. `recorder` gets each change; None: changes are not recorded.
     """
 
-    def __init__(self, on_free: Callable[[list[int]], None]) -> None:
+    def __init__(self, on_free: Callable[[list[int]], None], recorder: CacheRecorder | None = None) -> None:
         self._on_free = on_free
+        self._recorder = recorder
         self._by_token_page: dict[int, CachedWindowPage] = {}
         self._evictable: OrderedDict[CachedWindowPage, None] = OrderedDict()
         self.version = 0
@@ -57,6 +61,10 @@ class CachedWindows:
     def pages(self) -> list[int]:
         """Return all pages of the cache. For the audit."""
         return [cached.page for cached in self._by_token_page.values()]
+
+    def token_pages(self) -> Iterator[int]:
+        """Yield the pages of the radix tree whose tokens have a window page here."""
+        return iter(self._by_token_page)
 
     def find(self, token_page: int) -> CachedWindowPage | None:
         """Return the window page of the tokens in `token_page`; None without one."""
@@ -87,7 +95,7 @@ class CachedWindows:
         cached = known or CachedWindowPage(page, token_page)
         cached.token_page = token_page
         self._by_token_page[token_page] = cached
-        self.version += 1
+        self._changed(token_page, stored=True)
         return cached
 
     def lock(self, cached: CachedWindowPage) -> None:
@@ -114,7 +122,7 @@ class CachedWindows:
         cached, _ = self._evictable.popitem(last=False)
         assert cached.token_page is not None
         del self._by_token_page[cached.token_page]
-        self.version += 1
+        self._changed(cached.token_page, stored=False)
         self.num_evicted += 1
         return cached.page
 
@@ -125,7 +133,7 @@ class CachedWindows:
             cached = self._by_token_page.pop(token_page, None)
             if cached is None:
                 continue
-            self.version += 1
+            self._changed(token_page, stored=False)
             cached.token_page = None
             if cached.locks == 0:
                 del self._evictable[cached]
@@ -136,3 +144,8 @@ class CachedWindows:
     def locked(self) -> Iterator[CachedWindowPage]:
         """Yield the pages of the cache that requests lock. For the audit."""
         return (cached for cached in self._by_token_page.values() if cached.locks)
+
+    def _changed(self, token_page: int, *, stored: bool) -> None:
+        self.version += 1
+        if self._recorder is not None:
+            self._recorder.group_changed(PageSpace.WINDOW, token_page, stored=stored)

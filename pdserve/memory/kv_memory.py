@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdserve.memory.audit import audit_pool
+from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.cached_states import CachedStates
 from pdserve.memory.cached_windows import CachedWindows
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
@@ -29,7 +30,8 @@ class KVMemory:
     that are allocated. Token ids are int32 bytes (`token_bytes`). `group_sizes`: of window pages and state slots, whose
     release `on_group_free` reports. With STATE groups the prefix cache also keeps states, see `CachedStates`, and a
     prefix can be used up to the deepest one. With WINDOW groups it keeps window pages, see `CachedWindows`, and a
-    prefix can be used up to a page behind which they are there.
+    prefix can be used up to a page behind which they are there. `recorder` gets the changes of the prefix cache, at
+    each `flush_changes`; None: they are not recorded.
     """
 
     def __init__(
@@ -45,15 +47,16 @@ class KVMemory:
         eviction: Eviction = "lru",
         group_sizes: GroupPoolSizes | None = None,
         on_group_free: Callable[[PageSpace, list[int]], None] | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
         if prefix_cache and layout.has_state:
-            self.groups.states = CachedStates(self.groups.free_slot)
+            self.groups.states = CachedStates(self.groups.free_slot, recorder)
         if prefix_cache and layout.window:
-            self.groups.windows = CachedWindows(self.groups.free_window)
+            self.groups.windows = CachedWindows(self.groups.free_window, recorder)
         tree = None
         if prefix_cache:
-            tree = RadixTree(layout.page_tokens, eviction, self.groups.states, self.groups.windows)
+            tree = RadixTree(layout.page_tokens, eviction, self.groups.states, self.groups.windows, recorder)
         self.layout = layout
         self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
         self.aux = LeasePool(PageAllocator(num_aux))
@@ -299,6 +302,12 @@ class KVMemory:
             self.groups.drop_kept(lease, position)
         if waiting:
             self.groups.let_wait(lease, waiting[-1])
+
+    def flush_changes(self) -> None:
+        """Give the recorded changes of the prefix cache to their reader, if there is one."""
+        tree = self.pages.tree
+        if tree is not None and tree.recorder is not None:
+            tree.recorder.flush(tree.describe)
 
     def flush(self) -> int:
         """Evict all cached pages that no live lease locks; returns their number."""

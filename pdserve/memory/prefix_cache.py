@@ -19,8 +19,10 @@ from typing import Literal
 
 import numpy as np
 
+from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.cached_states import CachedStates, RadixNode
 from pdserve.memory.cached_windows import CachedWindows
+from pdserve.memory.layout import PageSpace
 
 Eviction = Literal["lru", "lfu", "priority"]
 TOKEN_BYTES = 4
@@ -65,7 +67,7 @@ class RadixTree:
     """Cached pages by their tokens. Scheduler thread only. `num_evictable` counts the pages of unlocked nodes.
 
     `version` changes whenever the content of the tree changes. `states`: of a model with STATE groups; `windows`: of a
-    model with WINDOW groups.
+    model with WINDOW groups. `recorder` gets each change; None: changes are not recorded.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class RadixTree:
         eviction: Eviction = "lru",
         states: CachedStates | None = None,
         windows: CachedWindows | None = None,
+        recorder: CacheRecorder | None = None,
     ) -> None:
         self.page_tokens = page_tokens
         self.states = states
         self.windows = windows
+        self.recorder = recorder
         self.eviction: Eviction = eviction
         self.num_cached = 0
         self.num_evictable = 0
@@ -232,6 +236,8 @@ class RadixTree:
             node.pages, node.parent = [], None
         self._heap.clear()
         self._dropped(freed)
+        if self.recorder is not None and self.num_cached == 0:
+            self.recorder.cleared()
         return freed
 
     @property
@@ -246,6 +252,25 @@ class RadixTree:
             node = open_nodes.pop()
             yield node
             open_nodes += node.children.values()
+
+    def describe(self) -> None:
+        """Record all pages, window pages and states as if they were new."""
+        assert self.recorder is not None
+        for node in self.nodes():
+            self._record(node, 0)
+        if self.windows is not None:
+            for page in self.windows.token_pages():
+                self.recorder.group_changed(PageSpace.WINDOW, page, stored=True)
+        if self.states is not None:
+            for node in self.states.nodes():
+                self.recorder.group_changed(PageSpace.SLOTS, node.pages[-1], stored=True)
+
+    def _record(self, node: RadixNode, first: int) -> None:
+        """Record the pages of `node` from the index `first` on as new."""
+        assert self.recorder is not None and node.parent is not None
+        before = node.pages[first - 1 : first] if first else node.parent.pages[-1:]
+        key = bytes(node.key[first * self._page_bytes :])
+        self.recorder.stored(before[0] if before else None, node.pages[first:], key)
 
     def _walk(self, tokens: bytes, max_pages: int) -> tuple[RadixNode, int]:
         """Return the deepest node that `tokens` reach, and how many of its pages they cover (for the root: 0)."""
@@ -304,6 +329,8 @@ class RadixTree:
     def _grew(self, node: RadixNode, num_pages: int) -> None:
         self.num_cached += num_pages
         self.version += 1
+        if self.recorder is not None:
+            self._record(node, len(node.pages) - num_pages)
         if node.locks == 0:
             self.num_evictable += num_pages
             self._queue(node)
@@ -315,6 +342,8 @@ class RadixTree:
         self.version += bool(pages)
         if self.windows is not None:
             self.windows.drop(pages)
+        if self.recorder is not None:
+            self.recorder.removed(pages)
 
     def _trim(self, node: RadixNode, num_pages: int) -> list[int]:
         """Take up to `num_pages` pages from the end of an unlocked leaf; removes the leaf when it has none left."""

@@ -175,6 +175,7 @@ class Scheduler:
         if len(self._under_way) > (self._depth if plan is not None else 0):
             self._process_result()
         self.context.outbox.flush()
+        self.context.memory.flush_changes()
         if not self._audited and self._idle:
             times.enter("sanity_check_cache")
             self._audit_at_idle()

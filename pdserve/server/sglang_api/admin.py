@@ -115,7 +115,34 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "is_embedding": False,
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
+        "kv_events": _kv_events(context),
     }
+
+
+def _kv_events(context: ServerContext) -> dict[str, Any] | None:
+    """Where KV events are published, under SGLang's names; None when they are off. Replica n has the ports + n."""
+    events, ready = context.config.kv_events, context.client.ready
+    if events is None or not context.config.wants_prefix_cache:
+        return None
+    facts = {} if ready is None else ready.facts
+    bound = {name: str(facts.get(name) or "") for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
+    return {
+        "publisher": "zmq",
+        "endpoint": bound["kv_events_endpoint"] or events.endpoint.address,
+        "endpoint_host": events.endpoint.host,
+        "endpoint_port_base": _port(bound["kv_events_endpoint"]) or events.endpoint.port,
+        "replay_endpoint": bound["kv_events_replay_endpoint"] or None,
+        "replay_endpoint_port_base": _port(bound["kv_events_replay_endpoint"]),
+        "topic": events.topic,
+        "format": events.wire_form,
+        "block_size": context.config.memory.page_size,
+        "dp_size": context.config.parallel.dp_size,
+    }
+
+
+def _port(endpoint: str) -> int | None:
+    port = endpoint.rpartition(":")[2]
+    return int(port) if endpoint.startswith("tcp://") and port.isdigit() else None
 
 
 async def server_info(context: ServerContext, _: Request) -> Response:

@@ -64,6 +64,19 @@ async def test_facts(tokenizer: Tokenizer) -> None:
         assert load[0]["num_tokens"] == 42
 
 
+async def test_info_names_the_endpoints_of_kv_events(tokenizer: Tokenizer) -> None:
+    """`null` where they are off, and where the server has no prefix cache."""
+    config = '{"publisher": "zmq", "endpoint": "tcp://*:7000", "topic": "t", "format": "array"}'
+    async with bench(tokenizer, observe={"kv_events_config": config}) as b:
+        events = (await b.http.get("/get_server_info")).json()["kv_events"]
+    assert (events["publisher"], events["endpoint"], events["endpoint_port_base"]) == ("zmq", "tcp://*:7000", 7000)
+    assert (events["endpoint_host"], events["replay_endpoint_port_base"]) == ("*", None)
+    assert (events["topic"], events["format"], events["block_size"], events["dp_size"]) == ("t", "array", 64, 1)
+    for mode, off in (("null", None), ("decode", config)):
+        async with bench(tokenizer, mode, observe={"kv_events_config": off}) as b:
+            assert (await b.http.get("/get_server_info")).json()["kv_events"] is None
+
+
 async def test_metrics_have_sglang_names_and_memory_gauges(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer, "prefill") as b:
         body = {"prompt": "x", "bootstrap_room": 1, "max_tokens": 3}

@@ -1,0 +1,91 @@
+"""Opens the publisher of KV events of a replica. Only rank 0 publishes: the caches of all ranks are equal."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+
+from pdserve.config import ServerConfig
+from pdserve.engine.replica import ReplicaEngine
+from pdserve.memory.cache_recorder import AdapterKeys, CacheRecorder
+from pdserve.memory.page_keys import KeyNamespace
+from pdserve.model.paths import resolve_model_path
+from pdserve.model.weights_digest import weights_digest
+from pdserve.observe.kv_events import EventStream, groups_of
+from pdserve.observe.kv_publisher import KVEventPublisher
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class KVEvents:
+    """The recorder of a replica's prefix cache, and the publisher that it feeds."""
+
+    recorder: CacheRecorder
+    publisher: KVEventPublisher
+
+    def endpoints(self) -> dict[str, str | None]:
+        """Return the addresses of the sockets, as facts of the engine."""
+        return {
+            "kv_events_endpoint": self.publisher.endpoint,
+            "kv_events_replay_endpoint": self.publisher.replay_endpoint,
+        }
+
+    def facts(self) -> dict[str, float]:
+        """Return counts for `/get_server_info`."""
+        return {**self.publisher.facts(), "kv_events_lost": float(self.recorder.num_lost)}
+
+
+def open_kv_events(
+    config: ServerConfig, engine: ReplicaEngine, dp_rank: int, stack: contextlib.ExitStack
+) -> KVEvents | None:
+    """Start the publisher that `--kv-events-config` asks for; None where events or the prefix cache are off.
+
+    `stack` ends it.
+
+    Raises:
+        ConfigError: an endpoint cannot be used.
+    """
+    events, built = config.kv_events, engine.built
+    if events is None or not config.wants_prefix_cache:
+        return None
+    stream = EventStream(
+        key_namespace(config, engine),
+        groups_of(built.layout),
+        dp_rank=dp_rank,
+        wire_form=events.wire_form,
+        buffer_steps=events.buffer_steps,
+    )
+    publisher = KVEventPublisher(events, stream, dp_rank)
+    stack.callback(publisher.close)
+    log.info("KV events of replica %d are published at %s", dp_rank, publisher.endpoint)
+    if any(endpoint.is_reachable for endpoint in events.bound):
+        log.warning(
+            "KV events can be read from other machines, and hold the token ids of prompts: use a firewall, or bind "
+            "a loopback address"
+        )
+    loras = built.loras
+    adapters = None if loras is None else AdapterKeys(loras.key_shift, loras.adapter_of_key)
+    return KVEvents(CacheRecorder(publisher, adapters), publisher)
+
+
+def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:
+    """Return the namespace of the page keys of a replica.
+
+    `weights` has the fingerprint of the loaded weights, which tells of quantization too, and the digest of all weight
+    files. Random weights have no files.
+
+    Raises:
+        ModelError: the weight files cannot be read.
+    """
+    built, weights = engine.built, [engine.weights_fingerprint]
+    if config.model.load_format != "dummy":
+        weights.append(weights_digest(resolve_model_path(config.model.model_path)))
+    return KeyNamespace(
+        weights=":".join(weights),
+        weights_are_sampled=len(weights) == 1,
+        layout=built.layout.fingerprint(),
+        dtype=str(built.dtype),
+        page_tokens=built.layout.page_tokens,
+    )

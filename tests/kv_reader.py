@@ -1,0 +1,185 @@
+"""A reader of KV events, as a router has one: its own structs with vLLM's field names, a copy of the cache, replays."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+import zmq
+
+END = -1
+
+
+class BlockStored(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, tag=True):
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, tag=True):
+    pass
+
+
+class MapBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class AnyBatch(msgspec.Struct, array_like=True):
+    """A batch whose events were not read."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+def events_of(payload: bytes) -> list[Event]:
+    """The events of a batch in either form; arrays are positional, as readers of older engines take them."""
+    batch = msgspec.msgpack.decode(payload, type=AnyBatch)
+    if not any(isinstance(event, list) for event in batch.events):
+        return msgspec.msgpack.decode(payload, type=MapBatch).events
+    kinds: dict[str, Any] = {kind.__name__: kind for kind in (BlockStored, BlockRemoved, AllBlocksCleared)}
+    return [kinds[event[0]](*event[1:]) for event in batch.events]
+
+
+class CacheCopy:
+    """Blocks by group and hash. Applying an event twice changes nothing."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, dict[int, tuple[int | None, tuple[int, ...], str | None]]] = {}
+
+    def apply(self, event: Event) -> None:
+        match event:
+            case BlockStored():
+                assert len(event.token_ids) == event.block_size * len(event.block_hashes)
+                group = self.blocks.setdefault(event.group_idx or 0, {})
+                parent = event.parent_block_hash
+                for i, block in enumerate(event.block_hashes):
+                    tokens = tuple(event.token_ids[i * event.block_size : (i + 1) * event.block_size])
+                    group[block] = (parent, tokens, event.lora_name)
+                    parent = block
+            case BlockRemoved():
+                for block in event.block_hashes:
+                    self.blocks.get(event.group_idx or 0, {}).pop(block, None)
+            case AllBlocksCleared():
+                self.blocks.clear()
+
+    def prompts(self, group: int = 0) -> set[tuple[int, ...]]:
+        """The tokens of each cached prefix, from the first token on; without blocks whose parents are not known yet."""
+        known, paths = self.blocks.get(0, {}), set[tuple[int, ...]]()
+        for block in self.blocks.get(group, {}):
+            path: tuple[int, ...] = ()
+            at: int | None = block
+            while at is not None and at in known:
+                parent, tokens, _ = known[at]
+                path, at = tokens + path, parent
+            if at is None:
+                paths.add(path)
+        return paths
+
+
+class Follower:
+    """A copy that follows numbered batches; `missing` is the number to replay from after a gap, else None."""
+
+    def __init__(self) -> None:
+        self.copy = CacheCopy()
+        self.next_seq: int | None = None
+
+    def take(self, seq: int, payload: bytes) -> bool:
+        """Apply a batch; False, without any change, where batches are missing before it. Old ones are skipped."""
+        if self.next_seq is not None and seq < self.next_seq:
+            return True
+        events = events_of(payload)
+        gap = self.next_seq is not None and seq > self.next_seq
+        if gap and not isinstance(events[0], AllBlocksCleared):
+            return False
+        for event in events:
+            self.copy.apply(event)
+        self.next_seq = seq + 1
+        return True
+
+
+class Subscriber:
+    """A `Follower` over sockets, which replays what it lacks."""
+
+    def __init__(
+        self, endpoint: str, replay_endpoint: str | None = None, topic: str = "", *, small_queue: bool = False
+    ) -> None:
+        """`small_queue`: few batches wait to be read, in this process and in the kernel."""
+        self._context = zmq.Context()
+        self._sub = self._context.socket(zmq.SUB)
+        if small_queue:
+            self._sub.set(zmq.RCVHWM, 1)
+            self._sub.set(zmq.RCVBUF, 4096)
+        self.num_gaps = 0
+        self._sub.subscribe(topic)
+        self._sub.connect(endpoint)
+        self._replay_endpoint = replay_endpoint
+        self.follower = Follower()
+        self.topics: set[bytes] = set()
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+    def poll(self, timeout_s: float) -> bool:
+        """Take one batch, if one comes in time."""
+        if not self._sub.poll(round(timeout_s * 1000)):
+            return False
+        topic, number, payload = self._sub.recv_multipart()
+        self.topics.add(topic)
+        seq = int.from_bytes(number, "big")
+        if not self.follower.take(seq, payload):
+            assert self.follower.next_seq is not None
+            self.num_gaps += 1
+            for one, batch in self.replay(self.follower.next_seq):
+                self.follower.take(one, batch)
+            self.follower.take(seq, payload)
+        return True
+
+    def until(self, prompts: set[tuple[int, ...]], deadline_s: float = 20.0) -> None:
+        """Follow until the copy has exactly these prompts."""
+        end = time.monotonic() + deadline_s
+        while self.follower.copy.prompts() != prompts:
+            left = end - time.monotonic()
+            assert left > 0, f"{len(self.follower.copy.prompts())} prefixes, expected {len(prompts)}"
+            self.poll(min(left, 0.5))
+
+    def replay(self, start: int) -> list[tuple[int, bytes]]:
+        """Ask for all batches from a number on, with a DEALER, as readers of vLLM do."""
+        assert self._replay_endpoint is not None
+        with self._context.socket(zmq.DEALER) as dealer:
+            dealer.connect(self._replay_endpoint)
+            dealer.send_multipart((b"", start.to_bytes(8, "big")))
+            found: list[tuple[int, bytes]] = []
+            while True:
+                assert dealer.poll(20_000), "no answer to the replay"
+                empty, _topic, number, payload = dealer.recv_multipart()
+                seq = int.from_bytes(number, "big", signed=True)
+                assert empty == b""
+                if seq == END:
+                    return found
+                found.append((seq, payload))

@@ -1,0 +1,404 @@
+"""A copy of the prefix cache that is made from events equals it, from every point at which a reader joins."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from pdserve.config.kv_events_group import WireForm
+from pdserve.memory.cache_recorder import AdapterKeys, CacheAdapter, CacheChange, CacheRecorder
+from pdserve.memory.cached_states import CachedStates, RadixNode
+from pdserve.memory.group_pools import GroupPoolSizes
+from pdserve.memory.kv_memory import KVMemory, PageTable
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.page_keys import KeyNamespace, short_hash
+from pdserve.memory.prefix_cache import RadixTree, token_bytes
+from pdserve.observe.kv_events import EventStream, Group, Numbered, groups_of
+from pdserve.sim.hash_lm import hash_layout
+from tests.kv_reader import AllBlocksCleared, BlockRemoved, BlockStored, CacheCopy, Follower, events_of
+from tests.unit.memory.kit import PAGE_TOKENS, Prefix, content_of, letters, prefixes, tokens_of
+
+NAMESPACE = KeyNamespace("w1", True, "l1", "float32", PAGE_TOKENS)
+GROUPS = {
+    PageSpace.TOKENS: Group(0, "full_attention"),
+    PageSpace.WINDOW: Group(1, "sliding_window", 5),
+    PageSpace.SLOTS: Group(2, "mamba"),
+}
+
+
+class Collected:
+    """A sink that keeps changes; `has_room` False: it takes none."""
+
+    def __init__(self) -> None:
+        self.turns: list[list[CacheChange]] = []
+        self.has_room = True
+
+    def post(self, changes: list[CacheChange]) -> bool:
+        if self.has_room:
+            self.turns.append(changes)
+        return self.has_room
+
+    def take(self) -> Iterator[list[CacheChange]]:
+        turns, self.turns = self.turns, []
+        yield from turns
+
+
+def flat(prefix: Prefix) -> tuple[int, ...]:
+    return tuple(token for page in prefix for token in page)
+
+
+def followed(batches: list[Numbered]) -> CacheCopy:
+    follower = Follower()
+    for batch in batches:
+        assert follower.take(batch.seq, batch.payload)
+    return follower.copy
+
+
+class Readers(RuleBasedStateMachine):
+    """Readers join, lose batches and replay while a cache changes; few batches are kept for replay."""
+
+    wire_form: WireForm = "map"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = Collected()
+        self.recorder = CacheRecorder(self.sink)
+        self.tree = RadixTree(PAGE_TOKENS, recorder=self.recorder)
+        self.stream = EventStream(NAMESPACE, GROUPS, wire_form=self.wire_form, buffer_steps=3)
+        self.readers: list[Follower] = []
+        self.locked: list[RadixNode] = []
+        self.num_pages = 0
+
+    @rule(prefix=prefixes, lock=st.booleans())
+    def insert(self, prefix: Prefix, lock: bool) -> None:
+        pages = range(self.num_pages, self.num_pages + len(prefix))
+        self.num_pages += len(prefix)
+        node = self.tree.insert(tokens_of(prefix), pages).node
+        if lock:
+            self.tree.lock(node)
+            self.locked.append(node)
+
+    @rule(prefix=prefixes, most=st.integers(0, 5))
+    def split(self, prefix: Prefix, most: int) -> None:
+        self.tree.match(tokens_of(prefix), most)
+
+    @precondition(lambda self: self.locked)
+    @rule()
+    def unlock(self) -> None:
+        self.tree.unlock(self.locked.pop(0))
+
+    @rule(num_pages=st.integers(1, 4))
+    def evict(self, num_pages: int) -> None:
+        self.tree.evict(num_pages)
+
+    @rule()
+    def clear(self) -> None:
+        self.tree.clear()
+
+    @rule(lost=st.sets(st.integers(0, 4)))
+    def turn(self, lost: set[int]) -> None:
+        """A turn of the scheduler ends; some readers lose its batch."""
+        self.recorder.flush(self.tree.describe)
+        for changes in self.sink.take():
+            self._send(self.stream.apply(changes), lost)
+
+    @rule(lost=st.sets(st.integers(0, 4)))
+    def full_turn(self, lost: set[int]) -> None:
+        """The queue of the publisher is full."""
+        self.sink.has_room = False
+        self.turn(lost)
+        self.sink.has_room = True
+
+    @rule(lost=st.sets(st.integers(0, 4)))
+    def join(self, lost: set[int]) -> None:
+        self.readers.append(Follower())
+        self._send(list(self.stream.snapshot()), lost - {len(self.readers) - 1})
+
+    def _send(self, batches: list[Numbered], lost: set[int]) -> None:
+        unanswered = False
+        for batch in batches:
+            for reader in (reader for i, reader in enumerate(self.readers) if i not in lost):
+                if not reader.take(batch.seq, batch.payload):
+                    unanswered |= not self._replay(reader)
+        if unanswered:
+            self._send(list(self.stream.snapshot(cleared=True)), set())
+
+    def _replay(self, reader: Follower) -> bool:
+        found = self.stream.replay(reader.next_seq or 0)
+        for batch in found or ():
+            assert reader.take(batch.seq, batch.payload)
+        return found is not None
+
+    @rule()
+    def compare(self) -> None:
+        self.turn(set())
+        unanswered = [reader for reader in self.readers if not self._replay(reader)]
+        if unanswered:
+            self._send(list(self.stream.snapshot(cleared=True)), set())
+        expected = {flat(prefix) for prefix in content_of(self.tree)}
+        assert self.stream.num_blocks == len(expected)
+        for reader in self.readers:
+            assert reader.copy.prompts() == expected and len(reader.copy.blocks.get(0, {})) == len(expected)
+
+    def teardown(self) -> None:
+        self.compare()
+
+
+class ArrayReaders(Readers):
+    """The same with events as arrays."""
+
+    wire_form: WireForm = "array"
+
+
+BOUNDS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestMaps = Readers.TestCase
+TestMaps.settings = BOUNDS
+TestArrays = ArrayReaders.TestCase
+TestArrays.settings = BOUNDS
+
+
+def one_turn(tree: RadixTree, sink: Collected, stream: EventStream) -> list[Numbered]:
+    assert tree.recorder is not None
+    tree.recorder.flush(tree.describe)
+    return [batch for changes in sink.take() for batch in stream.apply(changes)]
+
+
+def make(wire_form: WireForm = "map") -> tuple[RadixTree, Collected, EventStream]:
+    sink = Collected()
+    tree = RadixTree(PAGE_TOKENS, recorder=CacheRecorder(sink))
+    return tree, sink, EventStream(NAMESPACE, GROUPS, dp_rank=3, wire_form=wire_form, clock=lambda: 12.5)
+
+
+def test_keys_are_the_chain_of_sha256_below_the_namespace() -> None:
+    tree, sink, stream = make()
+    tree.insert(letters("ab"), [4, 9])
+    [batch] = one_turn(tree, sink, stream)
+    [stored] = events_of(batch.payload)
+    first = hashlib.sha256(NAMESPACE.root() + letters("a")).digest()
+    second = hashlib.sha256(first + letters("b")).digest()
+    assert NAMESPACE.chain(NAMESPACE.root(), letters("ab")) == [first, second]
+    assert stored == BlockStored(
+        block_hashes=[short_hash(first), short_hash(second)],
+        parent_block_hash=None,
+        token_ids=[ord("a"), 7, ord("b"), 7],
+        block_size=PAGE_TOKENS,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+    assert -(1 << 63) <= short_hash(first) < 1 << 63
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        KeyNamespace("w2", True, "l1", "float32", PAGE_TOKENS),
+        KeyNamespace("w1", False, "l1", "float32", PAGE_TOKENS),
+        KeyNamespace("w1", True, "l2", "float32", PAGE_TOKENS),
+        KeyNamespace("w1", True, "l1", "bfloat16", PAGE_TOKENS),
+        KeyNamespace("w1", True, "l1", "float32", 4),
+    ],
+)
+def test_each_field_of_the_namespace_changes_all_keys(other: KeyNamespace) -> None:
+    assert other.root() != NAMESPACE.root() != NAMESPACE.root(adapter="x")
+
+
+def test_the_wire_forms_of_each_event() -> None:
+    """As arrays, fields stand in vLLM's order behind the name of the event."""
+    events = []
+    for wire_form in ("map", "array"):
+        tree, sink, stream = make(wire_form)
+        tree.insert(letters("ab"), [0, 1])
+        tree.evict(1)
+        tree.clear()
+        [batch] = one_turn(tree, sink, stream)
+        ts, found, dp_rank = msgspec.msgpack.decode(batch.payload)
+        assert (batch.seq, ts, dp_rank) == (0, 12.5, 3)
+        events.append(found)
+    maps, arrays = events
+    a, b = maps[0]["block_hashes"]
+    assert maps[1] == {"type": "BlockRemoved", "block_hashes": [b], "medium": "GPU", "group_idx": 0}
+    assert maps[2:] == [
+        {"type": "BlockRemoved", "block_hashes": [a], "medium": "GPU", "group_idx": 0},
+        {"type": "AllBlocksCleared"},
+    ]
+    needed = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
+    assert maps[0].keys() >= set(needed), "vLLM's structs have no default for these"
+    assert arrays[0] == ["BlockStored", *(maps[0][name] for name in needed), None, 0, "full_attention", None]
+    assert arrays[1] == ["BlockRemoved", [b], "GPU", 0]
+    assert arrays[3] == ["AllBlocksCleared"]
+
+
+def test_pages_of_an_adapter_have_its_name_and_keys_of_their_own() -> None:
+    sink, shift = Collected(), 12
+    adapter = CacheAdapter(2, "poet", "d1")
+    recorder = CacheRecorder(sink, AdapterKeys(shift, {2: adapter}.__getitem__))
+    tree = RadixTree(PAGE_TOKENS, recorder=recorder)
+    stream = EventStream(NAMESPACE, GROUPS)
+    tokens = [5, 6, 7, 8]
+    tree.insert(token_bytes([token + (2 << shift) for token in tokens]), [0, 1])
+    tree.insert(token_bytes(tokens), [2, 3])
+    [batch] = one_turn(tree, sink, stream)
+    with_adapter, without = events_of(batch.payload)
+    assert isinstance(with_adapter, BlockStored) and isinstance(without, BlockStored)
+    assert with_adapter.token_ids == without.token_ids == tokens
+    assert (with_adapter.lora_name, with_adapter.lora_id) == ("poet", 2)
+    assert with_adapter.extra_keys == [["poet"], ["poet"]] and without.extra_keys is None
+    assert not set(with_adapter.block_hashes) & set(without.block_hashes)
+    assert short_hash(NAMESPACE.chain(NAMESPACE.root("d1"), token_bytes(tokens))[1]) == with_adapter.block_hashes[1]
+
+
+def test_window_pages_are_events_of_their_group() -> None:
+    """Window pages come with requests, and go by eviction, with their token pages, and when the cache is flushed."""
+    sink = Collected()
+    layout = hash_layout(PAGE_TOKENS, window=2 * PAGE_TOKENS + 1, is_hybrid=False)
+    sizes = GroupPoolSizes(num_window_pages=12, step_tokens=2 * PAGE_TOKENS)
+    table = PageTable(4, 12, has_window=True)
+    memory = KVMemory(layout, 24, table, 2, prefix_cache=True, group_sizes=sizes, recorder=CacheRecorder(sink))
+    groups = groups_of(layout)
+    stream, copy = EventStream(NAMESPACE, groups), CacheCopy()
+
+    def compare() -> None:
+        memory.flush_changes()
+        for changes in sink.take():
+            for batch in stream.apply(changes):
+                for event in events_of(batch.payload):
+                    copy.apply(event)
+        tree, windows = memory.pages.tree, memory.groups.windows
+        assert tree is not None and windows is not None
+        fresh = followed(list(stream.snapshot()))
+        for one in (copy, fresh):
+            assert len(one.prompts(groups[PageSpace.WINDOW].index)) == len(windows)
+            assert len(one.prompts()) == tree.num_cached
+
+    for text in ("abcdef", "ghijkl", "mnop", "abcxyz"):
+        num_tokens = len(text) * PAGE_TOKENS
+        lease = memory.reserve_tokens(num_tokens, text, letters(text), num_tokens - 1, max_len=num_tokens)
+        assert lease is not None and lease.groups is not None
+        for start in range(lease.num_prefix_pages, len(text), 2):
+            end = min(start + 2, len(text))
+            released = memory.cover_window(lease, None, start * PAGE_TOKENS, end * PAGE_TOKENS)
+            memory.groups.give_back(lease.groups, released)
+            memory.cache(lease, letters(text[:end]))
+            compare()
+        memory.cache(lease, letters(text), ending=True)
+        lease.drop("request")
+        compare()
+    assert memory.groups.windows is not None and memory.groups.windows.num_evicted > 0
+    memory.flush()
+    compare()
+    assert copy.prompts() == set()
+
+
+def test_states_are_events_of_their_group() -> None:
+    sink = Collected()
+    recorder = CacheRecorder(sink)
+    states = CachedStates(lambda slot: None, recorder)
+    tree = RadixTree(PAGE_TOKENS, "lru", states, recorder=recorder)
+    stream, copy = EventStream(NAMESPACE, GROUPS), CacheCopy()
+
+    def with_states() -> set[tuple[int, ...]]:
+        for batch in one_turn(tree, sink, stream):
+            for event in events_of(batch.payload):
+                copy.apply(event)
+        assert followed(list(stream.snapshot(cleared=True))).prompts(2) == copy.prompts(2)
+        return copy.prompts(2)
+
+    abc, ab = (tuple(int(token) for token in memoryview(letters(text)).cast("i")) for text in ("abc", "ab"))
+    states.add(tree.insert(letters("abc"), [0, 1, 2]).node, 7)
+    assert with_states() == {abc}
+    middle = tree.node_at(letters("ab"))
+    assert middle is not None
+    states.add(middle, 8)
+    assert with_states() == {abc, ab}, "the lower half keeps its state when a node is split"
+    states.evict()
+    assert with_states() == {ab}
+    tree.evict(3)
+    assert with_states() == set()
+
+
+def test_a_snapshot_is_cut_into_batches_and_the_buffer_is_bounded() -> None:
+    tree, sink, stream = make()
+    for i in range(1500):
+        tree.insert(token_bytes([i, 1, i, 2]), [2 * i, 2 * i + 1])
+    one_turn(tree, sink, stream)
+    batches = list(stream.snapshot(cleared=True))
+    assert len(batches) == 3 and isinstance(events_of(batches[0].payload)[0], AllBlocksCleared)
+    assert len(followed(batches).prompts()) == 3000
+    assert [batch.seq for batch in batches] == [1, 2, 3] and stream.next_seq == 4
+    few = EventStream(NAMESPACE, GROUPS, buffer_steps=1)
+    for page in range(3):
+        tree.clear()
+        tree.insert(letters("a"), [page])
+        one_turn(tree, sink, few)
+    assert few.replay(2) is not None and few.replay(3) == []
+    assert few.replay(1) is None and few.replay(4) is None, "left the buffer; was never sent"
+
+
+def test_nothing_is_said_when_nothing_changes() -> None:
+    tree, sink, stream = make()
+    tree.insert(letters("ab"), [0, 1])
+    assert len(one_turn(tree, sink, stream)) == 1
+    tree.insert(letters("ab"), [5, 6])
+    tree.match(letters("a"), 1)
+    assert one_turn(tree, sink, stream) == []
+    freed = tree.evict(1)
+    [batch] = one_turn(tree, sink, stream)
+    assert freed == [1] and [type(event) for event in events_of(batch.payload)] == [BlockRemoved]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace with hash_ids, in JSON lines"
+)
+def test_a_trace_is_followed_from_every_point() -> None:
+    """A page stands for each `hash_ids`; the pool is far smaller than the trace. A reader joins every 100 requests."""
+    sink = Collected()
+    memory = KVMemory(
+        hash_layout(1, num_layers=1), 4000, PageTable(4, 1000), 2, prefix_cache=True, recorder=CacheRecorder(sink)
+    )
+    namespace = KeyNamespace("w1", True, "l1", "float32", 1)
+    stream, readers = EventStream(namespace, GROUPS), list[Follower]()
+    with open(os.environ["PDSERVE_TRACE"]) as lines:
+        requests = [json.loads(line)["hash_ids"][:900] for line in lines][:4000]
+    for number, hash_ids in enumerate(requests):
+        tokens = token_bytes(hash_ids)
+        lease = memory.reserve_tokens(len(hash_ids), str(number), tokens, len(hash_ids))
+        assert lease is not None
+        memory.cache(lease, tokens, ending=True)
+        lease.drop("request")
+        memory.flush_changes()
+        batches = [batch for changes in sink.take() for batch in stream.apply(changes)]
+        if number % 100 == 0:
+            readers.append(Follower())
+            batches += stream.snapshot()
+        for batch in batches:
+            assert all(reader.take(batch.seq, batch.payload) for reader in readers)
+        if number % 500 == 499:
+            assert memory.pages.tree is not None
+            expected = hashes_of(memory.pages.tree, namespace)
+            assert all(reader.copy.blocks[0].keys() == expected for reader in readers)
+            readers = readers[-3:]
+    assert memory.pages.num_evicted > 10_000
+
+
+def hashes_of(tree: RadixTree, namespace: KeyNamespace) -> set[int]:
+    """Hashes of all pages of a tree, from its nodes."""
+    ends: dict[RadixNode, bytes] = {}
+    hashes: set[int] = set()
+    for node in tree.nodes():
+        assert node.parent is not None
+        chain = namespace.chain(ends.get(node.parent, namespace.root()), bytes(node.key))
+        ends[node] = chain[-1]
+        hashes.update(map(short_hash, chain))
+    return hashes
