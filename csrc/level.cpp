@@ -35,6 +35,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #ifdef PDK_AMX
 #include "amx.h"
 #endif
+#include "unpack.h"
 #include "linear.h"
 #include "codes.h"
 #include "heads.h"

@@ -122,8 +122,8 @@ class Program:
         self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width, scale))
 
     def embed_packed(self, out: Buffer, rows: Packed, *, scale: float = 1.0) -> None:
-        """Record: `out` = the weights of the outputs of `rows`, of 8 or 4 bits, that are the step's tokens."""
-        assert rows.scale is not None and rows.num_in == out.width and rows.num_parts == 1
+        """Record: `out` = the weights of the outputs of `rows` that are the step's tokens; in bf16 or integers."""
+        assert rows.num_in == out.width and rows.num_parts == 1
         self._op(self._library.pdk_op_embed_packed(self._handle, out.number, self._weights(rows), out.width, scale))
 
     def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:
