@@ -166,6 +166,21 @@ def fp8_block(height: int, width: int) -> Callable[[Floats], Stored]:
     return write
 
 
+def mxfp4(weight: Floats) -> Stored:
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    blocks = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 32))).reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
+    scale = np.exp2(exponents)[..., None].astype(np.float32)
+    codes = np.abs(np.abs(blocks / scale)[..., None] - magnitudes).argmin(-1)
+    wide = np.where(blocks < 0, -1, 1).astype(np.float32) * magnitudes[codes] * scale
+    codes = (codes + 8 * (blocks < 0)).reshape(len(weight), -1)[:, : weight.shape[1]]
+    tensors = {
+        ".weight_packed": torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+        ".weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return tensors, wide.reshape(len(weight), -1)[:, : weight.shape[1]].copy()
+
+
 def _compressed(form: str, ignore: list[str] | None = None, **weights: Any) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights, "format": form}
     return {
@@ -219,6 +234,11 @@ SCHEMES = {
     "fp8, block": Scheme({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_block(48, 40), stays_packed=False),
     "fp8, block of groups": Scheme(
         {"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_block(48, 32), is_float=True
+    ),
+    "mxfp4": Scheme(
+        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        mxfp4,
+        is_float=True,
     ),
 }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from pdserve.errors import ModelError
 from pdserve.model.grouped_weights import E2M1, GroupFormat, QuantizedWeight, power_of_two, whole_row
 from pdserve.model.params import TensorSource
-from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
+from pdserve.model.quantization.schemes import MXFP4_MATRIX, Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 
 Parts = Mapping[str, TensorSource]
 """The tensors of one layer, by the end of their names."""
@@ -121,6 +121,10 @@ def _awq(method: Awq, name: str, parts: Parts) -> TensorSource:
 
 def _mxfp4(method: Mxfp4, name: str, parts: Parts) -> TensorSource:
     values, scale = parts[method.main], parts[method.scales[0]]
+    if method == MXFP4_MATRIX:
+        num_out, num_bytes = _matrix(name + method.main, values).shape
+        _check(name + method.scales[0], scale, ((num_out, -(-2 * num_bytes // _MX_BLOCK)),))
+        return _Mxfp4MatrixSource(name, values, scale)
     if len(values.shape) != 4 or values.shape[3] != _MX_BLOCK // 2:
         raise ModelError(f"tensor {name}_blocks is {list(values.shape)}, expected [experts, outputs, blocks, 16]")
     _check(f"{name}_scales", scale, (values.shape[:3],))
@@ -282,13 +286,7 @@ class _Mxfp4Source:
         assert experts.stop == experts.start + 1, "one expert"
         group_of, blocks = _groups(self.name, columns, _MX_BLOCK, None, self.shape[1])
         codes, exponent = self._codes(experts.start, rows, blocks)
-        exponent = exponent.masked_fill((codes & 7).amax(-1) == 0, 0)  # a block of zeros
-        if int(exponent.abs().max()) > _MX_EXPONENTS:
-            raise ModelError(f"tensor {self.name}_scales has exponents beyond 2^{_MX_EXPONENTS} or 2^-{_MX_EXPONENTS}")
-        first = blocks.start * _MX_BLOCK
-        values = codes.flatten(-2)[:, columns.start - first : columns.stop - first].contiguous()
-        scale = torch.ldexp(torch.ones(exponent.shape), exponent)
-        return QuantizedWeight(values, scale, None, group_of, 4, is_float=True)
+        return _mxfp4_weight(f"{self.name}_scales", codes, exponent, columns, group_of)
 
     def read(self, part: Part | None) -> Tensor:
         experts, *rest = _whole(self.shape, part)
@@ -306,8 +304,69 @@ class _Mxfp4Source:
         """Read codes `[rows, blocks, 32]` and exponents `[rows, blocks]`, int32, of one expert."""
         rest = (slice(expert, expert + 1), rows, blocks)
         packed = self.values.read((*rest, slice(0, _MX_BLOCK // 2)))[0]
-        exponent = self.scale.read(rest)[0].to(torch.int32) - _E8M0_BIAS
-        return torch.stack((packed & 15, packed >> 4), -1).flatten(-2), exponent
+        return _codes_of(packed), self.scale.read(rest)[0].to(torch.int32) - _E8M0_BIAS
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mxfp4MatrixSource:
+    """Implements `QuantizedSource`: `[out, in]`, in bytes `[out, in / 2]` and exponents `[out, in / 32]`."""
+
+    name: str
+    values: TensorSource
+    scale: TensorSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.values.shape[0], 2 * self.values.shape[1]
+
+    @property
+    def is_exact(self) -> bool:
+        return True
+
+    @property
+    def format(self) -> GroupFormat:
+        return GroupFormat(4, _MX_BLOCK, is_float=True)
+
+    def read(self, part: Part | None) -> Tensor:
+        _, columns = _whole(self.shape, part)
+        codes, exponent, _ = self._codes(part)
+        wide = torch.ldexp(E2M1[codes.int()], exponent.unsqueeze(-1)).flatten(-2)
+        first = columns.start // _MX_BLOCK * _MX_BLOCK
+        return wide[:, columns.start - first : columns.stop - first]
+
+    def read_quantized(self, part: Part | None) -> QuantizedWeight:
+        _, columns = _whole(self.shape, part)
+        codes, exponent, group_of = self._codes(part)
+        return _mxfp4_weight(f"{self.name}.weight_scale", codes, exponent, columns, group_of)
+
+    def _codes(self, part: Part | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Read codes `[rows, blocks, 32]`, exponents `[rows, blocks]`, int32, and the block of each input."""
+        rows, columns = _whole(self.shape, part)
+        group_of, blocks = _groups(self.name, columns, _MX_BLOCK, None, self.shape[1])
+        half = _MX_BLOCK // 2
+        packed = self.values.read((rows, slice(blocks.start * half, min(blocks.stop * half, self.values.shape[1]))))
+        exponent = self.scale.read((rows, blocks)).to(torch.int32) - _E8M0_BIAS
+        codes = torch.nn.functional.pad(_codes_of(packed), (0, -2 * packed.shape[1] % _MX_BLOCK))
+        return codes.unflatten(1, (-1, _MX_BLOCK)), exponent, group_of
+
+
+def _codes_of(packed: Tensor) -> Tensor:
+    """Return the codes of bytes `[..., n]`, `[..., 2 * n]`: the low bits of a byte are the first one."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _mxfp4_weight(name: str, codes: Tensor, exponent: Tensor, columns: slice, group_of: Tensor) -> QuantizedWeight:
+    """Return the inputs `columns` of codes `[rows, blocks, 32]` whose first block has the first of them.
+
+    Raises ModelError for exponents, those of the tensor `name`, that the kernels do not have.
+    """
+    exponent = exponent.masked_fill((codes & 7).amax(-1) == 0, 0)  # a block of zeros
+    if int(exponent.abs().max()) > _MX_EXPONENTS:
+        raise ModelError(f"tensor {name} has exponents beyond 2^{_MX_EXPONENTS} or 2^-{_MX_EXPONENTS}")
+    first = columns.start // _MX_BLOCK * _MX_BLOCK
+    values = codes.flatten(-2)[:, columns.start - first : columns.stop - first].contiguous()
+    scale = torch.ldexp(torch.ones(exponent.shape), exponent)
+    return QuantizedWeight(values, scale, None, group_of, 4, is_float=True)
 
 
 @dataclasses.dataclass(frozen=True)
