@@ -57,21 +57,22 @@ def packed_of(format: GroupFormat, *weights: QuantizedWeight) -> PackedWeight:
 
 def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
     """Within the rounding of sums in another order."""
-    limit = 2e-6 if got.dtype == torch.float32 else 1e-2
+    limit = 2e-6 if got.dtype == torch.float32 else 3e-3
     assert float((got.float() - wanted.float()).norm() / wanted.float().norm()) < limit
 
 
 @formats
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_linear(format: GroupFormat, dtype: torch.dtype) -> None:
-    for num_out, num_in, rows in ((70, 200, 3), (32, 64, 17), (33, 136, 70)):
+    for num_out, num_in, rows in ((40, 200, 3), (33, 136, 70)):
         weight = weight_of(format, num_out, num_in)
         bias = torch.randn(num_out).to(DEVICE, dtype)
         wide = weight.dequantized().to(DEVICE, dtype)
         x = torch.randn(rows, num_in + 3)[:, :num_in].to(DEVICE, dtype)
         packed = packed_of(format, weight)
-        close(packed_gemm.linear(x, packed, bias), F.linear(x.float(), wide.float(), bias.float()).to(dtype))
-        close(packed_gemm.linear(x, packed, None), F.linear(x.float(), wide.float()).to(dtype))
+        added = bias if rows == 3 else None
+        wanted = F.linear(x.float(), wide.float(), None if added is None else added.float())
+        close(packed_gemm.linear(x, packed, added), wanted.to(dtype))
     assert packed_gemm.linear(x[:0], packed, None).shape == (0, num_out)
 
 
@@ -109,7 +110,12 @@ PROMPT = random_prompt(12, VOCAB_SIZE)
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("llama", "awq"), ("qwen3_moe", "gptq, zeros"), ("qwen3_moe", "fp8, block of groups"), ("llama", "fp8, channel")],
+    [
+        ("llama", "awq"),
+        ("qwen3_moe", "fp8, block of groups"),
+        pytest.param("qwen3_moe", "gptq, zeros", marks=pytest.mark.slow),
+        pytest.param("llama", "fp8, channel", marks=pytest.mark.slow),
+    ],
 )
 def test_models_give_the_tokens_of_the_dequantized_weights(family: str, name: str, tmp_path: Path) -> None:
     """And take less memory; `--quantization bf16` dequantizes them."""
