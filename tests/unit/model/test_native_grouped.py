@@ -129,7 +129,8 @@ def test_embeddings_in_bf16_are_rows_of_packed_weights() -> None:
     batch.input_ids.copy_(torch.randint(0, 70, (9,)))
     p.reserve(10, 10)
     p.begin(batch)
-    poison(p, outs[0], 9)
+    for out in outs:
+        poison(p, out, 9)
     p.run(0, 2)
     assert torch.equal(taken(p, outs[0], 9), taken(p, outs[1], 9))
 
