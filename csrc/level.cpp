@@ -32,10 +32,10 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #endif
 #include "rows.h"
 #include "tile.h"
+#include "unpack.h"
 #ifdef PDK_AMX
 #include "amx.h"
 #endif
-#include "unpack.h"
 #include "linear.h"
 #include "codes.h"
 #include "heads.h"

@@ -147,11 +147,11 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
             if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;
             else if (now <= FOUND_ROWS) next = nullptr;
-            if (unpacks) {
-                for (int64_t i = 0; i < wide; i++)
-                    unpack(w, block + i, (bf16*)scratch + i * w.k * BLOCK, next ? next + i * bytes : nullptr);
-                next = nullptr;
-            }
+            const uint8_t* read_next = next;
+            if (unpacks) next = nullptr;
+            const bool in_parts = unpacks && multiplier.in_parts(now);
+            for (int64_t i = 0; unpacks && !in_parts && i < wide; i++)
+                unpack(w, block + i, 0, w.k, (bf16*)scratch + i * w.k * BLOCK, read_next ? read_next + i * bytes : nullptr);
             const int64_t at_block = unpacks ? 0 : block;
             by_tiles(now, most, !multiplier.tiles, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
@@ -159,13 +159,18 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
                 const Ask ask = next ? multiplier.ask(from, tiles, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 beside.fetch.block = block, beside.fetch.row = row, beside.fetch.rows = count;
                 if (!multiplier.tiles) beside.fetch.go(count);
+                const auto times = [&](float* to, int64_t stride) {
+                    if (in_parts)
+                        multiplier.times_parts(w, block, x, row, count, (bf16*)scratch, read_next, to, stride, beside);
+                    else multiplier.times(from, at_block, x, row, count, ask, to, stride, beside);
+                };
                 if (direct) {
-                    multiplier.times(from, at_block, x, row, count, ask, o.to + row * o.stride + block * BLOCK, o.stride, beside);
+                    times(o.to + row * o.stride + block * BLOCK, o.stride);
                     return;
                 }
                 turn ^= 1;
                 float *made = room[turn][0] + TILE_ROWS * BLOCK, *second = room[turn][1] + TILE_ROWS * BLOCK;
-                multiplier.times(from, at_block, x, row, count, ask, made, BLOCK, beside);
+                times(made, BLOCK);
                 if (pair) multiplier.times(from, at_block + 1, x, row, count, ask, second, BLOCK, beside);
                 rest.finish(rest.rows);
                 rest.from = made, rest.second = second, rest.block = block, rest.row = row, rest.rows = count;

@@ -1,6 +1,6 @@
 // Blocks of FP8 and MXFP4 weights, unpacked to the layout of bf16. Included by level.cpp only. kernels.h describes both.
 //
-// A block is unpacked once for all rows of a pass. What is unpacked has the bits of the dequantized weight in bf16, so a
+// A block is unpacked once for all rows of a pass: whole, or with AMX and few rows a part at a time. It has the bits of the dequantized weight in bf16, so a
 // product has the bits of one with bf16 weights.
 #pragma once
 
@@ -18,15 +18,14 @@ INLINE void put_scaled(bf16* to, P codes, F first_scale, F last_scale) {
     store_pairs(to, join_halves(first * first_scale, last * last_scale));
 }
 
-static void unpack_fp8(const Weights& w, int64_t block, bf16* to, const uint8_t* next) {
-    const uint8_t* at = w.data + block * block_bytes(w);
+static void unpack_fp8(const Weights& w, int64_t block, int64_t first, int64_t last, bf16* to, const uint8_t* next) {
+    const uint8_t* at = w.data + block * block_bytes(w) + first * BLOCK;
     const float* scale = w.scale + block * block_scales(w);
     F s[4];
-    for (int64_t q = 0, left = 0; q < w.k; q += 4, at += 128, to += 128, left -= 4) {
-        if (left == 0) {
+    for (int64_t q = first; q < last; q += 4, at += 128, to += 128) {
+        if (q == first || q % w.group == 0) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + 8 * i) * set1(E4M3_UNIT);
-            scale += BLOCK, left = w.group;
+            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + q / w.group * BLOCK + 8 * i) * set1(E4M3_UNIT);
         }
         fetch_next(next, q * BLOCK), fetch_next(next, q * BLOCK + 64);
         const P x = pairs(at), y = pairs(at + 64);
@@ -37,9 +36,9 @@ static void unpack_fp8(const Weights& w, int64_t block, bf16* to, const uint8_t*
     }
 }
 
-static void unpack_mxfp4(const Weights& w, int64_t block, bf16* to, const uint8_t* next) {
-    const uint8_t* at = w.data + block * block_bytes(w);
-    for (int64_t q = 0; q < w.k; q += BLOCK, at += MXFP4_BYTES, to += BLOCK * BLOCK) {
+static void unpack_mxfp4(const Weights& w, int64_t block, int64_t first, int64_t last, bf16* to, const uint8_t* next) {
+    const uint8_t* at = w.data + block * block_bytes(w) + first / BLOCK * MXFP4_BYTES;
+    for (int64_t q = first; q < last; q += BLOCK, at += MXFP4_BYTES, to += BLOCK * BLOCK) {
         const P e[2] = {load_exponents((const int8_t*)at), load_exponents((const int8_t*)at + 16)};
         for (int64_t line = 0; line <= MXFP4_BYTES; line += 64) fetch_next(next, q / BLOCK * MXFP4_BYTES + line);
 #pragma GCC unroll 4
@@ -56,7 +55,8 @@ static void unpack_mxfp4(const Weights& w, int64_t block, bf16* to, const uint8_
     }
 }
 
-// Unpacks a block to bf16 [k / 2][32][2]; prefetches as many bytes as it reads, from `next` on unless that is null.
-static void unpack(const Weights& w, int64_t block, bf16* to, const uint8_t* next) {
-    (w.format == Format::fp8 ? unpack_fp8 : unpack_mxfp4)(w, block, to, next);
+// Unpacks inputs [first, last), multiples of 32, of a block to bf16 [inputs / 2][32][2]. Prefetches the same inputs of
+// the block at `next` unless that is null.
+static void unpack(const Weights& w, int64_t block, int64_t first, int64_t last, bf16* to, const uint8_t* next) {
+    (w.format == Format::fp8 ? unpack_fp8 : unpack_mxfp4)(w, block, first, last, to, next);
 }

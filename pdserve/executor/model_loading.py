@@ -208,7 +208,7 @@ def _torch_decoder(wanted: ModelToLoad, choice: Choice) -> Decoder:
         return _empty_decoder(wanted, kernels)
     from pdserve.model.packed_layers import keep_packed, packable  # imports triton
 
-    names = _empty_decoder(dataclasses.replace(wanted, device=torch.device("cpu")), make_kernels(TORCH))
+    names = _empty_decoder(dataclasses.replace(wanted, device=torch.device("cpu")), make_kernels("torch"))
     known = {own: form for name, form in formats.items() for own in names.params.names_of(name)}
     decoder = _empty_decoder(wanted, kernels, packable(names, known))
     keep_packed(decoder, known, wanted.device)

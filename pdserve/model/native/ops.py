@@ -295,8 +295,8 @@ def _check_gated(
     _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, which is not a whole number of gate and up pairs")
     inner = blocks // 2 * BLOCK
     _check_packed("down", down, down_scale, down_bias, inner)
-    fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK)) and down.dtype == gate_up.dtype
-    _require(fits, f"down is not {gate_up.shape[0]} layers of {width} outputs and of the dtype of gate_up")
+    fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK))
+    _require(fits, f"down is not {gate_up.shape[0]} layers of {width} outputs")
     wide = Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2)
     deep = Packed(down, down_scale, down_bias, width, inner)
     _require(wide.inputs == deep.inputs, f"gate_up has inputs in {wide.inputs}, and down in {deep.inputs}")

@@ -312,7 +312,7 @@ class Program:
         """
         num_experts, inner = len(gate_up.data), down.num_in
         assert len(down.data) == num_experts and gate_up.num_parts == 2 and gate_up.num_out == 2 * inner
-        assert gate_up.data.dtype == down.data.dtype and source.width == gate_up.num_in
+        assert gate_up.inputs == down.inputs and source.width == gate_up.num_in
         assert out.width == down.num_out and out.dtype == torch.float32
         assert experts.dtype == torch.int64 and weights.dtype == torch.float32 and experts.width == weights.width
         assert source.of_samples == experts.of_samples == weights.of_samples == out.of_samples
