@@ -42,13 +42,19 @@ class Tiles {
 
 // out[r] = sum over k of x[r][k] * w[k][0..32), for the configured number of rows. Strides are in items. BLOCKS: number
 // of weight blocks, `w_stride` items apart; their outputs are adjacent. PASSING: weights are loaded as passing.
-// `meanwhile` is called in each step, to overlap other work with the tile multiplications.
-template <int BLOCKS, bool PASSING, class Work>
+// `meanwhile` is called in each step, to overlap other work with the tile multiplications. KEEPS (one block only): the
+// sums begin with what `out` holds.
+template <int BLOCKS, bool PASSING, bool KEEPS = false, class Work>
 INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, int64_t x_stride, float* out,
                      int64_t out_stride, Work&& meanwhile) {
     asm volatile("" ::: "memory");  // tile loads do not declare that they read memory
-    _tile_zero(0);
-    _tile_zero(1);
+    if (KEEPS) {
+        _tile_loadd(0, out, out_stride * 4);
+        _tile_loadd(1, out + TILE, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+    }
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
@@ -75,23 +81,30 @@ INLINE void one_tile(const bf16* w, int64_t w_stride, int64_t k, const bf16* x, 
 
 // The same for one block and two tiles of 16 rows, which begin at x and `apart` rows later. PASSING: weights are loaded
 // as passing, otherwise x is.
-template <bool PASSING, class Work>
-INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t apart, float* out, int64_t out_stride,
-                      Work&& meanwhile) {
-    const bf16* y = x + apart * k;
+template <bool PASSING, bool KEEPS = false, class Work>
+INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t x_stride, int64_t apart, float* out,
+                      int64_t out_stride, Work&& meanwhile) {
+    const bf16* y = x + apart * x_stride;
     float* of_y = out + apart * out_stride;
     asm volatile("" ::: "memory");
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (KEEPS) {
+        _tile_loadd(0, out, out_stride * 4);
+        _tile_loadd(1, out + TILE, out_stride * 4);
+        _tile_loadd(2, of_y, out_stride * 4);
+        _tile_loadd(3, of_y + TILE, out_stride * 4);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t c = 0; c < k; c += DEEP, w += STEP) {
         LOAD_TILE(PASSING, 6, w, 128);
-        LOAD_TILE(!PASSING, 4, x + c, k * 2);
+        LOAD_TILE(!PASSING, 4, x + c, x_stride * 2);
         _tile_dpbf16ps(0, 4, 6);
         LOAD_TILE(PASSING, 7, w + 32, 128);
         _tile_dpbf16ps(1, 4, 7);
-        LOAD_TILE(!PASSING, 5, y + c, k * 2);
+        LOAD_TILE(!PASSING, 5, y + c, x_stride * 2);
         meanwhile();
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
@@ -105,6 +118,7 @@ INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t apart, fl
 constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
 constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // more keys would overflow the first-level cache
 constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights that stay in the first-level cache
+constexpr int64_t PART = 256;                                 // inputs unpacked at a time: 16 KiB of a block
 
 // As in tile.h. The last tile ends with the last row and may overlap the previous tile. int8 is multiplied without
 // tiles: its inputs have a scale per 32, and moving partial sums out of a tile costs the time that it saves.
@@ -133,8 +147,35 @@ class Multiplier {
         };
         if (count <= TILE)
             one_tile<1, true>(half, 0, w.k, from + last * w.k, w.k, out + last * stride, stride, meanwhile);
-        else if (block_bytes(w) > NEAR_BYTES) two_tiles<true>(half, w.k, from, last, out, stride, meanwhile);
-        else two_tiles<false>(half, w.k, from, last, out, stride, meanwhile);
+        else if (block_bytes(w) > NEAR_BYTES) two_tiles<true>(half, w.k, from, w.k, last, out, stride, meanwhile);
+        else two_tiles<false>(half, w.k, from, w.k, last, out, stride, meanwhile);
+    }
+
+    // Whether `count` rows are multiplied by `times_parts`: they are one tile or two, so parts are read only once.
+    bool in_parts(int64_t count) const { return tiles && count <= most; }
+
+    // As `times`, for weights that are unpacked. A part of their inputs is in `unpacked`, in the first-level cache, when
+    // it is multiplied. Sums are those of whole blocks. `next`: see `unpack`.
+    template <class Beside>
+    void times_parts(const Weights& w, int64_t block, const Operand& x, int64_t row, int64_t count, bf16* unpacked,
+                     const uint8_t* next, float* out, int64_t stride, Beside& beside) const {
+        const int64_t last = count - size_;
+        const auto meanwhile = [&] { beside.step(); };
+        for (int64_t q = 0; q < w.k; q += PART) {
+            const int64_t end = q + PART < w.k ? q + PART : w.k, k = end - q;
+            const bf16* from = x.half + row * w.k + q;
+            unpack(w, block, q, end, unpacked, next);
+            if (count <= TILE) {
+                float* to = out + last * stride;
+                const bf16* own = from + last * w.k;
+                if (q) one_tile<1, false, true>(unpacked, 0, k, own, w.k, to, stride, meanwhile);
+                else one_tile<1, false>(unpacked, 0, k, own, w.k, to, stride, meanwhile);
+            } else if (q) {
+                two_tiles<false, true>(unpacked, k, from, w.k, last, out, stride, meanwhile);
+            } else {
+                two_tiles<false>(unpacked, k, from, w.k, last, out, stride, meanwhile);
+            }
+        }
     }
 
     // Prefetches one block of bytes, beginning `from` bytes after its start, spread evenly over all row tiles.

@@ -66,6 +66,13 @@ Weights weights_of(const pdk_weights& w) {
             w.group, w.mins != 0};
 }
 
+// The weights of an operation of `p`, which gets the scratch for their products.
+Weights weights_for(pdk_program* p, const pdk_weights& w) {
+    const Weights weights = weights_of(w);
+    p->need_scratch(linear_scratch_bytes(weights));
+    return weights;
+}
+
 // Calls `make`; returns null when memory or threads run out.
 template <class Make>
 auto guarded(Make&& make) noexcept -> decltype(make()) {
@@ -186,7 +193,7 @@ int64_t pdk_op_angles(pdk_program* p, int64_t heads, const float* inverse, int64
 int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t columns,
                       int64_t out, int64_t add, float scale, int64_t of_samples) {
     return counted([&] {
-        const Weights weights = weights_of(*w);
+        const Weights weights = weights_for(p, *w);
         if (in >= 0) p->need_operand(weights.k);
         const Source source{in, in >= 0 ? p->buffers[in].width : 0, norm, eps};
         const Store store = add ? Store::add : Store::write;
@@ -197,7 +204,7 @@ int64_t pdk_op_linear(pdk_program* p, int64_t in, const float* norm, float eps, 
 int64_t pdk_op_gated(pdk_program* p, int64_t in, const float* norm, float eps, const pdk_weights* w, int64_t act,
                      float limit) {
     return counted([&] {
-        const Weights weights = weights_of(*w);
+        const Weights weights = weights_for(p, *w);
         const int64_t inner = weights.blocks / 2 * BLOCK;
         p->need_operand(weights.k);
         p->need_gated(inner);
@@ -219,7 +226,7 @@ int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, 
 int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
                             const pdk_weights* w, int64_t out) {
     return counted([&] {
-        const Weights weights = weights_of(*w);
+        const Weights weights = weights_for(p, *w);
         p->need_operand(weights.k);
         return p->add(std::make_unique<HeadProduct>(in, stride, columns, heads, weights, out));
     });
@@ -264,7 +271,7 @@ int64_t pdk_op_experts(pdk_program* p, int64_t in, const float* norm, float eps,
     return counted([&] {
         const Source source{in, p->buffers[in].width, norm, eps};
         const Activation activation{static_cast<Act>(act), limit};
-        const Mixture mixture{num_experts, weights_of(*gate_up), weights_of(*down), activation, counts};
+        const Mixture mixture{num_experts, weights_for(p, *gate_up), weights_for(p, *down), activation, counts};
         return p->add(std::make_unique<Experts>(source, experts, weights, mixture, out, add != 0));
     });
 }

@@ -167,6 +167,7 @@ void Experts::run(Program& p, int thread) {
     const Operand inputs = Program::operand(r.inputs, input_format(wide.format), rows, wide.k);
     const Operand gated = Program::operand(r.gated, input_format(deep.format), rows, deep.k);
     float* outputs = r.outputs.as<float>();
+    uint8_t* scratch = p.scratch[thread]->as<uint8_t>();
     int64_t first, last;
     if (thread == 0) sort(p);
     p.pool.meet();
@@ -180,14 +181,14 @@ void Experts::run(Program& p, int thread) {
                         mixture.activation.limit};
         const Weights w = of_expert(wide, part.expert, mixture.count);
         const Soon soon = then ? block_of(wide, *then, mixture.count, 2) : Soon{};
-        p.kernels.linear(w, from(inputs, part.row), part.rows, part.begin, part.end, to, soon);
+        p.kernels.linear(w, from(inputs, part.row), part.rows, part.begin, part.end, to, soon, scratch);
     });
     p.pool.meet();
     share_blocks(p, thread, deep.blocks / mixture.count, [&](const Part& part, const Part* then) {
         const Output to{Store::write, outputs + part.row * width, width, width, {}};
         const Weights w = of_expert(deep, part.expert, mixture.count);
         const Soon soon = then ? block_of(deep, *then, mixture.count, 1) : Op::soon(p, thread);
-        p.kernels.linear(w, from(gated, part.row), part.rows, part.begin, part.end, to, soon);
+        p.kernels.linear(w, from(gated, part.row), part.rows, part.begin, part.end, to, soon, scratch);
     });
     p.pool.meet();
     p.share(tokens(p), thread, first, last);

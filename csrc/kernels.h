@@ -35,7 +35,7 @@ inline int64_t segment_of(int64_t keys) {
 // padded to a multiple of 16, and the weighted values.
 inline int64_t result_floats(int64_t heads, int64_t dim) { return 2 * ((heads + 15) / 16 * 16) + heads * padded(dim); }
 
-enum class Format : int32_t { bf16 = 0, int8 = 1, group4 = 2, group8 = 3 };
+enum class Format : int32_t { bf16 = 0, int8 = 1, group4 = 2, group8 = 3, fp8 = 4, mxfp4 = 5 };
 
 // A packed linear layer. bf16: [blocks][k / 2][32][2]. int8: [blocks][k / 4][32][4], each value + 128, with a scale per
 // output. group8: the same values, with a scale per output and `group` inputs. group4: values of 4 bits, [blocks][k /
@@ -43,6 +43,11 @@ enum class Format : int32_t { bf16 = 0, int8 = 1, group4 = 2, group8 = 3 };
 // [blocks][groups][32], the weight is scale * (value - 8 or 128); with `mins` it is [blocks][groups][2][32], and the
 // weight is the first * value + the second. `k` is padded, and `group` is a multiple of 32. `bias` has `blocks * 32`
 // entries, or is null.
+//
+// fp8: codes of E4M3, [blocks][k / 4][32][4] in the order of inputs 0, 2, 1, 3, and scales as those of group8; a weight
+// is the product of code and scale, rounded to bf16. mxfp4: for each 32 inputs of a block [32] exponents, int8, and then
+// codes of E2M1, [4][2][32] words: word (g, h, 2 * o + i) has, from its lowest bits on, inputs 8 * g + i, + 2, + 4 and
+// + 6 of output 16 * h + o; a weight is the code times 2^exponent. `unpack.h` reads both.
 struct Weights {
     Format format;
     int64_t blocks, k;
@@ -59,16 +64,30 @@ struct Soon {
     const uint8_t* at = nullptr;
 };
 
+constexpr int64_t MXFP4_BYTES = BLOCK + BLOCK * BLOCK / 2;  // of 32 inputs of a block
 inline int64_t block_bytes(const Weights& w) {
-    return w.format == Format::bf16 ? w.k * BLOCK * 2 : w.format == Format::group4 ? w.k * BLOCK / 2 : w.k * BLOCK;
+    switch (w.format) {
+        case Format::bf16: return w.k * BLOCK * 2;
+        case Format::group4: return w.k * BLOCK / 2;
+        case Format::mxfp4: return w.k / BLOCK * MXFP4_BYTES;
+        default: return w.k * BLOCK;
+    }
 }
-inline bool is_grouped(Format format) { return format == Format::group4 || format == Format::group8; }
+// Whether weights are unpacked to bf16, block by block, before they are multiplied.
+inline bool is_unpacked(Format format) { return format == Format::fp8 || format == Format::mxfp4; }
+inline bool is_grouped(Format format) {
+    return format == Format::group4 || format == Format::group8 || format == Format::fp8;
+}
 // Scales of a block, and the minima beside them.
 inline int64_t block_scales(const Weights& w) {
     return is_grouped(w.format) ? (w.k + w.group - 1) / w.group * BLOCK * (w.mins ? 2 : 1) : BLOCK;
 }
 // The format of the inputs of products with such weights.
-inline Format input_format(Format format) { return format == Format::bf16 ? Format::bf16 : Format::int8; }
+inline Format input_format(Format format) {
+    return format == Format::bf16 || is_unpacked(format) ? Format::bf16 : Format::int8;
+}
+// Bytes of scratch for products with such weights: two blocks in bf16.
+inline int64_t linear_scratch_bytes(const Weights& w) { return is_unpacked(w.format) ? 2 * w.k * BLOCK * 2 : 0; }
 
 // Input rows of products: bf16 [rows][k], or int8 [rows][k] with a scale per group of 32 columns. `offset` is, per
 // group, the negated contribution of the 128 added to the weights.
@@ -209,9 +228,10 @@ struct Kernels {
                     int64_t first, int64_t last);
     void (*norm)(const float* x, int64_t columns, const float* weight, float eps, bf16* out, int64_t first,
                  int64_t last);
-    // Multiplies rows [0, rows) with blocks [first, last); for a gated product, with pairs of blocks.
+    // Multiplies rows [0, rows) with blocks [first, last); for a gated product, with pairs of blocks. `scratch` has
+    // `linear_scratch_bytes`.
     void (*linear)(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& out,
-                   const Soon& soon);
+                   const Soon& soon, uint8_t* scratch);
     void (*place)(const Heads& heads, const Pages& pages, const int64_t* write_pages, const int64_t* write_slots,
                   int64_t first, int64_t last);
     // Writes latents, whose pages have one head of rank + rope columns and no values.

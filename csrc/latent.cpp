@@ -21,10 +21,11 @@ void HeadProduct::run(Program& p, int thread) {
     for (int64_t i = first; i < last; i++) {
         const int64_t head = i / count, row = i % count * OWN_ROWS, rows = std::min(OWN_ROWS, tokens - row);
         const Weights w = of_head(head);
-        const Operand x = p.own(w.format, w.k, thread);
+        const Operand x = p.own(input_format(w.format), w.k, thread);
         p.kernels.prepare(p.floats(in) + row * in_width + head * stride, in_width, columns, nullptr, 0.0f, x, 0, rows);
         const Output to{Store::write, p.floats(out) + row * out_width + head * wide, wide, out_width, {}};
-        p.kernels.linear(w, x, rows, 0, w.blocks, to, i + 1 < last ? Soon{of_head((i + 1) / count).data} : soon(p, thread));
+        const Soon then = i + 1 < last ? Soon{of_head((i + 1) / count).data} : soon(p, thread);
+        p.kernels.linear(w, x, rows, 0, w.blocks, to, then, p.scratch[thread]->as<uint8_t>());
     }
 }
 

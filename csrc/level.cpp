@@ -32,6 +32,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #endif
 #include "rows.h"
 #include "tile.h"
+#include "unpack.h"
 #ifdef PDK_AMX
 #include "amx.h"
 #endif

@@ -124,13 +124,16 @@ struct Beside {
 };
 
 static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t first, int64_t last, const Output& o,
-                   const Soon& soon) {
+                   const Soon& soon, uint8_t* scratch) {
     alignas(64) float room[2][2][(TILE_ROWS + ROOM_ROWS) * BLOCK];
-    const Multiplier multiplier(w.format, rows);
+    const Multiplier multiplier(input_format(w.format), rows);
+    const bool unpacks = is_unpacked(w.format);
+    const Weights unpacked{Format::bf16, 2, w.k, scratch, nullptr, nullptr, 0, false};
+    const Weights& from = unpacks ? unpacked : w;
     const bool gated = o.store == Store::gated, pair = gated && !multiplier.tiles;
     const int64_t bytes = block_bytes(w), wide = pair ? 2 : 1, most = multiplier.most;
     if (gated) first *= 2, last *= 2;
-    int64_t pass = ROW_BYTES / (w.format == Format::bf16 ? w.k * 2 : w.k) / most * most;
+    int64_t pass = ROW_BYTES / (x.format == Format::bf16 ? w.k * 2 : w.k) / most * most;
     if (pass < most) pass = most;
     const bool overlaps = multiplier.tiles && gated;  // only a gated epilogue has enough work
     const int64_t each = (most - 1) / (w.k / BLOCK) + 1;
@@ -144,20 +147,31 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
             if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;
             else if (now <= FOUND_ROWS) next = nullptr;
+            const uint8_t* read_next = next;
+            if (unpacks) next = nullptr;
+            const bool in_parts = unpacks && multiplier.in_parts(now);
+            for (int64_t i = 0; unpacks && !in_parts && i < wide; i++)
+                unpack(w, block + i, 0, w.k, (bf16*)scratch + i * w.k * BLOCK, read_next ? read_next + i * bytes : nullptr);
+            const int64_t at_block = unpacks ? 0 : block;
             by_tiles(now, most, !multiplier.tiles, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;
                 const int64_t tiles = (now + most - 1) / most;
-                const Ask ask = next ? multiplier.ask(w, tiles, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
+                const Ask ask = next ? multiplier.ask(from, tiles, left, (intptr_t)next - (intptr_t)here) : Ask{0, 0};
                 beside.fetch.block = block, beside.fetch.row = row, beside.fetch.rows = count;
                 if (!multiplier.tiles) beside.fetch.go(count);
+                const auto times = [&](float* to, int64_t stride) {
+                    if (in_parts)
+                        multiplier.times_parts(w, block, x, row, count, (bf16*)scratch, read_next, to, stride, beside);
+                    else multiplier.times(from, at_block, x, row, count, ask, to, stride, beside);
+                };
                 if (direct) {
-                    multiplier.times(w, block, x, row, count, ask, o.to + row * o.stride + block * BLOCK, o.stride, beside);
+                    times(o.to + row * o.stride + block * BLOCK, o.stride);
                     return;
                 }
                 turn ^= 1;
                 float *made = room[turn][0] + TILE_ROWS * BLOCK, *second = room[turn][1] + TILE_ROWS * BLOCK;
-                multiplier.times(w, block, x, row, count, ask, made, BLOCK, beside);
-                if (pair) multiplier.times(w, block + 1, x, row, count, ask, second, BLOCK, beside);
+                times(made, BLOCK);
+                if (pair) multiplier.times(from, at_block + 1, x, row, count, ask, second, BLOCK, beside);
                 rest.finish(rest.rows);
                 rest.from = made, rest.second = second, rest.block = block, rest.row = row, rest.rows = count;
                 if (!overlaps) rest.finish(count);

@@ -14,6 +14,13 @@ void Embed::run(Program& p, int thread) {
         p.kernels.widen(rows + p.step.ids[i] * width, scale, p.floats(out) + i * width, width);
 }
 
+static float wide_of(bf16 x) {
+    const uint32_t bits = static_cast<uint32_t>(x) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+
 void EmbedPacked::run(Program& p, int thread) {
     const Weights& w = weights;
     const bool four = w.format == Format::group4;
@@ -23,9 +30,14 @@ void EmbedPacked::run(Program& p, int thread) {
     p.share(p.step.tokens, thread, first, last);
     for (int64_t i = first; i < last; i++) {
         const int64_t block = p.step.ids[i] / BLOCK, lane = p.step.ids[i] % BLOCK;
+        float* to = p.floats(out) + i * width;
+        if (w.format == Format::bf16) {
+            const bf16* half = reinterpret_cast<const bf16*>(w.data) + block * w.k * BLOCK + lane * 2;
+            for (int64_t q = 0; q < width; q++) to[q] = wide_of(half[q / 2 * 64 + q % 2]) * scale;
+            continue;
+        }
         const uint8_t* data = w.data + block * block_bytes(w) + (four ? lane % 16 : lane) * 4;
         const float* scales = w.scale + block * block_scales(w) + lane;
-        float* to = p.floats(out) + i * width;
         for (int64_t q = 0; q < width; q++) {
             const uint8_t byte = data[q / 4 * quad + q % 4];
             const float value = four ? (lane < 16 ? byte & 15 : byte >> 4) : byte;
@@ -69,7 +81,7 @@ void Product::run(Program& p, int thread) {
     Output to{store, nullptr, columns, columns, {}, scale, activation.act, activation.limit};
     if (store == Store::gated) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
     else to.to = p.floats(out);
-    p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread));
+    p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread), p.scratch[thread]->as<uint8_t>());
 }
 
 void Product::share(Program& p, int thread, int64_t& first, int64_t& last) const {

@@ -13,7 +13,7 @@ struct Embed : Op {
     void run(Program& p, int thread) override;
 };
 
-// Embeddings that are the outputs of a packed layer of 8 or 4 bits, as the weights of a head are.
+// Embeddings that are the outputs of a packed layer in bf16 or integers, as the weights of a head are.
 struct EmbedPacked : Op {
     int64_t out, width;
     Weights weights;

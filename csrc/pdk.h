@@ -12,7 +12,7 @@
 extern "C" {
 #endif
 #define PDK_API __attribute__((visibility("default")))
-#define PDK_VERSION 17
+#define PDK_VERSION 18
 
 typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed together */
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
@@ -84,8 +84,10 @@ typedef struct {
    scale per output. format 2: values of 4 bits, bytes [blocks][k / 4][16][4], with output j of a block in the low and
    output j + 16 in the high bits. format 3: values of 8 bits, laid out as format 1. Formats 2 and 3 have a scale per
    output and `group` inputs, a multiple of 32: `scale` is [blocks][groups][32], and a weight is scale * (value - 8), or
-   - 128 in format 3. With `mins` 1 it is [blocks][groups][2][32], and a weight is the first * value + the second. bias:
-   one per output, or NULL. */
+   - 128 in format 3. With `mins` 1 it is [blocks][groups][2][32], and a weight is the first * value + the second.
+   format 4: codes of FP8 E4M3, bytes [blocks][k / 4][32][4], and scales as in format 3: a weight is scale * code, rounded
+   to bf16. format 5: MXFP4, [blocks][k / 32] of 32 exponents and 512 bytes of codes; no scale. csrc/kernels.h has the
+   order of inputs in both. bias: one per output, or NULL. */
 typedef struct {
     int64_t format, blocks, inputs;
     void* data;
@@ -146,8 +148,8 @@ PDK_API void* pdk_arena_take(pdk_arena* arena, int64_t bytes);
    to `part`. Outputs without a row keep their values: 0, or 128 for int8. */
 PDK_API void pdk_weights_put(const pdk_weights* w, int64_t block, int64_t part, int64_t parts, const void* from,
                              int64_t rows, int64_t inputs, int64_t stride, const float* bias);
-/* The same for weights of formats 1, 2 and 3 that are values already, bytes [rows][inputs], with `scale` and `mins`
-   [rows][groups], or NULL without mins. In format 1 there is one group. */
+/* The same for weights of formats 1 to 5 that are values already, or codes, bytes [rows][inputs], with `scale` and
+   `mins` [rows][groups], or NULL without mins. In format 1 there is one group. Scales of format 5 are powers of two. */
 PDK_API void pdk_weights_put_values(const pdk_weights* w, int64_t block, int64_t part, int64_t parts,
                                     const uint8_t* values, const float* scale, const float* mins, int64_t rows,
                                     int64_t inputs, const float* bias);
@@ -176,7 +178,7 @@ PDK_API int64_t pdk_reserve(pdk_program* p, int64_t tokens, int64_t samples);
 /* Operations; each function returns the operation's number. Buffers are float unless stated otherwise. */
 /* out = `scale` times the rows of the step's tokens. */
 PDK_API int64_t pdk_op_embed(pdk_program* p, int64_t out, const void* rows_bf16, int64_t width, float scale);
-/* The same from a packed layer of formats 1, 2 or 3 with `width` inputs: a token's row is that output's weights. */
+/* The same from a packed layer of formats 0 to 3 with `width` inputs: a token's row is that output's weights. */
 PDK_API int64_t pdk_op_embed_packed(pdk_program* p, int64_t out, const pdk_weights* w, int64_t width, float scale);
 /* The first 2 * `half` columns of `heads` are rotated by positions times `inverse` [half]. Before pdk_op_place. Heads
    without this operation are not rotated. */

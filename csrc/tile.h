@@ -242,6 +242,12 @@ struct Multiplier {
 
     static Ask ask(const Weights& w, int64_t count, int64_t left, int64_t from) { return ask_by_last(w, count, left, from); }
 
+    // Whether `count` rows are multiplied by `times_parts`.
+    static constexpr bool in_parts(int64_t) { return false; }
+    template <class Beside>
+    void times_parts(const Weights&, int64_t, const Operand&, int64_t, int64_t, bf16*, const uint8_t*, float*, int64_t,
+                     Beside&) const {}
+
     // out = rows [row, row + count) of x times a block: float [count][32], `stride` apart. Earlier rows may be written
     // again with the same values. In scratch, which has TILE_ROWS rows in front, they may be undefined.
     template <class Beside>

@@ -91,6 +91,48 @@ INLINE F load_e4m3(const uint8_t* p) {
     return {e4m3(x.a), e4m3(x.b)};
 }
 
+INLINE __m256i float16_of(__m256i x) {
+    return _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16((short)0xbf80));
+}
+INLINE P low_e4m3(P x) { return {float16_of(_mm256_slli_epi16(x.a, 8)), float16_of(_mm256_slli_epi16(x.b, 8))}; }
+INLINE P high_e4m3(P x) { return {float16_of(x.a), float16_of(x.b)}; }
+INLINE F from_float16(__m256i x) {
+    return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+INLINE void widen_float16(P x, F& first, F& last) { first = from_float16(x.a), last = from_float16(x.b); }
+INLINE F load_twice(const float* p) {
+    const __m256 x = _mm256_loadu_ps(p);
+    return {_mm256_permutevar8x32_ps(x, _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3)),
+            _mm256_permutevar8x32_ps(x, _mm256_setr_epi32(4, 4, 5, 5, 6, 6, 7, 7))};
+}
+INLINE __m256i e2m1_half(__m256i x) {  // of each word, the code in the lowest bits
+    const __m256i low = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0, (char)0x80, (char)0xc0, 0, 0x40, (char)0x80, (char)0xc0, 0, 0, (char)0x80, (char)0xc0, 0,
+                      0x40, (char)0x80, (char)0xc0));
+    const __m256i high = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 0x3f, 0x3f, 0x3f, 0x40, 0x40, 0x40, 0x40, (char)0x80, (char)0xbf, (char)0xbf, (char)0xbf,
+                      (char)0xc0, (char)0xc0, (char)0xc0, (char)0xc0));
+    const __m256i code = _mm256_and_si256(x, _mm256_set1_epi16(15));
+    return _mm256_or_si256(_mm256_shuffle_epi8(low, code), _mm256_slli_epi16(_mm256_shuffle_epi8(high, code), 8));
+}
+template <int N>
+INLINE P e2m1(P x) {
+    return {e2m1_half(_mm256_srli_epi16(x.a, 4 * N)), e2m1_half(_mm256_srli_epi16(x.b, 4 * N))};
+}
+INLINE __m256i exponents_twice(__m256i x) {
+    const __m256i e = _mm256_and_si256(_mm256_slli_epi32(x, 7), _mm256_set1_epi32(0xffff));
+    return _mm256_or_si256(e, _mm256_slli_epi32(e, 16));
+}
+INLINE P load_exponents(const int8_t* p) {
+    const I x = load_bytes(p);
+    return {exponents_twice(x.a), exponents_twice(x.b)};
+}
+INLINE __m256i scale_one_half(__m256i x, __m256i e) {
+    const __m256i none = _mm256_cmpeq_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0x7fff)), _mm256_setzero_si256());
+    return _mm256_add_epi16(x, _mm256_andnot_si256(none, e));
+}
+INLINE P scale_half(P x, P e) { return {scale_one_half(x.a, e.a), scale_one_half(x.b, e.b)}; }
+
 INLINE P pairs(const void* p) {
     return {_mm256_loadu_si256((const __m256i*)p), _mm256_loadu_si256((const __m256i*)p + 1)};
 }
@@ -134,6 +176,9 @@ INLINE __m128i halves(__m256 x) {  // to nearest, ties to even; NaN stays NaN
 INLINE void store_half(bf16* p, F x) {
     _mm_storeu_si128((__m128i*)p, halves(x.a));
     _mm_storeu_si128((__m128i*)p + 1, halves(x.b));
+}
+INLINE P join_halves(F x, F y) {
+    return {_mm256_set_m128i(halves(x.b), halves(x.a)), _mm256_set_m128i(halves(y.b), halves(y.a))};
 }
 INLINE void store_half_n(bf16* p, F x, int64_t n) {
     alignas(16) bf16 whole[16];

@@ -61,6 +61,39 @@ INLINE F load_e4m3(const uint8_t* p) {
     return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(v), sign))};
 }
 
+// Of each word, the code of FP8 E4M3 in the low or high byte, as float16 of 2^-8 times its value.
+INLINE P low_e4m3(__m512i x) { return {_mm512_and_si512(_mm512_srai_epi16(x, 1), _mm512_set1_epi16((short)0xbf80))}; }
+INLINE P low_e4m3(P x) { return low_e4m3(_mm512_slli_epi16(x.v, 8)); }
+INLINE P high_e4m3(P x) { return low_e4m3(x.v); }
+// The first and last 16 of 32 float16.
+INLINE void widen_float16(P x, F& first, F& last) {
+    first.v = _mm512_cvtph_ps(_mm512_castsi512_si256(x.v));
+    last.v = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x.v, 1));
+}
+// Each of eight floats twice.
+INLINE F load_twice(const float* p) {
+    const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    return {_mm512_permutexvar_ps(twice, _mm512_castps256_ps512(_mm256_loadu_ps(p)))};
+}
+// Of each word, the code of E2M1 in bits [4 * N, 4 * N + 4), as bf16.
+template <int N>
+INLINE P e2m1(P x) {
+    const __m512i values = _mm512_broadcast_i64x4(_mm256_setr_epi16(
+        0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0, (short)0x8000, (short)0xbf00, (short)0xbf80,
+        (short)0xbfc0, (short)0xc000, (short)0xc040, (short)0xc080, (short)0xc0c0));
+    return {_mm512_permutexvar_epi16(_mm512_srli_epi16(x.v, 4 * N), values)};  // ignores all but the low five bits
+}
+// What sixteen exponents add to bf16, each twice.
+INLINE P load_exponents(const int8_t* p) {
+    const __m512i e = _mm512_and_si512(_mm512_slli_epi32(load_bytes(p).v, 7), _mm512_set1_epi32(0xffff));
+    return {_mm512_or_si512(e, _mm512_slli_epi32(e, 16))};
+}
+// bf16 times powers of two from load_exponents.
+INLINE P scale_half(P x, P e) {
+    const __mmask32 is_some = _mm512_test_epi16_mask(x.v, _mm512_set1_epi16(0x7fff));
+    return {_mm512_mask_add_epi16(x.v, is_some, x.v, e.v)};
+}
+
 INLINE P pairs(const void* p) { return {_mm512_loadu_si512(p)}; }
 INLINE P pairs_n(const bf16* p, int64_t n) { return {_mm512_maskz_loadu_epi16(below32(n), p)}; }
 INLINE P pzero() { return {_mm512_setzero_si512()}; }
@@ -88,6 +121,13 @@ INLINE __m256i halves(F a) {  // to nearest, ties to even; NaN stays NaN
 #endif
 }
 INLINE void store_half(bf16* p, F a) { _mm256_storeu_si256((__m256i*)p, halves(a)); }
+INLINE P join_halves(F a, F b) {
+#ifdef __AVX512BF16__
+    return {(__m512i)_mm512_cvtne2ps_pbh(b.v, a.v)};
+#else
+    return {_mm512_inserti64x4(_mm512_castsi256_si512(halves(a)), halves(b), 1)};
+#endif
+}
 INLINE void store_half_n(bf16* p, F a, int64_t n) { _mm256_mask_storeu_epi16(p, below16(n), halves(a)); }
 
 // acc + a.even * b.even + a.odd * b.odd, for each of 16 pairs of bf16.

@@ -71,17 +71,36 @@ void put_rows(const Weights& w, int64_t block, int64_t part, int64_t parts, cons
     }
 }
 
+// Writes an output's codes and exponents; see kernels.h.
+static void put_mxfp4(const Weights& w, int64_t block, int64_t lane, const uint8_t* codes, const float* scale,
+                      int64_t inputs) {
+    for (int64_t q = 0; q < inputs; q++) {
+        uint8_t* to = w.data + block * block_bytes(w) + q / BLOCK * MXFP4_BYTES;
+        const int64_t i = q % BLOCK, plane = i % 8 / 2;
+        to[lane] = static_cast<uint8_t>(std::ilogb(scale[q / BLOCK]));
+        uint8_t& byte = to[BLOCK + (i / 8 * 2 + lane / 16) * 64 + (lane % 16 * 2 + i % 2) * 2 + plane / 2];
+        byte = static_cast<uint8_t>(plane % 2 ? (byte & 0x0f) | codes[q] << 4 : (byte & 0xf0) | codes[q]);
+    }
+}
+
 void put_values(const Weights& w, int64_t block, int64_t part, int64_t parts, const Values& from, int64_t rows,
                 int64_t inputs, const float* bias) {
+    constexpr int64_t IN_ORDER[] = {0, 1, 2, 3}, FP8_ORDER[] = {0, 2, 1, 3};
+    const int64_t* order = w.format == Format::fp8 ? FP8_ORDER : IN_ORDER;
     const bool four = w.format == Format::group4, grouped = is_grouped(w.format);
     const int64_t each = BLOCK / parts, groups = grouped ? (inputs + w.group - 1) / w.group : 1;
     const int64_t wide = w.mins ? 2 * BLOCK : BLOCK;
     for (int64_t r = 0; r < rows; r++) {
         const int64_t at = block + r / each, lane = part * each + r % each;
         const uint8_t* value = from.values + r * inputs;
+        if (bias) w.bias[at * BLOCK + lane] = bias[r];
+        if (w.format == Format::mxfp4) {
+            put_mxfp4(w, at, lane, value, from.scale + r * (padded(inputs) / BLOCK), inputs);
+            continue;
+        }
         uint8_t* to = w.data + at * block_bytes(w) + (four ? lane % 16 : lane) * 4;
         for (int64_t q = 0; q < inputs; q++) {
-            if (!four) to[q / 4 * 128 + q % 4] = value[q];
+            if (!four) to[q / 4 * 128 + order[q % 4]] = value[q];
             else if (lane < 16) to[q / 4 * 64 + q % 4] = (to[q / 4 * 64 + q % 4] & 0xf0) | value[q];
             else to[q / 4 * 64 + q % 4] = static_cast<uint8_t>((to[q / 4 * 64 + q % 4] & 0x0f) | value[q] << 4);
         }
@@ -90,7 +109,6 @@ void put_values(const Weights& w, int64_t block, int64_t part, int64_t parts, co
             scale[g * wide] = from.scale[r * groups + g];
             if (w.mins) scale[g * wide + BLOCK] = from.mins[r * groups + g];
         }
-        if (bias) w.bias[at * BLOCK + lane] = bias[r];
     }
 }
 

@@ -40,7 +40,8 @@ struct Values {
     const float *scale, *mins;
 };
 
-// The same for weights that are values already. Of int8 all inputs are one group.
+// The same for weights that are values already, or codes. Of int8 all inputs are one group. Scales of mxfp4 are powers
+// of two, from 2^-125 to 2^125.
 void put_values(const Weights& w, int64_t block, int64_t part, int64_t parts, const Values& from, int64_t rows,
                 int64_t inputs, const float* bias);
 

@@ -64,15 +64,23 @@ def _value(values: npt.NDArray[np.int64], scale: Floats, zero: npt.NDArray[np.in
     return ((values - zero[:, index]) * scale[:, index].astype(np.float64)).astype(np.float32)
 
 
-def awq(weight: Floats) -> Stored:
-    values, scale, zero = _integers(weight, 4, GROUP, symmetric=False)
-    index = np.arange(weight.shape[1]) // GROUP
-    tensors = {
-        ".qweight": _words(values.T, 4, 1, AWQ_ORDER),
-        ".qzeros": _words(zero.T, 4, 1, AWQ_ORDER),
-        ".scales": torch.from_numpy(scale.T.astype(np.float16)),
-    }
-    return tensors, _value(values, scale, zero, index)
+def awq(group: int = GROUP) -> Callable[[Floats], Stored]:
+    def write(weight: Floats) -> Stored:
+        values, scale, zero = _integers(weight, 4, group, symmetric=False)
+        index = np.arange(weight.shape[1]) // group
+        tensors = {
+            ".qweight": _words(values.T, 4, 1, AWQ_ORDER),
+            ".qzeros": _words(zero.T, 4, 1, AWQ_ORDER),
+            ".scales": torch.from_numpy(scale.T.astype(np.float16)),
+        }
+        return tensors, _value(values, scale, zero, index)
+
+    return write
+
+
+def awq_scheme(group: int = GROUP) -> Scheme:
+    """AWQ with groups of `group` inputs."""
+    return Scheme({"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}, awq(group))
 
 
 def gptq(bits: int, *, symmetric: bool, reorders: bool, offset: int = 1) -> Callable[[Floats], Stored]:
@@ -144,16 +152,33 @@ def fp8_channel(weight: Floats) -> Stored:
     return _float8(weight, np.broadcast_to(scale, weight.shape), ".weight_scale", scale)
 
 
-def fp8_block(weight: Floats) -> Stored:
-    """Blocks of 48 x 40, which divide no weight."""
-    rows, columns = (-(-size // unit) for size, unit in zip(weight.shape, (48, 40), strict=True))
-    stored = np.empty((rows, columns), dtype=np.float32)
-    for row in range(rows):
-        for column in range(columns):
-            block = weight[row * 48 : (row + 1) * 48, column * 40 : (column + 1) * 40]
-            stored[row, column] = np.abs(block).max() / 448
-    scale = stored.repeat(48, 0).repeat(40, 1)[: weight.shape[0], : weight.shape[1]]
-    return _float8(weight, scale, ".weight_scale_inv", stored)
+def fp8_block(height: int, width: int) -> Callable[[Floats], Stored]:
+    def write(weight: Floats) -> Stored:
+        rows, columns = (-(-size // unit) for size, unit in zip(weight.shape, (height, width), strict=True))
+        stored = np.empty((rows, columns), dtype=np.float32)
+        for row in range(rows):
+            for column in range(columns):
+                block = weight[row * height : (row + 1) * height, column * width : (column + 1) * width]
+                stored[row, column] = np.abs(block).max() / 448
+        scale = stored.repeat(height, 0).repeat(width, 1)[: weight.shape[0], : weight.shape[1]]
+        return _float8(weight, scale, ".weight_scale_inv", stored)
+
+    return write
+
+
+def mxfp4(weight: Floats) -> Stored:
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+    blocks = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 32))).reshape(len(weight), -1, 32)
+    exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
+    scale = np.exp2(exponents)[..., None].astype(np.float32)
+    codes = np.abs(np.abs(blocks / scale)[..., None] - magnitudes).argmin(-1)
+    wide = np.where(blocks < 0, -1, 1).astype(np.float32) * magnitudes[codes] * scale
+    codes = (codes + 8 * (blocks < 0)).reshape(len(weight), -1)[:, : weight.shape[1]]
+    tensors = {
+        ".weight_packed": torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)),
+        ".weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
+    }
+    return tensors, wide.reshape(len(weight), -1)[:, : weight.shape[1]].copy()
 
 
 def _compressed(form: str, ignore: list[str] | None = None, **weights: Any) -> dict[str, Any]:
@@ -166,17 +191,21 @@ def _compressed(form: str, ignore: list[str] | None = None, **weights: Any) -> d
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A `quantization_config`, and how it stores a weight. `stays_packed`: the CPU kernels keep its format."""
+    """A `quantization_config`, and how it stores a weight. `stays_packed`: the CPU kernels keep its format.
+
+    `is_float`: its values are floats, so that products have the bits of those with dequantized weights.
+    """
 
     config: Mapping[str, Any]
     write: Callable[[Floats], Stored]
     stays_packed: bool = True
+    is_float: bool = False
 
 
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
 _W4: dict[str, Any] = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
 SCHEMES = {
-    "awq": Scheme({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
+    "awq": awq_scheme(),
     "gptq": Scheme(_GPTQ | {"sym": True}, gptq(4, symmetric=True, reorders=False)),
     "gptq, zeros": Scheme(_GPTQ | {"sym": False}, gptq(4, symmetric=False, reorders=False)),
     "gptq, desc_act": Scheme(
@@ -198,11 +227,19 @@ SCHEMES = {
         stays_packed=False,
     ),
     "W8A8": Scheme(_compressed("int-quantized", num_bits=8, type="int", strategy="channel"), int8),
-    "fp8, tensor": Scheme({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor, stays_packed=False),
+    "fp8, tensor": Scheme({"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor, is_float=True),
     "fp8, channel": Scheme(
-        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channel, stays_packed=False
+        _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), fp8_channel, is_float=True
     ),
-    "fp8, block": Scheme({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_block, stays_packed=False),
+    "fp8, block": Scheme({"quant_method": "fp8", "weight_block_size": [48, 40]}, fp8_block(48, 40), stays_packed=False),
+    "fp8, block of groups": Scheme(
+        {"quant_method": "fp8", "weight_block_size": [48, 32]}, fp8_block(48, 32), is_float=True
+    ),
+    "mxfp4": Scheme(
+        _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+        mxfp4,
+        is_float=True,
+    ),
 }
 
 

@@ -47,11 +47,14 @@ from pdserve.model.gpu import (
     extend_attention,
     gated_delta,
     gated_delta_prefill,
+    packed_gemm,
     routes,
     sampling,
     small_batch_gemm,
 )
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
+from pdserve.model.gpu.packed_gemm import PackedWeight
+from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
@@ -224,6 +227,26 @@ def launches(compiler: Compiler) -> Iterator[str]:
         moe = dataclasses.replace(moe, scoring="sigmoid", num_groups=8, top_groups=4, routed_scale=2.5)
         kernels.route(torch.empty(tokens, 128), moe, torch.empty(128))
         kernels.weighted_sum(out.view(tokens, 8, 2048), torch.empty(tokens, 8))
+    yield from _packed(compiler)
+
+
+def _packed(compiler: Compiler) -> Iterator[str]:
+    """Products with quantized weights, which stay packed."""
+    formats = [GroupFormat(4, 32), GroupFormat(4, 128, has_mins=True), GroupFormat(8, 4096)]
+    formats += [GroupFormat(*size, is_float=True) for size in ((8, 128), (8, 4096), (4, 32))]
+    cpu, bias = torch.device("cpu"), torch.empty(4096, dtype=torch.bfloat16)
+    for form in formats:
+        for rows in (1, 64):
+            compiler.case = f"{form}, {rows} rows"
+            yield compiler.case
+            x = torch.empty(rows, 4096, dtype=torch.bfloat16)
+            weight = PackedWeight.empty(form, 1, 4096, 4096, cpu)
+            packed_gemm.linear(x, weight, bias)
+            packed_gemm.linear(x, weight, None)
+            gate_up = PackedWeight.empty(form, 8, 1536, 4096, cpu)
+            down = PackedWeight.empty(form, 8, 4096, 768, cpu)
+            slots = torch.zeros(rows * 4, dtype=torch.int64)
+            packed_gemm.expert_rows(x, slots, gate_up, down, None, None, "gpt_oss", 7.0)
 
 
 def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
@@ -275,7 +298,7 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
         chained_modules = (
             causal_conv, decode_attention, elementwise, experts, extend_attention, gated_delta, gated_delta_prefill,
-            heads, routes, sampling, small_batch_gemm,
+            heads, packed_gemm, routes, sampling, small_batch_gemm,
         )  # fmt: skip
         for module in chained_modules:
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))

@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 17
+VERSION = 18
 
 
 class Step(Structure):

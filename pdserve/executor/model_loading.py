@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -186,7 +186,7 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
     kernels, device, spec = wanted.config.kernels, wanted.device, wanted.spec
     choice = choose_attention(kernels, spec, torch_dtype(wanted.dtype), device, wanted.kv_dtype)
     with wanted.startup.part(WEIGHTS):
-        decoder = _empty_decoder(wanted, make_kernels(choice))
+        decoder = _torch_decoder(wanted, choice)
         for op in (op for layer in decoder.layers for op in layer.operations):
             if isinstance(op, GatedDeltaNet):
                 op.kernels = make_delta_kernels(choice)
@@ -195,6 +195,26 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
     bind = partial(bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
     layout = kv_layout(spec, wanted.config.memory.page_size, wanted.dtype, wanted.kv_dtype)
     return LoadedModel(decoder, layout, bind, decoder=decoder, choice=choice)
+
+
+def _torch_decoder(wanted: ModelToLoad, choice: Choice) -> Decoder:
+    """Build the model for torch, without weights. With Triton kernels quantized weights stay packed on the device.
+
+    Adapters (LoRA) read the weights of the layers that they change, so beside them all weights are dequantized.
+    """
+    kernels = make_kernels(choice)
+    if choice in ("torch", "batch_invariant") or wanted.config.lora.is_on:
+        return _empty_decoder(wanted, kernels)
+    formats = _kept_formats(wanted)
+    if not formats:
+        return _empty_decoder(wanted, kernels)
+    from pdserve.model.packed_layers import keep_packed, packable  # imports triton
+
+    names = _empty_decoder(dataclasses.replace(wanted, device=torch.device("cpu")), make_kernels("torch"))
+    known = {own: form for name, form in formats.items() for own in names.params.names_of(name)}
+    decoder = _empty_decoder(wanted, kernels, packable(names, known))
+    keep_packed(decoder, known, wanted.device)
+    return decoder
 
 
 def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
@@ -221,8 +241,10 @@ def kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
     if model.load_format == "dummy" or model.quantization in ("bf16", "int8"):
         return {}
     formats = quantized_formats(wanted.path, wanted.spec)
+    if model.quantization == "int4":  # FP8 is rounded to fewer bits
+        formats = {name: form for name, form in formats.items() if not form.is_float or form.bits == 4}
     if formats:
-        counts = Counter(f"{form.bits} bits in groups of {form.group}" for form in formats.values())
+        counts = Counter(str(form) for form in formats.values())
         shown = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
         _LOG.info("quantized weights stay packed: %s", shown)
     return formats
@@ -297,10 +319,10 @@ def _bind_transformers(
     return AttentionInModel()
 
 
-def _empty_decoder(wanted: ModelToLoad, kernels: Kernels) -> Decoder:
+def _empty_decoder(wanted: ModelToLoad, kernels: Kernels, on_host: Collection[str] = ()) -> Decoder:
     return empty_model(
         wanted.spec, wanted.dtype, wanted.device, kernels=kernels, parallel=wanted.parallel,
-        expert_map=expert_map_of(wanted),
+        expert_map=expert_map_of(wanted), on_host=on_host,
     )  # fmt: skip
 
 

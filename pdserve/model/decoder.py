@@ -7,7 +7,7 @@ stage's layers, its share of their heads and feed-forward columns, and its share
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Decoder:
 
     `kernels` None selects `FastKernels`. `parallel` None means the rank has the whole model. With `expert_map` each
     rank has whole experts; with None it has a part of every expert. With `has_ends` False the model has no embedding
-    and no head: its caller passes hidden states, and sets `head`.
+    and no head: its caller passes hidden states, and sets `head`. `on_host`: see `ParamSlots`.
     """
 
     def __init__(
@@ -61,11 +61,12 @@ class Decoder:
         expert_map: ExpertMap | None = None,
         *,
         has_ends: bool = True,
+        on_host: Collection[str] = (),
     ) -> None:
         self._kernels = kernels = kernels or FastKernels()
         self.spec = spec
         self.dtype = dtype
-        self.params = ParamSlots(dtype, device)
+        self.params = ParamSlots(dtype, device, on_host)
         self.parallel = parallel or SingleRank()
         self._coord = coord = self.parallel.coord
         ropes = spec.rotations

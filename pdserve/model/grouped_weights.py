@@ -1,4 +1,4 @@
-"""Weights of 4 or 8 bits with a scale per output and group of inputs, as the CPU kernels keep them.
+"""Weights of 4 or 8 bits with a scale per output and group of inputs: integers, FP8 and MXFP4, as kernels keep them.
 
 `quantize` rounds a weight to such a format. Checkpoints are read as `QuantizedWeight` (`quantization/`), and `stacked`
 brings several to a common format without a change of any value.
@@ -15,6 +15,9 @@ from torch import Tensor
 MIN_GROUP = 32
 """Inputs of the smallest group: the kernels quantize 32 inputs together."""
 
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = torch.tensor((*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)))
+"""The floats of 4 bits of MXFP4, by their codes."""
 _FOUR_BIT_LEVELS = (-8.0, -8.5, -9.0, -9.5, -10.0, 7.0, 7.5)
 """What the largest magnitude of a group is divided by for a scale of 4-bit values, -8 to 7."""
 
@@ -25,18 +28,28 @@ class GroupFormat:
 
     `group` is a power of two, at least 32; a group may be larger than a row. With `has_mins` a weight is scale * value
     + minimum, otherwise scale * (value - 2^(bits - 1)).
+
+    With `is_float` values are codes of floats: E4M3 (FP8) with 8 bits, and E2M1 (MXFP4) with 4 bits, whose groups have
+    32 inputs and whose scales are powers of two. A weight is scale * float.
     """
 
     bits: int
     group: int
     has_mins: bool = False
+    is_float: bool = False
+
+    def __str__(self) -> str:
+        """Return how a log names it."""
+        kind = ("MXFP4" if self.bits == 4 else "FP8") if self.is_float else f"{self.bits} bits"
+        return f"{kind} in groups of {self.group}"
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight:
     """A weight `[out, in]`: uint8 `values` of `bits` bits; float32 `scale` and `mins` `[out, groups]`, or no `mins`.
 
-    Input i belongs to group `group_of[i]` (int64 `[in]`). See `GroupFormat` for the value of a weight.
+    Input i belongs to group `group_of[i]` (int64 `[in]`). See `GroupFormat` for the value of a weight, and for
+    `is_float`.
     """
 
     values: Tensor
@@ -44,12 +57,17 @@ class QuantizedWeight:
     mins: Tensor | None
     group_of: Tensor
     bits: int
+    is_float: bool = False
 
     def dequantized(self) -> Tensor:
         """Return the weight in float32."""
-        wide = self.values.float()
-        if self.mins is None:
-            wide -= 1 << (self.bits - 1)
+        if self.is_float:
+            four = self.bits == 4
+            wide = E2M1[self.values.int()] if four else self.values.view(torch.float8_e4m3fn).float()
+        else:
+            wide = self.values.float()
+            if self.mins is None:
+                wide -= 1 << (self.bits - 1)
         wide *= self.scale[:, self.group_of]
         if self.mins is not None:
             wide += self.mins[:, self.group_of]
@@ -69,18 +87,22 @@ class QuantizedWeight:
         elif mins is None and shift:
             values = values + shift
         assert format.has_mins == (mins is not None) and shift >= 0, (format, self.bits)
+        assert format.is_float == self.is_float and not (shift and self.is_float), (format, self.bits)
         count = values.shape[1]
         first = self.group_of[:: format.group]
         assert torch.equal(first.repeat_interleave(format.group)[:count], self.group_of), "the groups differ"
         group_of = torch.arange(count) // format.group
-        return QuantizedWeight(values, scale[:, first], None if mins is None else mins[:, first], group_of, format.bits)
+        mins = None if mins is None else mins[:, first]
+        return QuantizedWeight(values, scale[:, first], mins, group_of, format.bits, self.is_float)
 
 
-def common_format(formats: Sequence[GroupFormat]) -> GroupFormat:
-    """Return the smallest format that holds weights of all `formats` exactly."""
-    return GroupFormat(
-        max(each.bits for each in formats), min(each.group for each in formats), any(each.has_mins for each in formats)
-    )
+def common_format(formats: Sequence[GroupFormat]) -> GroupFormat | None:
+    """Return the smallest format that holds weights of all `formats` exactly; None: floats have none beside others."""
+    bits, group = max(each.bits for each in formats), min(each.group for each in formats)
+    is_float = formats[0].is_float
+    if any(each.is_float != is_float or (is_float and each.bits != bits) for each in formats):
+        return None
+    return GroupFormat(bits, group, any(each.has_mins for each in formats), is_float)
 
 
 def stacked(weights: Sequence[QuantizedWeight], format: GroupFormat) -> QuantizedWeight:
@@ -117,12 +139,12 @@ def whole_row(num_in: int) -> int:
 
 
 def quantize(weight: Tensor, format: GroupFormat) -> QuantizedWeight:
-    """Round a weight `[out, in]` to `format`, which has no minima. Zero stays zero.
+    """Round a weight `[out, in]` to `format`, integers without minima. Zero stays zero.
 
     The largest magnitude of a group becomes 127 or -127 with 8 bits. With 4 bits it becomes one of `_FOUR_BIT_LEVELS`,
     whichever leaves the least squared error in the group; values beyond -8 and 7 are cut off.
     """
-    assert not format.has_mins, format
+    assert not (format.has_mins or format.is_float), format
     num_out, num_in = weight.shape
     group = min(format.group, -(-num_in // MIN_GROUP) * MIN_GROUP)
     wide = torch.nn.functional.pad(weight.float(), (0, -num_in % group)).view(num_out, -1, group)

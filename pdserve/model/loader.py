@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,10 +143,12 @@ def empty_model(
     parallel: Parallel | None = None,
     expert_map: ExpertMap | None = None,
     has_ends: bool = True,
+    on_host: Collection[str] = (),
 ) -> Decoder:
     """Build the model of `spec` without weights; on CPU they take no memory yet. See `Decoder`. Raises ConfigError."""
     with torch.inference_mode():
-        return Decoder(spec, torch_dtype(dtype), device, kernels, parallel, expert_map, has_ends=has_ends)
+        made = torch_dtype(dtype), device, kernels, parallel, expert_map
+        return Decoder(spec, *made, has_ends=has_ends, on_host=on_host)
 
 
 def fill_model(

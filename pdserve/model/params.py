@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, concatenated, within
 
 _DTYPES = {
     "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "int8": torch.int8,
@@ -65,7 +65,7 @@ class QuantizedSource(TensorSource, Protocol):
         ...
 
     def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
-        """Read `part`, as `read` does."""
+        """Read `part`, as `read` does. Of `[experts, in, out]` it is the part of one expert, with outputs first."""
         ...
 
 
@@ -175,7 +175,7 @@ class _PieceSource:
 
 @dataclasses.dataclass(frozen=True)
 class _QuantizedPieceSource(_PieceSource):
-    """Implements `QuantizedSource` for rows of a matrix."""
+    """Implements `QuantizedSource` for rows of a matrix, or of an expert's matrix."""
 
     whole: QuantizedSource
 
@@ -188,7 +188,18 @@ class _QuantizedPieceSource(_PieceSource):
         return self.whole.is_exact
 
     def read_quantized(self, part: tuple[slice, ...] | None) -> QuantizedWeight:
-        return concatenated([self.whole.read_quantized(each) for each in self.parts(part)])
+        piece = self.piece
+        if piece.block == 1:
+            asked, *rest = part or [slice(0, size) for size in piece.shape]
+            first, last = (piece.first + row * piece.stride for row in (asked.start, asked.stop - 1))
+            found = self._quantized_rows(slice(first, last + 1), rest)
+            return found.rows(torch.arange(0, last + 1 - first, piece.stride))
+        return concatenated([self._quantized_rows(rows, rest) for rows, *rest in self.parts(part)])
+
+    def _quantized_rows(self, rows: slice, rest: Sequence[slice]) -> QuantizedWeight:
+        """Read rows of the piece, which are columns of the tensor if the piece is transposed."""
+        lead = () if self.piece.index is None else (slice(self.piece.index, self.piece.index + 1),)
+        return self.whole.read_quantized((*lead, *rest, rows) if self.piece.transposed else (*lead, rows, *rest))
 
 
 @dataclasses.dataclass
@@ -205,9 +216,11 @@ class ParamSlots:
     On CPU a tensor takes memory from when it is filled (`when_given`) until it is repacked (`release_weights`).
     """
 
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, on_host: Collection[str] = ()) -> None:
+        """`on_host`: parameters that are filled in host memory, because they are repacked for `device` later."""
         self._dtype = dtype
         self._device = device
+        self._on_host = on_host
         self._params: dict[str, Param] = {}
         self._slots: dict[str, Tensor] = {}
         self._divided: dict[str, tuple[tuple[int, ...], Sequence[ParamPiece]]] = {}
@@ -241,7 +254,8 @@ class ParamSlots:
         rows = used if num_rows is None else num_rows
         shape_of_all = (rows, *shapes[0][1:])
         try:
-            whole = torch.empty(shape_of_all, dtype=dtype or self._dtype, device=self._device)
+            device = torch.device("cpu") if params[0].name in self._on_host else self._device
+            whole = torch.empty(shape_of_all, dtype=dtype or self._dtype, device=device)
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
             raise ModelError(f"out of memory for {params[0].name}, {list(shape_of_all)}: {reason}") from error
@@ -286,7 +300,7 @@ class ParamSlots:
             if source.shape != shape:
                 raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(shape)}")
             for piece in pieces:
-                if isinstance(source, QuantizedSource) and piece.index is None and not piece.transposed:
+                if isinstance(source, QuantizedSource):
                     self.fill(piece.name, _QuantizedPieceSource(source, piece))
                 else:
                     self.fill(piece.name, _PieceSource(source, piece))
@@ -316,6 +330,21 @@ class ParamSlots:
     def params_in(self, whole: Tensor) -> list[Param]:
         """Return the parameters in `whole`, from `stacked`, in order."""
         return [self._params[name] for name in self._names_in(whole)]
+
+    def formats_in(self, whole: Tensor, formats: Mapping[str, GroupFormat]) -> list[GroupFormat] | None:
+        """Return the format of each parameter in `whole`, from `stacked`; `formats` are the checkpoint's.
+
+        None: some parameter cannot be kept in its format. This rank's inputs may cut a group.
+        """
+        found = []
+        for param in self.params_in(whole):
+            form = formats.get(param.name)
+            if form is not None and param.held is not None and param.dim == 1:
+                form = within(form, param.held)
+            if form is None:
+                return None
+            found.append(form)
+        return found
 
     def names_of(self, name: str) -> list[str]:
         """Return the parameters that the checkpoint's tensor `name` has; see `rename_under` and `divide`."""

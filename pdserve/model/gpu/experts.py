@@ -120,7 +120,7 @@ def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
 
 
 @triton.jit
-def _find(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr):
+def find_tile(row_ends, tile_ends, tile, EXPERTS: tl.constexpr, BLOCK_EXPERTS: tl.constexpr, ROWS: tl.constexpr):
     """Return the expert of a tile, and the tile's first row in sorted order."""
     experts = tl.arange(0, BLOCK_EXPERTS)
     ends = tl.load(tile_ends + experts, mask=experts < EXPERTS, other=1 << 40)
@@ -145,7 +145,7 @@ def _gate_up(
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
-        expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
+        expert, first = find_tile(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
         rows = first + tl.arange(0, ROWS)
         is_row = rows < tl.load(row_ends + expert)
         tokens = tl.load(order + rows, mask=is_row, other=0) // share
@@ -190,7 +190,7 @@ def _down(
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if tile < tl.load(tile_ends + EXPERTS - 1):
-        expert, first = _find(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
+        expert, first = find_tile(row_ends, tile_ends, tile, EXPERTS, BLOCK_EXPERTS, ROWS)
         rows = first + tl.arange(0, ROWS)
         is_row = rows < tl.load(row_ends + expert)
         targets = tl.load(order + rows, mask=is_row, other=0)

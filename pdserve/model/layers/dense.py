@@ -16,10 +16,18 @@ from torch import Tensor
 
 from pdserve.base.parallel import RankCoord, part_of, vocab_of
 from pdserve.model.dp_attention import DPAttentionGroup
-from pdserve.model.layer_spec import LayerNames, MLPSpec
+from pdserve.model.layer_spec import Activation, LayerNames, MLPSpec
 from pdserve.model.layers.kernels import Kernels
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamPiece, ParamSlots
+
+
+class PackedProduct(Protocol):
+    """A product with a weight that stays quantized; see `Linear.packed`."""
+
+    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Map `[N, in]` to `[N, out]`; `bias` is `[out]` or None."""
+        ...
 
 
 class Linear:
@@ -28,13 +36,24 @@ class Linear:
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self.packed: PackedProduct | None = None
+        """Replacement for the product with `weight`, whose memory is released; None: use `kernels`."""
         self._kernels = kernels
         num_out, num_in = weight.shape
         kernels.prepare_linear(num_out, num_in, weight.dtype, weight.device, bias is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Map `[N, in]` to `[N, out]`."""
+        if self.packed is not None:
+            return self.packed(x, self.bias)
         return self._kernels.linear(x, self.weight, self.bias)
+
+    def gated(self, x: Tensor, act: Activation = "silu") -> Tensor:
+        """Map `[N, in]` to `act(gate) * up` of the halves of its outputs: `[N, out / 2]`."""
+        if self.packed is None:
+            return self._kernels.gated(x, self.weight, self.bias, act)
+        gate, up = self.packed(x, self.bias).chunk(2, -1)
+        return self._kernels.swiglu(gate, up) if act == "silu" else self._kernels.geglu(gate, up)
 
     def release_weights(self) -> None:
         """Drop the weights, which were repacked elsewhere. The layer must not be called afterwards."""
@@ -200,7 +219,7 @@ class DenseMLP:
         mlp: MLPSpec,
         group: DPAttentionGroup,
     ) -> None:
-        self._kernels, self.group, self.act = kernels, group, mlp.act
+        self.group, self.act = group, mlp.act
         self.product: Callable[[Tensor], Tensor] | None = None
         """Replacement for this rank's columns, `[N, hidden]` to a partial sum of `[N, hidden]`; None: use `kernels`."""
         inner = part_of(mlp.intermediate_size, group.size, group.rank)
@@ -215,5 +234,4 @@ class DenseMLP:
         x = self.group.gather(x)
         if self.product is not None:
             return self.group.reduce_sum(self.product(x))
-        gated = self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias, self.act)
-        return self.group.reduce_sum(self.down(gated))
+        return self.group.reduce_sum(self.down(self.gate_up.gated(x, self.act)))

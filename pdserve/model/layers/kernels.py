@@ -110,6 +110,10 @@ class Kernels(Protocol):
         """Compute `silu(gate) * up`, all of one shape and dtype."""
         ...
 
+    def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Compute `gelu(gate) * up` with GELU's approximation by tanh, all of one shape and dtype."""
+        ...
+
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
         """Compute `x * sigmoid(gate)`: `[N, width]` or `[N, heads, width]`, contiguous; `gate` broadcasts to it."""
         ...
@@ -166,7 +170,7 @@ class TorchKernels(abc.ABC):
 
     @abc.abstractmethod
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Compute `gelu(gate) * up` with GELU's approximation by tanh, all of one shape and dtype."""
+        """See `Kernels.geglu`."""
 
     @abc.abstractmethod
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:
@@ -251,7 +255,7 @@ class FastKernels(TorchKernels):
         return F.silu(gate).mul_(up)
 
     def geglu(self, gate: Tensor, up: Tensor) -> Tensor:
-        """See `TorchKernels.geglu`."""
+        """See `Kernels.geglu`."""
         return F.gelu(gate, approximate="tanh").mul_(up)
 
     def gate(self, x: Tensor, gate: Tensor) -> Tensor:

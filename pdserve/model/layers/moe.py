@@ -176,7 +176,7 @@ class SharedExpert:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return this rank's columns' part of the output, `[N, hidden]` to `[N, hidden]`."""
-        out = self.down(self._kernels.gated(x, self.gate_up.weight, self.gate_up.bias))
+        out = self.down(self.gate_up.gated(x))
         return out if self.router is None else self._kernels.gate(out, self.router(x))
 
 

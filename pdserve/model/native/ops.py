@@ -260,18 +260,22 @@ def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | 
     """Raise ValueError unless the tensors are packed weights of `num_in` inputs."""
     deep = {torch.bfloat16: 2, torch.uint8: 4}.get(data.dtype)
     _require(deep is not None, f"{name} is {data.dtype}; packed weights are bfloat16 or uint8")
-    is_grouped = scale is not None and scale.ndim == 5
+    is_grouped, width = scale is not None and scale.ndim == 5, -(-num_in // BLOCK) * BLOCK
+    is_mxfp4 = data.dtype == torch.uint8 and data.ndim == 5 and data.shape[4] == BLOCK
     lanes = BLOCK // 2 if is_grouped and data.ndim == 5 and data.shape[3] == BLOCK // 2 else BLOCK
-    layout = (-(-num_in // BLOCK) * BLOCK // (deep or 1), lanes, deep)
+    layout: tuple[int, ...] = (width // (deep or 1), lanes, deep or 1)
+    if is_mxfp4:
+        layout = (width // BLOCK, 1 + BLOCK // 2, BLOCK)
+    elif is_grouped and data.ndim == 5 and data.shape[4] == 2:
+        layout = (width // 4, 2 * BLOCK, 2)
     fits = data.ndim == 5 and data.shape[1] > 0 and data.shape[2:] == layout and data.is_contiguous()
     _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
-    _require(
-        (scale is None) == (data.dtype == torch.bfloat16), f"{name} has a scale where, and only where, it is 8-bit"
-    )
+    has_none = data.dtype == torch.bfloat16 or is_mxfp4
+    _require((scale is None) == has_none, f"{name} has a scale where, and only where, it is 8-bit")
     of_outputs: tuple[int, ...] = (data.shape[0], data.shape[1] * BLOCK)
     of_groups = of_outputs
     if scale is not None and is_grouped:
-        groups = min(max(scale.shape[2], 1), layout[0] * 4 // BLOCK)
+        groups = min(max(scale.shape[2], 1), width // BLOCK)
         of_groups = (*data.shape[:2], groups, 2 if scale.shape[3] == 2 else 1, BLOCK)
     for what, vector, shape in (("scale", scale, of_groups), ("bias", bias, of_outputs)):
         fits = vector is None or (vector.shape == shape and vector.dtype == torch.float32)
@@ -291,8 +295,11 @@ def _check_gated(
     _require(blocks % 2 == 0, f"gate_up has {blocks} blocks, which is not a whole number of gate and up pairs")
     inner = blocks // 2 * BLOCK
     _check_packed("down", down, down_scale, down_bias, inner)
-    fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK)) and down.dtype == gate_up.dtype
-    _require(fits, f"down is not {gate_up.shape[0]} layers of {width} outputs and of the dtype of gate_up")
+    fits = down.shape[:2] == (gate_up.shape[0], -(-width // BLOCK))
+    _require(fits, f"down is not {gate_up.shape[0]} layers of {width} outputs")
+    wide = Packed(gate_up, gate_up_scale, gate_up_bias, 2 * inner, width, 2)
+    deep = Packed(down, down_scale, down_bias, width, inner)
+    _require(wide.inputs == deep.inputs, f"gate_up has inputs in {wide.inputs}, and down in {deep.inputs}")
     return width, inner
 
 

@@ -17,7 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked
 from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
@@ -252,22 +252,12 @@ class Packer:
         `default` None stands for that of all weights.
         """
         found = self._formats_in(weight)
-        return default or self.format if found is None else common_format(found)
+        form = None if found is None else common_format(found)
+        return default or self.format if form is None else form
 
     def _formats_in(self, weight: Tensor) -> list[GroupFormat] | None:
-        """Return the checkpoint's format of each part of a parameter; None: some part cannot be packed as it is there.
-
-        This rank's inputs may cut a group.
-        """
-        found = []
-        for param in self.params.params_in(weight):
-            form = self.formats.get(param.name)
-            if form is not None and param.held is not None and param.dim == 1:
-                form = within(form, param.held)
-            if form is None:
-                return None
-            found.append(form)
-        return found
+        """See `ParamSlots.formats_in`."""
+        return self.params.formats_in(weight, self.formats)
 
     def _equal_inputs(self, first: Tensor, second: Tensor) -> tuple[Format, Format]:
         """Return the formats of two parameters, such that the output of the one can be the input of the other."""
@@ -276,7 +266,8 @@ class Packer:
 
     def _from_checkpoint(self, weight: Tensor, format: Format) -> bool:
         """Return whether a parameter is packed as the checkpoint has it."""
-        return isinstance(format, GroupFormat) and self._formats_in(weight) is not None
+        found = self._formats_in(weight) if isinstance(format, GroupFormat) else None
+        return found is not None and common_format(found) is not None
 
     def _keep(self, weight: Tensor, format: Format) -> None:
         if self._from_checkpoint(weight, format):
@@ -309,7 +300,7 @@ class Packer:
     def ends(
         self, model: Decoder, head: Packed | None, embedding: VocabEmbedding | None
     ) -> tuple[Packed | None, Packed | None]:
-        """Pack the head of `model`, unless `head` replaces it, and `embedding`, if its weights are quantized.
+        """Pack the head of `model`, unless `head` replaces it, and `embedding`, if it is quantized or the head.
 
         Returns the head and the embeddings. None stands for what the model does not have, or what is not packed.
         """
@@ -320,15 +311,16 @@ class Packer:
         if whole is None or whole.weight is not own:
             packed = self.linear(model.head, format=self.format_of(own, default=default))
             return packed, None if embedding is None else self.embedding(embedding)
-        shares = embedding is not None and self.format_of(own, default="bf16") != "bf16"
-        packed = self.linear(model.head, keeps=not shares, format=self.format_of(own, default=default))
+        kind = self.format_of(own, default=default)
+        shares = embedding is not None and self._embedding_format(own) == kind
+        packed = self.linear(model.head, keeps=not shares, format=kind)
         if embedding is not None and shares:
             self.params.when_given([own], embedding.release_weights)
         return packed, packed if shares else None
 
     def embedding(self, embedding: VocabEmbedding) -> Packed | None:
         """Pack embeddings that the checkpoint has quantized, and drop the originals; None: it has not."""
-        kind = self.format_of(embedding.weight, default="bf16")
+        kind = self._embedding_format(embedding.weight)
         if kind == "bf16":
             return None
         packed = open_packed(self.arena, kind, *embedding.weight.shape)
@@ -342,6 +334,11 @@ class Packer:
 
         self.params.when_given([embedding.weight], take)
         return packed
+
+    def _embedding_format(self, weight: Tensor) -> Format:
+        """Return the format of embeddings: the checkpoint's if it is of integers, else bf16."""
+        form = self.format_of(weight, default="bf16")
+        return "bf16" if isinstance(form, GroupFormat) and form.is_float else form
 
     def halves(self, linear: Linear) -> tuple[Packed, Packed]:
         """Pack the first and the second half of a linear layer's inputs; the bias belongs to the second. Drops the

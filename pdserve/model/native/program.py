@@ -122,8 +122,8 @@ class Program:
         self._op(self._library.pdk_op_embed(self._handle, out.number, self._keep(rows), out.width, scale))
 
     def embed_packed(self, out: Buffer, rows: Packed, *, scale: float = 1.0) -> None:
-        """Record: `out` = the weights of the outputs of `rows`, of 8 or 4 bits, that are the step's tokens."""
-        assert rows.scale is not None and rows.num_in == out.width and rows.num_parts == 1
+        """Record: `out` = the weights of the outputs of `rows` that are the step's tokens; in bf16 or integers."""
+        assert rows.num_in == out.width and rows.num_parts == 1
         self._op(self._library.pdk_op_embed_packed(self._handle, out.number, self._weights(rows), out.width, scale))
 
     def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:
@@ -312,7 +312,7 @@ class Program:
         """
         num_experts, inner = len(gate_up.data), down.num_in
         assert len(down.data) == num_experts and gate_up.num_parts == 2 and gate_up.num_out == 2 * inner
-        assert gate_up.data.dtype == down.data.dtype and source.width == gate_up.num_in
+        assert gate_up.inputs == down.inputs and source.width == gate_up.num_in
         assert out.width == down.num_out and out.dtype == torch.float32
         assert experts.dtype == torch.int64 and weights.dtype == torch.float32 and experts.width == weights.width
         assert source.of_samples == experts.of_samples == weights.of_samples == out.of_samples

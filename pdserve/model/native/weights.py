@@ -20,7 +20,9 @@ BLOCK = 32
 """Outputs computed together; a partial block is padded with zeros."""
 Format = Literal["bf16", "int8"] | GroupFormat
 """Number format of packed weights. Inputs of the products are bf16 for bf16 weights, and 8 bits for all others."""
-_BF16, _INT8, _GROUP4, _GROUP8 = range(4)
+_BF16, _INT8, _GROUP4, _GROUP8, _FP8, _MXFP4 = range(6)
+_MXFP4_LINES = 17
+"""Rows of 32 bytes of 32 inputs of a block in MXFP4: exponents, and half a byte for each weight."""
 _ZERO = 128
 """The 8-bit encoding of a zero weight."""
 
@@ -63,10 +65,12 @@ class Packed:
 
     `data` is bf16 `[count, blocks, k / 2, 32, 2]`, or for 8 bits uint8 `[count, blocks, k / 4, 32, 4]` with `scale`
     float32 `[count, blocks * 32]`; `bias` is float32 of that shape. With groups of inputs `scale` is `[count, blocks,
-    groups, 1, 32]`, or with minima `[..., 2, 32]`, and `data` of 4 bits is uint8 `[count, blocks, k / 4, 16, 4]`.
-    `scale` is None for bf16, and `bias` is None for layers without one. `k` is the number of inputs, padded to a
-    multiple of 32. A layer may consist of `num_parts` equal parts (gate and up), which are consecutive in the unpacked
-    weights. Each block holds the same number of outputs of every part, part by part.
+    groups, 1, 32]`, or with minima `[..., 2, 32]`, and `data` of 4 bits is uint8 `[count, blocks, k / 4, 16, 4]`. FP8
+    has such scales, and `data` uint8 `[count, blocks, k / 4, 64, 2]`. `data` of MXFP4 is uint8 `[count, blocks, k / 32,
+    17, 32]`, with the scales in it. `scale` is None for bf16 and MXFP4, and `bias` is None for layers without one. `k`
+    is the number of inputs, padded to a multiple of 32. A layer may consist of `num_parts` equal parts (gate and up),
+    which are consecutive in the unpacked weights. Each block holds the same number of outputs of every part, part by
+    part.
     """
 
     data: Tensor
@@ -90,13 +94,18 @@ class Packed:
     def pointers(self) -> native.Weights:
         """Pointers for the C interface, valid as long as this object lives."""
         address = [None if tensor is None else tensor.data_ptr() for tensor in (self.data, self.scale, self.bias)]
-        count, blocks, deep, lanes, _ = self.data.shape
+        count, blocks, deep = self.data.shape[:3]
         group = has_mins = 0
-        kind = _BF16 if self.scale is None else _INT8
         if self.scale is not None and self.scale.ndim == 5:
-            kind = _GROUP4 if lanes < BLOCK else _GROUP8
             group, has_mins = _group_size(deep * 4, self.scale.shape[2]), self.scale.shape[3] - 1
-        return native.Weights(kind, count * blocks, self.num_in, *address, group, has_mins)
+        return native.Weights(
+            _kind(self.data, self.scale), count * blocks, self.num_in, *address, group, has_mins
+        )  # fmt: skip
+
+    @property
+    def inputs(self) -> Literal["bf16", "int8"]:
+        """Number format of the inputs of its products."""
+        return "bf16" if _kind(self.data, self.scale) in (_BF16, _FP8, _MXFP4) else "int8"
 
     def put_values(self, weight: QuantizedWeight, bias: Tensor | None = None, *, index: int = 0) -> None:
         """Pack the weights of layer `index`, which have its format, and its bias `[out]` or None.
@@ -107,6 +116,8 @@ class Packed:
         assert num_in == self.num_in and (num_rows == self.num_out or self.num_parts == 1), weight.values.shape
         assert bias is None or (self.bias is not None and bias.shape == (self.num_out,)), "opened without a bias"
         wide = None if bias is None else bias.float().contiguous()
+        if weight.is_float and weight.bits == 4:
+            assert len(torch.unique(weight.scale.frexp().mantissa)) == 1, "scales of MXFP4 are powers of two"
         values, scale = weight.values.contiguous(), weight.scale.contiguous()
         mins = None if weight.mins is None else weight.mins.contiguous()
         each, block = num_rows // self.num_parts, index * self.data.shape[1]
@@ -159,9 +170,11 @@ def open_packed(
     scale: Tensor | None = None
     if format == "bf16":
         data = arena.zeros(count, blocks, width // 2, BLOCK, 2, dtype=torch.bfloat16)
+    elif isinstance(format, GroupFormat) and format.is_float and format.bits == 4:
+        data = arena.zeros(count, blocks, width // BLOCK, _MXFP4_LINES, BLOCK, dtype=torch.uint8)
     elif isinstance(format, GroupFormat) and not is_int8(format, num_in):
-        lanes = BLOCK // 2 if format.bits == 4 else BLOCK
-        data = arena.zeros(count, blocks, width // 4, lanes, 4, dtype=torch.uint8)
+        lanes = (2 * BLOCK, 2) if format.is_float else (BLOCK // 2 if format.bits == 4 else BLOCK, 4)
+        data = arena.zeros(count, blocks, width // 4, *lanes, dtype=torch.uint8)
         groups = -(-width // format.group)
         scale = arena.zeros(count, blocks, groups, 2 if format.has_mins else 1, BLOCK, dtype=torch.float32)
     else:
@@ -183,12 +196,23 @@ def pack(arena: Arena, format: Format, weight: Tensor, bias: Tensor | None = Non
 
 def is_int8(format: GroupFormat, num_in: int) -> bool:
     """Return whether a format with groups is that of "int8": a scale for all of an output's `num_in` inputs."""
-    return format.bits == 8 and not format.has_mins and format.group >= num_in
+    return format.bits == 8 and not format.has_mins and not format.is_float and format.group >= num_in
 
 
 def inputs_of(format: Format) -> Literal["bf16", "int8"]:
     """Return the number format of the inputs of products with such weights."""
-    return "bf16" if format == "bf16" else "int8"
+    return "bf16" if format == "bf16" or (isinstance(format, GroupFormat) and format.is_float) else "int8"
+
+
+def _kind(data: Tensor, scale: Tensor | None) -> int:
+    """Return the format of packed weights as the C interface has it."""
+    if scale is None:
+        return _BF16 if data.dtype == torch.bfloat16 else _MXFP4
+    if scale.ndim != 5:
+        return _INT8
+    if data.shape[-1] == 2:
+        return _FP8
+    return _GROUP4 if data.shape[-2] < BLOCK else _GROUP8
 
 
 def _group_size(width: int, groups: int) -> int:

@@ -9,13 +9,14 @@ from typing import Any
 
 from pdserve.errors import ModelError
 from pdserve.model.fields import read_mapping, read_texts
-from pdserve.model.quantization.schemes import Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
+from pdserve.model.quantization.schemes import MXFP4_MATRIX, Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 
 METHODS = ("awq", "compressed-tensors", "fbgemm_fp8", "fp8", "gptq", "mxfp4")
 """Values of `quant_method` that are read."""
 _PATTERN = "re:"
 _EVERY_LINEAR = "Linear"
-_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+_MXFP4 = "mxfp4-pack-quantized"
+_FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", _MXFP4)
 """Formats of compressed-tensors that are read."""
 _REORDERING, _IN_ORDER = ("group", "dynamic", True), ("weight", "static", False)
 """Values of `actorder`: with the first ones `weight_g_idx` has the group of each input."""
@@ -109,6 +110,10 @@ def _weights_method(weights: Mapping[str, Any], form: str, where: str) -> QuantM
     """Return the method of the layers with these `weights` of a config group."""
     kind, strategy = weights.get("type", "int"), weights.get("strategy")
     _require(weights, "strategy", ("tensor", "channel", "group", "block"), where)
+    if form == _MXFP4:
+        for key, value in (("type", "float"), ("num_bits", 4), ("strategy", "group"), ("group_size", 32)):
+            _require(weights, key, (value,), where)
+        return MXFP4_MATRIX
     if kind == "float":
         _require(weights, "num_bits", (8,), where)
         if strategy == "group" or form == "pack-quantized":

@@ -103,9 +103,15 @@ class Awq:
 
 @dataclasses.dataclass(frozen=True)
 class Mxfp4:
-    """MXFP4 of gpt-oss: all experts of a layer in one tensor, with an exponent per output and 32 inputs."""
+    """MXFP4: codes of E2M1, with an exponent per output and 32 inputs.
+
+    Of gpt-oss all experts of a layer are in one tensor; `MXFP4_MATRIX` is that of one layer in compressed-tensors.
+    """
 
     main: str = "_blocks"
     scales: tuple[str, ...] = ("_scales",)
     others: tuple[str, ...] = ()
     weight: str = ""
+
+
+MXFP4_MATRIX = Mxfp4(".weight_packed", (".weight_scale",), (".input_scale",), ".weight")

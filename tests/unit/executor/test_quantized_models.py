@@ -13,7 +13,7 @@ from pdserve.config.groups import Quantization
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
 from tests.model_families import FAMILIES
-from tests.quantized import SCHEMES, edit_config, make_groups, write_quantized
+from tests.quantized import SCHEMES, edit_config, make_groups, write_mxfp4, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.quantized_ranks import logprobs_of
@@ -55,6 +55,7 @@ def test_packed_weights_come_near_to_the_dequantized_ones(name: str, tmp_path: P
     mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
     wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
     assert divergence(mine, wanted) < 0.02
+    assert torch.equal(mine, wanted) or not SCHEMES[name].is_float
     assert num_bytes < plain_bytes and samples == wanted_samples, "a peer may have the dequantized weights"
     sixteen, _, sixteen_bytes = logprobs_of(SingleRank(), path, "bf16")
     assert torch.equal(sixteen, wanted) and sixteen_bytes == plain_bytes
@@ -100,8 +101,35 @@ def test_any_model_is_rounded_to_four_bits(family: Family, tmp_path: Path) -> No
     assert four[2] < eight[2] < plain_bytes
 
 
+def test_experts_in_mxfp4_have_the_bits_of_the_dequantized_ones(gang: Gang, tmp_path: Path) -> None:
+    """On one rank; each of two ranks has a part of the columns of all experts, or half of the experts."""
+    path = tmp_path / "quantized"
+    plain = write_mxfp4(written_family("gpt_oss", tmp_path), path)
+    mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
+    wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
+    assert torch.equal(mine, wanted) and samples == wanted_samples and num_bytes < plain_bytes
+    for ep_size in (1, 2):
+        own = gang.run(TP2, logprobs_of, path, None, ep_size)
+        dequantized = gang.run(TP2, logprobs_of, plain, None, ep_size)
+        for (logprobs, _, held), (wanted, _, plain_held) in zip(own, dequantized, strict=True):
+            assert torch.equal(logprobs, wanted) and held < plain_held
+
+
+def test_four_bits_replace_fp8(tmp_path: Path) -> None:
+    path, plain = written("llama", tmp_path, "fp8, channel")
+    four, eight = (logprobs_of(SingleRank(), path, quantization) for quantization in ("int4", None))
+    assert torch.equal(four[0], logprobs_of(SingleRank(), plain, "int4")[0]) and four[2] < eight[2]
+
+
 @pytest.mark.parametrize(
-    ("name", "family", "ep_size"), [("gptq", "llama", 1), ("awq", "qwen3_moe", 1), ("W8A8", "qwen3_moe", 2)]
+    ("name", "family", "ep_size"),
+    [
+        ("gptq", "llama", 1),
+        ("awq", "qwen3_moe", 1),
+        ("W8A8", "qwen3_moe", 2),
+        ("fp8, block of groups", "qwen3_moe", 1),
+        ("fp8, tensor", "llama", 1),
+    ],
 )
 def test_ranks_have_their_part_of_the_scales(
     name: str, family: Family, ep_size: int, gang: Gang, tmp_path: Path

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize, whole_row
 from pdserve.model.native import ops
-from pdserve.model.native.weights import Arena, Packed, open_packed
+from pdserve.model.native.weights import Arena, Packed, open_packed, pack
 from tests.unit.model.native_kit import LEVELS_HERE, batch_of, needs_kernels, rms, rounded
 from tests.unit.model.native_programs import TOLERANCE, begin, fenced, levels, poison, program, put, relative, taken
 
@@ -117,6 +117,22 @@ def test_embeddings_are_rows_of_packed_weights(format: GroupFormat, num_out: int
     poison(p, out, 9)
     p.run(0, 1)
     torch.testing.assert_close(taken(p, out, 9), weight.dequantized()[ids], rtol=1e-6, atol=1e-6)
+
+
+def test_embeddings_in_bf16_are_rows_of_packed_weights() -> None:
+    """The head has the memory of both: the bits are those of the unpacked rows."""
+    rows, p = torch.randn(70, 90).bfloat16(), program(LEVELS_HERE[0], 2)
+    outs = p.buffer(90), p.buffer(90)
+    p.embed_packed(outs[0], pack(Arena(), "bf16", rows), scale=1.5)
+    p.embed(outs[1], rows, scale=1.5)
+    batch, _ = batch_of([(0, 9)], 1)
+    batch.input_ids.copy_(torch.randint(0, 70, (9,)))
+    p.reserve(10, 10)
+    p.begin(batch)
+    for out in outs:
+        poison(p, out, 9)
+    p.run(0, 2)
+    assert torch.equal(taken(p, outs[0], 9), taken(p, outs[1], 9))
 
 
 @pytest.mark.parametrize("format", [GroupFormat(4, 32), GroupFormat(8, 32, has_mins=True)])

@@ -116,6 +116,9 @@ def test_mxfp4_is_what_numpy_dequantizes(tmp_path: Path) -> None:
     assert source.shape == (3, 64, 48) and np.array_equal(source.read(None).float().numpy(), wanted)
     part = (slice(1, 2), slice(7, 41), slice(16, 48))
     assert np.array_equal(source.read(part).float().numpy(), wanted[part])
+    assert isinstance(source, QuantizedSource) and source.format == GroupFormat(4, 32, is_float=True)
+    kept = source.read_quantized(part)
+    assert np.array_equal(kept.dequantized().numpy(), wanted[part][0].T) and kept.scale.shape == (32, 2)
 
 
 def _compressed(form: str = "pack-quantized", **weights: Any) -> dict[str, Any]:
@@ -171,6 +174,8 @@ def _edited(directory: Path, change: str) -> None:
         tensors[f"{layer}.scales"] = tensors[f"{layer}.scales"][1:].contiguous()
     elif change == "zeros":
         tensors[f"{layer}.qzeros"] += 1
+    elif change.startswith("group"):
+        tensors[f"{layer}.g_idx"][0] = int(change.split()[1])
     save_file(tensors, path)
 
 
@@ -180,13 +185,41 @@ def _edited(directory: Path, change: str) -> None:
         ("no zeros", r"no tensor model\.layers\.1\.mlp\.down_proj\.qzeros"),
         ("shape", r"tensor model\.layers\.1\.mlp\.down_proj\.scales is \[2, 64\], expected \[3, 64\]"),
         ("zeros", r"sym true, but model\.layers\.1\.mlp\.down_proj\.qzeros"),
+        ("group 3", r"model\.layers\.1\.mlp\.down_proj has 3 groups of inputs, but its g_idx has groups 0 to 3"),
+        ("group -1", r"model\.layers\.1\.mlp\.down_proj has 3 groups of inputs, but its g_idx has groups -1 to 2"),
     ],
 )
 def test_a_wrong_tensor_is_named(change: str, named: str, tmp_path: Path) -> None:
-    write_quantized(make_tiny("llama", tmp_path / "tiny"), tmp_path / "quantized", SCHEMES["gptq"])
+    scheme = SCHEMES["gptq, desc_act" if change.startswith("group") else "gptq"]
+    write_quantized(make_tiny("llama", tmp_path / "tiny"), tmp_path / "quantized", scheme)
     _edited(tmp_path / "quantized", change)
     with pytest.raises(ModelError, match=named):
         build(tmp_path / "quantized")
+
+
+def test_weights_that_cannot_stay_packed_are_named(tmp_path: Path) -> None:
+    """FP8 that is not a number, and MXFP4 beyond the range of bfloat16."""
+    values = torch.zeros(8, 64, dtype=torch.float8_e4m3fn)
+    values.view(torch.uint8)[3, 5] = 0xFF
+    sources = {"up.weight": InMemory(values), "up.weight_scale": InMemory(torch.ones(()))}
+    quantization = read_quantization({"quantization_config": SCHEMES["fp8, tensor"].config}, "config")
+    assert quantization is not None
+    (_, source), *_ = QuantizedLayers(sources, quantization).of_model(sources.items(), sources.__getitem__)
+    assert isinstance(source, QuantizedSource)
+    with pytest.raises(ModelError, match=r"tensor up\.weight has values that are not a number"):
+        source.read_quantized(None)
+    assert len(source.read_quantized((slice(0, 3), slice(0, 64))).values) == 3
+    blocks, scales = torch.full((1, 4, 2, 16), 0x11, dtype=torch.uint8), torch.full((1, 4, 2), 255, dtype=torch.uint8)
+    blocks[0, 0] = 0
+    experts = {"up_blocks": InMemory(blocks), "up_scales": InMemory(scales)}
+    quantization = read_quantization({"quantization_config": {"quant_method": "mxfp4"}}, "config")
+    assert quantization is not None
+    (_, source), *_ = QuantizedLayers(experts, quantization).of_model(experts.items(), experts.__getitem__)
+    assert isinstance(source, QuantizedSource)
+    with pytest.raises(ModelError, match=r"tensor up_scales has exponents beyond"):
+        source.read_quantized(None)
+    zeros = source.read_quantized((slice(0, 1), slice(0, 64), slice(0, 1)))
+    assert torch.equal(zeros.dequantized(), torch.zeros(1, 64)), "an exponent of zeros is not used"
 
 
 @pytest.mark.parametrize(
