@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -59,11 +61,20 @@ class LoraTarget:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedLora:
+    """An adapter's weights packed for the CPU kernels: `address` of a `pdk_adapter`, valid while `kept` lives."""
+
+    address: int
+    kept: tuple[object, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class LoraAdapter:
     """An adapter's weights on one rank. `number`: unlike that of other adapters of the process, from 1 on.
 
     `weights`: by name of a linear layer, A `[rank, columns]` and B `[rows, rank]`. `digest`: of the whole adapter, the
-    same on all ranks and peers that have it.
+    same on all ranks and peers that have it. `packed`: the weights for the CPU kernels, instead of `weights`; None
+    where torch computes.
     """
 
     name: str
@@ -71,6 +82,16 @@ class LoraAdapter:
     rank: int
     digest: str
     weights: Mapping[str, tuple[Tensor, Tensor]] = dataclasses.field(repr=False, compare=False)
+    packed: PackedLora | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+Adapters = tuple[LoraAdapter | None, ...]
+"""The adapter of each row of a step; None for a row without one."""
+
+
+def adapter_pointers(adapters: Adapters) -> npt.NDArray[np.int64]:
+    """Return the addresses of adapters for the CPU kernels, 0 for a row without one; valid while the adapters live."""
+    return np.array([0 if each is None or each.packed is None else each.packed.address for each in adapters], np.int64)
 
 
 def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
