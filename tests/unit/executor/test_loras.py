@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
@@ -18,6 +20,8 @@ from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.errors import ConfigError, ModelError
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.graphs import Replay
+from pdserve.model.loader import read_spec
+from pdserve.model.lora import WEIGHTS, lora_targets, read_adapter
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import AbortRequest, LoadLora, UnloadLora
 from tests.adapters import ATTENTION, merged, write_adapter
@@ -119,6 +123,26 @@ def test_windows_and_states_in_the_cache_belong_to_an_adapter(family: str, tmp_p
                 assert server.generate(prompts, NUM_NEW, loras=[name] * 2) == expected[name], (name, has_cached)
             assert (server.answering.state().counters.get("cached_tokens", 0) > 0) == has_cached
         server.assert_idle()
+
+
+def test_an_adapter_of_fused_layers_gives_the_merged_weights_tokens(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    FAMILIES["phi3"].write(base)
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    path = write_adapter(tmp_path / "adapter", base, modules=modules)
+    reference = load_reference(merged(tmp_path / "merged", base, path))
+    expected = [reference_greedy(reference, prompt, NUM_NEW) for prompt in PROMPTS[:2]]
+    with running_models(base, pair=False, lora=LoraConfig(lora_paths=f"a={path}"), **NATIVE) as server:
+        assert server.generate(PROMPTS[:2], NUM_NEW, loras=["a"] * 2) == expected
+        assert server.generate(PROMPTS[:2], NUM_NEW) != expected
+    tensors = load_file(path / WEIGHTS)
+    prefix = "base_model.model.model.layers.0.self_attn"
+    tensors[f"{prefix}.q_proj.lora_A.weight"] = tensors[f"{prefix}.qkv_proj.lora_A.weight"].clone()
+    tensors[f"{prefix}.q_proj.lora_B.weight"] = tensors[f"{prefix}.o_proj.lora_B.weight"].clone()
+    save_file(tensors, path / WEIGHTS)
+    targets = lora_targets(read_spec(base), ParallelShape(tp_size=1, pp_size=1).coord(0))
+    with pytest.raises(ModelError, match=r"q_proj is changed twice"):
+        read_adapter(path, "a", 1, targets, torch.float32, torch.device("cpu"), max_rank=8)
 
 
 def test_a_pair_whose_adapters_differ_fails_by_name(adapted: Adapted, tmp_path: Path) -> None:

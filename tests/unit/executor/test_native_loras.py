@@ -82,6 +82,7 @@ def test_the_kernels_are_as_exact_as_torch(family: str, tmp_path: Path) -> None:
     assert divergence(mine, truth) < max(2e-3, 1.2 * divergence(torchs, truth))
 
 
+@pytest.mark.slow
 def test_tensor_ranks_cut_adapters_of_the_kernels(tmp_path: Path, gang: Gang) -> None:
     base = make_tiny("qwen2", tmp_path / "base", eos_token_id=None)
     lora = adapters_of(base, tmp_path)

@@ -77,7 +77,7 @@ async def test_an_adapter_is_unloaded_once_its_requests_have_ended(tokenizer: To
         await until(lambda: b.scheduler.requests)
         unloading = asyncio.create_task(b.http.post("/unload_lora_adapter", json={"lora_name": "sql"}))
         while len((await b.http.get("/v1/models")).json()["data"]) == 2:
-            pass
+            await asyncio.sleep(0)  # lets the other tasks run
         answer = await b.http.post("/generate", json={"text": "x", "lora_path": "sql"})
         assert answer.status_code == 404 and not b.scheduler.commands and not unloading.done()
         b.scheduler.finish(b.scheduler.requests[0])
