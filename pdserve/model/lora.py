@@ -225,7 +225,7 @@ def _apart(
     found: dict[str, tuple[Tensor, Tensor]] = {}
     for layer, (a, b) in whole.items():
         parts = targets[layer].parts or (layer,)
-        rows = b.split([targets[part].num_out for part in parts])
+        rows = torch.split(b, [targets[part].num_out for part in parts])
         for part, own in zip(parts, rows, strict=True):
             if part in found:
                 raise ModelError(f"{directory / WEIGHTS}: {part} is changed twice, also as a part of a fused layer")

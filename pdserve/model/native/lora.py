@@ -112,9 +112,9 @@ def _packed(arena: Arena, site: LoraSite, adapter: LoraAdapter) -> tuple[Packed,
     for (_, b), rows in parts:
         up[rows.start : rows.stop, at : at + b.shape[1]] = b
         at += b.shape[1]
-    a = open_packed(arena, "bf16", *down.shape)
-    b = open_packed(arena, "bf16", *up.shape, num_parts=layer.num_parts)
-    assert b.data.shape[1] == layer.data.shape[1] and a.num_in == layer.num_in, (a.data.shape, b.data.shape)
-    a.put(down)
-    b.put(up if site.order is None else up[site.order])
-    return a, b
+    packed_a = open_packed(arena, "bf16", *down.shape)
+    packed_b = open_packed(arena, "bf16", *up.shape, num_parts=layer.num_parts)
+    assert packed_b.data.shape[1] == layer.data.shape[1] and packed_a.num_in == layer.num_in, "of the same shape"
+    packed_a.put(down)
+    packed_b.put(up if site.order is None else up[site.order])
+    return packed_a, packed_b

@@ -251,7 +251,9 @@ def test_captured_steps_are_those_without_adapters(adapted: Adapted) -> None:
         kernels=kernels,
         lora=adapted.config("all"),
     )
-    triton = dataclasses.replace(kernels, device=DEVICE, attention_backend="triton", disable_cuda_graph=True)
+    triton = dataclasses.replace(
+        kernels, device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="triton", disable_cuda_graph=True
+    )
     expected, mine = (
         build_executor(config, max_rows=4),
         build_executor(dataclasses.replace(config, kernels=triton), max_rows=4),

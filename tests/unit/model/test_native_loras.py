@@ -83,7 +83,7 @@ class Layers:
         put(p, self.out, torch.zeros_like(x))
         p.run(0, 3)
         lengths = [len(each) for each, _ in rows]
-        found = (taken(p, buffer, len(x)).clone().split(lengths) for buffer in (self.qkv, self.out))
+        found = (torch.split(taken(p, buffer, len(x)).clone(), lengths) for buffer in (self.qkv, self.out))
         return list(zip(*found, strict=True))
 
     def wanted(self, x: Tensor, own: LoraAdapter | None) -> tuple[Tensor, Tensor]:
@@ -147,7 +147,7 @@ def test_a_prompt_has_the_same_bits_in_any_chunks(level: str) -> None:
     layers = Layers(level, 2, "bf16")
     x = torch.randn(400, HIDDEN)
     whole = layers.run([(x, 40)])[0]
-    parts = [layers.run([(part, 40), (x[:1], 8)])[0] for part in x.split([17, 256, 127])]
+    parts = [layers.run([(part, 40), (x[:1], 8)])[0] for part in torch.split(x, [17, 256, 127])]
     for got, *pieces in zip(whole, *parts, strict=True):
         assert torch.equal(got, torch.cat(pieces))
 
