@@ -15,8 +15,6 @@ from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
 
-import torch
-
 from pdserve.base.parallel import layers_of
 from pdserve.config.groups import ServerConfig
 from pdserve.config.lora_group import DEFAULT_MAX_RANK, wrong_name
@@ -136,8 +134,7 @@ class LoraAdapters:
             raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
 
     def _read_into(self, future: Future[LoraAdapter], name: str, path: str) -> None:
-        """Read an adapter on a thread of its own, which leaves the cores to the steps."""
-        torch.set_num_threads(1)  # OpenMP and MKL keep it per thread
+        """Read an adapter on a thread of its own."""
         try:
             future.set_result(self._read(name, path))
         except BaseException as error:
