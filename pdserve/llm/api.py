@@ -355,7 +355,7 @@ async def _flush(contexts: Sequence[ServerContext]) -> bool:
 
 
 async def _load_adapter(contexts: Sequence[ServerContext], name: str, path: str) -> dict[str, str]:
-    loaded = []
+    loaded: list[ServerContext] = []
     for context in contexts:
         try:
             problem = await load_adapter(context, name, path)

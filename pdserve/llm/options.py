@@ -189,7 +189,7 @@ def _flat(given: Mapping[str, Given]) -> Iterator[tuple[str, Value]]:
             yield from _speculation(value)
         elif name == ADAPTERS and isinstance(value, Mapping | list | tuple):
             yield name, _adapters(value)
-        elif isinstance(value, Mapping | list | tuple) or name == SPECULATION:
+        elif name == SPECULATION or not isinstance(value, str | int | float | None):
             raise ConfigError(f"{name}: must not be {type(value).__name__}", field=name)
         else:
             yield name, value
