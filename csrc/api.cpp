@@ -288,6 +288,15 @@ int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t out) {
     return counted([&] { return p->add(std::make_unique<Argmax>(in, out)); });
 }
 
+int64_t pdk_adapt(pdk_program* p, int64_t op, int64_t site) {
+    return counted([&] {
+        Product& product = static_cast<Product&>(p->op(op));
+        product.site = site;
+        p->lora.adapt(product.weights.k, product.weights.blocks);
+        return site;
+    });
+}
+
 int64_t pdk_begin(pdk_program* p, const pdk_step* step) {
     return counted([&] { return p->begin(*step), 0; });
 }

@@ -9,13 +9,6 @@ namespace {
 
 constexpr int64_t LOAD = 6;  // loading a block of weights takes about as long as multiplying this many rows with it
 
-// Returns the operand from `row` on.
-Operand from(const Operand& x, int64_t row) {
-    const int64_t groups = row * x.k / BLOCK;
-    if (x.format == Format::bf16) return {x.format, x.k, x.half + row * x.k, nullptr, nullptr, nullptr};
-    return {x.format, x.k, nullptr, x.quarter + row * x.k, x.scale + groups, x.offset + groups};
-}
-
 // Returns the weights of one of `count` experts.
 Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
     const int64_t blocks = w.blocks / count, first = expert * blocks;

@@ -100,6 +100,13 @@ struct Operand {
     int32_t* offset;
 };
 
+// Returns the operand from `row` on.
+inline Operand from(const Operand& x, int64_t row) {
+    const int64_t groups = row * x.k / BLOCK;
+    if (x.format == Format::bf16) return {x.format, x.k, x.half + row * x.k, nullptr, nullptr, nullptr};
+    return {x.format, x.k, nullptr, x.quarter + row * x.k, x.scale + groups, x.offset + groups};
+}
+
 enum class Store : int32_t { write = 0, add = 1, gated = 2 };
 
 // What a gated product makes of its gate and up columns: see pdk_op_gated.
@@ -116,6 +123,11 @@ struct Output {
     float scale = 1.0f;
     Act act = Act::silu;
     float limit = 0.0f;  // of gpt_oss
+    // Added to the product of row r before all else: row places[r] of `changes`, which has the outputs of all blocks, or
+    // nothing where that is -1. `changes` null: nothing is added.
+    const float* changes = nullptr;
+    const int64_t* places = nullptr;
+    int64_t change_width = 0;
 };
 
 // Output of the q/k/v projection, to be normalised, rotated and written to the query buffer and the pages.

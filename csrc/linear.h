@@ -36,11 +36,12 @@ struct Rest {
     const Weights& w;
     const Output& o;
     const bool pair;
-    const float *from = nullptr, *second = nullptr;
+    float *from = nullptr, *second = nullptr;
     int64_t block = 0, row = 0, rows = 0;
 
     void finish(int64_t most) {
         const int64_t n = most < rows ? most : rows;
+        if (o.changes) change(n);
         if (o.store == Store::gated) gate(n);
         else if (o.store == Store::add) put<true>(n);
         else put<false>(n);
@@ -48,6 +49,16 @@ struct Rest {
     }
 
   private:
+    void change(int64_t n) const {
+        for (int64_t r = 0; r < n; r++) {
+            if (o.places[row + r] < 0) continue;
+            const float* more = o.changes + o.places[row + r] * o.change_width + block * BLOCK;
+            for (int64_t c = 0; c < BLOCK; c += 16) {
+                store(from + r * BLOCK + c, load(from + r * BLOCK + c) + load(more + c));
+                if (pair) store(second + r * BLOCK + c, load(second + r * BLOCK + c) + load(more + BLOCK + c));
+            }
+        }
+    }
     template <bool ADD>
     void put(int64_t n) const {
         const int64_t left = o.columns - block * BLOCK;
@@ -142,7 +153,7 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
     for (int64_t begin = 0, turn = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block += wide) {
-            const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && (block + 1) * BLOCK <= o.columns;
+            const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && !o.changes && (block + 1) * BLOCK <= o.columns;
             // Memory read after this block or pair of blocks: the next block, the first block again, or `soon`.
             const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
             if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;

@@ -68,20 +68,39 @@ void Product::run(Program& p, int thread) {
     const Format format = input_format(weights.format);
     const int64_t k = weights.k;
     Operand x = p.gated(format, k);
+    const bool adapted = p.lora.changes(site);
+    bool meets = adapted;
+    if (adapted) p.lora.lower(p, site, source, x, thread);
     if (source.buffer >= 0) {
         const bool alone = rows <= OWN_ROWS;
         x = alone ? p.own(format, k, thread) : p.shared(format, k);
         int64_t first = 0, last = rows;
         if (!alone) p.share(rows, thread, first, last);
         p.kernels.prepare(p.floats(source.buffer), source.width, source.width, source.norm, source.eps, x, first, last);
-        if (!alone) p.pool.meet();
+        meets |= !alone;
     }
+    if (meets) p.pool.meet();
     int64_t first, last;
     share(p, thread, first, last);
     Output to{store, nullptr, columns, columns, {}, scale, activation.act, activation.limit};
     if (store == Store::gated) to.next = p.gated(format, weights.blocks / 2 * BLOCK);
     else to.to = p.floats(out);
-    p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread), p.scratch[thread]->as<uint8_t>());
+    if (adapted) change(p, thread, x, first, last, to);
+    else p.kernels.linear(weights, x, rows, first, last, to, soon(p, thread), p.scratch[thread]->as<uint8_t>());
+}
+
+void Product::change(Program& p, int thread, const Operand& x, int64_t first, int64_t last, const Output& to) const {
+    const int64_t wide = store == Store::gated ? 2 : 1;
+    const std::vector<TokenRange>& ranges = p.lora.ranges();
+    for (const TokenRange& range : ranges) {
+        Output part = to;
+        if (store == Store::gated) part.next = from(to.next, range.first);
+        else part.to = to.to + range.first * to.stride;
+        p.lora.change(p, site, range, weights.blocks, wide * first, wide * last, part);
+        const Soon then = &range == &ranges.back() ? soon(p, thread) : Soon{};
+        p.kernels.linear(weights, from(x, range.first), range.count, first, last, part, then,
+                         p.scratch[thread]->as<uint8_t>());
+    }
 }
 
 void Product::share(Program& p, int thread, int64_t& first, int64_t& last) const {

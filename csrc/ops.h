@@ -54,6 +54,7 @@ struct Product : Op {
     float scale;
     Activation activation;
     bool of_samples;
+    int64_t site = -1;  // number of the layer among those with adapters; -1: it has none
     Product(const Source& source, const Weights& weights, int64_t columns, int64_t out, Store store, float scale,
             const Activation& activation, bool of_samples)
         : source(source), weights(weights), columns(columns), out(out), store(store), scale(scale),
@@ -63,6 +64,8 @@ struct Product : Op {
 
   private:
     void share(Program& p, int thread, int64_t& first, int64_t& last) const;  // in blocks, or pairs of blocks
+    // Multiplies blocks [first, last), and adds the changes by the step's adapters.
+    void change(Program& p, int thread, const Operand& x, int64_t first, int64_t last, const Output& to) const;
 };
 
 struct Norm : Op {

@@ -18,6 +18,20 @@ typedef struct pdk_arena pdk_arena;     /* memory of packed weights, freed toget
 typedef struct pdk_pool pdk_pool;       /* threads; the caller of a program is one of them */
 typedef struct pdk_program pdk_program;
 
+/* What a LoRA adapter adds to the outputs of a linear layer: B A x. `a` is a packed layer of format 0, see pdk_weights,
+   with `low` outputs and `inputs` inputs, `b` one with the blocks of the layer that it changes and `low` inputs. Both
+   numbers are multiples of 32. a NULL: the adapter does not change this layer. */
+typedef struct {
+    const void *a, *b;
+    int64_t inputs, low;
+} pdk_lora;
+
+/* `layers` has one entry for each layer of pdk_adapt; `most_low` is the largest `low` of them. */
+typedef struct {
+    const pdk_lora* layers;
+    int64_t most_low;
+} pdk_adapter;
+
 /* One step, flattened: `tokens` tokens of `rows` rows. `samples` of the tokens need logits. The first `prompts` tokens
    of a row are computed as prompt tokens, later ones as decode tokens; the bits differ. The last `drafts` tokens of a
    row are drafts: such a row has 1 + drafts decode tokens, which it leaves pending, see pdk_states. The first `folded`
@@ -33,6 +47,7 @@ typedef struct {
     int64_t window_stride;
     const int32_t* slots; /* [rows]: state slots; NULL without pdk_op_delta */
     const int64_t *drafts, *folded; /* [rows], or NULL for zeros */
+    const pdk_adapter* const* adapters; /* [rows], NULL for rows without one; or NULL: no row has one */
 } pdk_step;
 
 /* Rows that decode one token each, over shared tables: row i is line `lines[i]` of `tokens` and of `pages`, and
@@ -48,6 +63,7 @@ typedef struct {
     int64_t window_stride;
     const int32_t* slots; /* of each line, or NULL */
     const int64_t* folded; /* [rows], or NULL: see pdk_step */
+    const pdk_adapter* const* adapters; /* [rows], or NULL: see pdk_step */
 } pdk_decoding;
 
 /* A KV pool and the heads that attend to it. K of a page and layer is [kv_heads][page_tokens] rows at
@@ -240,6 +256,9 @@ PDK_API int64_t pdk_op_select(pdk_program* p, int64_t in, int64_t out);
 /* int64 buffer `out`, of one item: the index of the maximum of each sample's row of `in`; ties go to the lower index.
    */
 PDK_API int64_t pdk_op_argmax(pdk_program* p, int64_t in, int64_t out);
+
+/* Operation `op`, of pdk_op_linear or pdk_op_gated over tokens, has adapters: it is layer `site` of them. */
+PDK_API int64_t pdk_adapt(pdk_program* p, int64_t op, int64_t site);
 
 /* Begins a step and sizes the buffers. The arrays of `step` must stay valid until the last operation has run. */
 PDK_API int64_t pdk_begin(pdk_program* p, const pdk_step* step);

@@ -56,7 +56,7 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
     }
     return {n, n, n, ids, rows.positions, pages, slots, every, rows.positions, ends, every, rows.positions,
             table_.data(), stride, rows.window_pages ? window_.data() : nullptr, stride,
-            rows.slots ? slots_.data() : nullptr, nullptr, rows.folded};
+            rows.slots ? slots_.data() : nullptr, nullptr, rows.folded, rows.adapters};
 }
 
 Plan& HeadGroup::plan_for(int64_t window) {
@@ -82,7 +82,7 @@ bool Turns::take(int thread, int64_t pieces, int64_t& index) {
     return false;
 }
 
-Program::Program(Pool& pool, const Kernels& kernels) : pool(pool), kernels(kernels) {
+Program::Program(Pool& pool, const Kernels& kernels) : pool(pool), kernels(kernels), lora(pool.size()) {
     for (int t = 0; t < pool.size(); t++) {
         own_.push_back(std::make_unique<Room>());
         scratch.push_back(std::make_unique<Room>());
@@ -133,6 +133,7 @@ void Program::begin(const pdk_step& now) {
     pool.rouse();
     step = now;
     reserve(step.tokens, step.samples);
+    lora.begin(step);
     size_t floats_of_partials = 0;
     bool has_window = false;
     for (auto& group : groups) {

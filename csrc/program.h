@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "lora.h"
 #include "pdk.h"
 #include "plan.h"
 #include "pool.h"
@@ -104,6 +105,7 @@ class Program {
     Program(Pool& pool, const Kernels& kernels);
 
     int64_t add(std::unique_ptr<Op> op);
+    Op& op(int64_t number) { return *ops_[number]; }
     int64_t add_heads(const pdk_heads& heads);
     int64_t add_buffer(int64_t width, int64_t item_bytes, bool of_samples);
     void reserve(int64_t tokens, int64_t samples);
@@ -139,6 +141,7 @@ class Program {
     std::vector<std::unique_ptr<HeadGroup>> groups;
     Room q, partials;
     Routed routed;
+    Lora lora;
     Decoded decoded;
     std::vector<std::unique_ptr<Room>> scratch;  // one per thread
 

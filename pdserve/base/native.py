@@ -36,7 +36,7 @@ class Step(Structure):
         ("table_stride", c_int64),
         ("window_table", c_void_p),
         ("window_stride", c_int64),
-        *((name, c_void_p) for name in ("slots", "drafts", "folded")),
+        *((name, c_void_p) for name in ("slots", "drafts", "folded", "adapters")),
     )
 
 
@@ -51,7 +51,7 @@ class Decoding(Structure):
         ("pages_stride", c_int64),
         ("window_pages", c_void_p),
         ("window_stride", c_int64),
-        *((name, c_void_p) for name in ("slots", "folded")),
+        *((name, c_void_p) for name in ("slots", "folded", "adapters")),
     )
 
 
@@ -85,6 +85,18 @@ class Weights(Structure):
         *((name, c_void_p) for name in ("data", "scale", "bias")),
         *((name, c_int64) for name in ("group", "mins")),
     )
+
+
+class PdkLora(Structure):
+    """`pdk_lora`."""
+
+    _fields_ = (("a", c_void_p), ("b", c_void_p), ("inputs", c_int64), ("low", c_int64))
+
+
+class PdkAdapter(Structure):
+    """`pdk_adapter`."""
+
+    _fields_ = (("layers", c_void_p), ("most_low", c_int64))
 
 
 class PdkRouting(Structure):
@@ -138,6 +150,7 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_cap": (_I, (_P, _I, _F, _F)),
     "pdk_op_select": (_I, (_P, _I, _I)),
     "pdk_op_argmax": (_I, (_P, _I, _I)),
+    "pdk_adapt": (_I, (_P, _I, _I)),
     "pdk_begin": (_I, (_P, POINTER(Step))),
     "pdk_run": (None, (_P, _I, _I)),
     "pdk_decode": (_I, (_P, POINTER(Decoding), _I, _I, _P)),

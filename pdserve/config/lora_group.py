@@ -25,8 +25,7 @@ class LoraConfig:
 
     enable_lora: bool = flag(
         False,
-        help="serve LoRA adapters: a request names one as its model, or as lora_path of /generate; the model runs with "
-        "torch or Triton. Set by --lora-paths",
+        help="serve LoRA adapters: a request names one as its model, or as lora_path of /generate. Set by --lora-paths",
     )
     lora_paths: str | None = flag(
         None,

@@ -351,8 +351,6 @@ def _check_lora(config: ServerConfig) -> None:
     without = {
         "enable_deterministic_inference": kernels.enable_deterministic_inference,
         "enable_dp_attention": parallel.enable_dp_attention,
-        "quantization": config.model.quantization is not None,
-        "cpu_kernels": kernels.cpu_kernels == "native",
     }
     for field, is_given in without.items():
         if config.lora.is_on and is_given:

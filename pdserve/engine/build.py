@@ -132,7 +132,8 @@ def build_scheduler(
             opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack, write_line)
         facts |= opened.facts
         kv_checksum = make_kv_checksum(config, built, engine.hasher(), facts, write_line)
-    gate = GrammarGate(mailbox, engine.built.executor.prepare_grammar)
+    loras = built.loras
+    gate = GrammarGate(mailbox, built.executor.prepare_grammar, None if loras is None else loras.prepare)
     scheduler = make_scheduler(
         config,
         built,

@@ -224,9 +224,12 @@ class DecodeGraphs:
     def size_for(self, host: HostBatch) -> int | None:
         """Return the size that the step is padded to; None for a step that is no decode step, or too large.
 
-        Captured steps fold no pending tokens.
+        Captured steps fold no pending tokens, and their rows have no adapters.
         """
-        if not is_decode(host) or len(host.table_rows) > self._sizes[-1] or host.rows.num_folded is not None:
+        rows = host.rows
+        if not is_decode(host) or len(host.table_rows) > self._sizes[-1] or rows.num_folded is not None:
+            return None
+        if rows.adapters is not None:
             return None
         return int(self._sizes[np.searchsorted(self._sizes, len(host.table_rows))])
 

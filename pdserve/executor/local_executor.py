@@ -136,8 +136,7 @@ class LocalExecutor:
             taps=None if drafter is None else drafter.taps,
         )  # fmt: skip
         self._layout, self._loras = layout, loras
-        self.pools = pools
-        self._table = table
+        self.pools, self._table = pools, table
         self.device = device
         self._tokens = TokenPool(table.num_rows + 1, context_length + 1, self.coord.shape.pp_size, device)
         self._sampling_metadata = SamplingMetadata(table.num_rows, model.spec.eos_token_ids)
@@ -152,8 +151,9 @@ class LocalExecutor:
         self._native_path: NativeDecodePath | None = None
         if decode is not None and device.type == "cpu" and not overlap:
             self._native_path = NativeDecodePath(
-                decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state
-            )
+                decode, self._tokens.tensor.numpy(), table, self._sampling_metadata, has_state=layout.has_state,
+                adapters_of=None if loras is None else loras.of_rows,
+            )  # fmt: skip
         self._deferred: DeferredDrafter | None = None
         if drafter is not None:
             self._deferred = DeferredDrafter(drafter, model, table, layout, self._sampling_metadata.num_prompt, device)

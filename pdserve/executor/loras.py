@@ -3,12 +3,16 @@
 `factory` makes it with the executor. The scheduler loads and unloads adapters by commands, which all ranks of a replica
 handle in the same order, and gives each row its request's adapter. A step takes the adapters of its rows when it is
 launched. An adapter that is unloaded stays in memory until its last request has left.
+
+A thread reads an adapter beside the steps (`prepare`), and the scheduler thread installs it (`load`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 
 from pdserve.base.parallel import layers_of
@@ -18,11 +22,12 @@ from pdserve.errors import ConfigError, ModelError, RequestError
 from pdserve.executor.input_batch import HostBatch
 from pdserve.executor.model_loading import LoadedModel, ModelToLoad
 from pdserve.memory.cache_recorder import CacheAdapter
-from pdserve.model.attention.interface import AttentionBackend, StepAttention
+from pdserve.model.attention.interface import AttentionBackend, CapturableBackend, StepAttention
 from pdserve.model.decoder import Decoder
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.lora import LoraAdapter, lora_targets, read_adapter, read_scaling
+from pdserve.model.lora import Adapters, LoraAdapter, lora_targets, read_adapter, read_scaling
 from pdserve.model.lora_layers import LoraStep, attach_lora
+from pdserve.model.native.decoder import NativeDecoder
 
 KEY_BITS = 32
 """Bits of a key of the prefix cache, see `LoraAdapters.key_offset`."""
@@ -52,14 +57,16 @@ def check_adapters(config: ServerConfig) -> int:
 class LoraAdapters:
     """The adapters of one rank, by name. Scheduler thread only, except at start-up.
 
-    Takes over the linear layers of `decoder`, which is loaded. `max_loaded`: most adapters at a time.
+    Takes over the linear layers of `decoder`, which is loaded, or of `kernels`, which computes it by the CPU kernels
+    and is not bound yet. `max_loaded`: most adapters at a time.
     """
 
-    def __init__(self, decoder: Decoder, max_rank: int, max_loaded: int) -> None:
+    def __init__(self, decoder: Decoder, max_rank: int, max_loaded: int, kernels: NativeDecoder | None = None) -> None:
         spec, coord = decoder.spec, decoder.parallel.coord
         self._targets = lora_targets(spec, coord)
         first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
-        self._step = attach_lora(decoder, self._targets, first)
+        self._step = None if kernels is not None else attach_lora(decoder, self._targets, first)
+        self._sites = None if kernels is None else kernels.take_adapters(self._targets, first)
         self._dtype, self._device = decoder.dtype, decoder.params.device
         self._max_rank, self._max_loaded = max_rank, max_loaded
         self._shift = (spec.vocab_size - 1).bit_length()
@@ -68,39 +75,73 @@ class LoraAdapters:
         """By digest, the number of each adapter that was ever loaded."""
         self._identities: dict[int, CacheAdapter] = {}
         self._rows: dict[int, LoraAdapter] = {}
+        self._reading: dict[tuple[str, str], Future[LoraAdapter]] = {}
+        """By name and path, the adapters that a thread reads."""
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the loaded adapters."""
         return tuple(self._loaded)
 
+    def prepare(self, name: str, path: str) -> Future[LoraAdapter] | None:
+        """Begin to read an adapter on a thread; None: `load` will refuse it, or it is being read.
+
+        The future has the adapter, or the exception of the read. `load` takes the result.
+        """
+        if (name, path) in self._reading or self._refusal(name) is not None:
+            return None
+        future: Future[LoraAdapter] = Future()
+        self._reading[name, path] = future
+        threading.Thread(target=self._read_into, args=(future, name, path), name="lora-read", daemon=True).start()
+        return future
+
     def load(self, name: str, path: str) -> LoraAdapter:
-        """Load the adapter in the directory `path` as `name`.
+        """Load the adapter in the directory `path` as `name`. Waits for the read that `prepare` began, or reads it.
 
         Raises:
             ModelError: the name is taken or wrong, too many adapters are loaded, there is no memory for another one, or
                 as `read_adapter`.
         """
-        reason = wrong_name(name)
-        if reason is not None:
-            raise ModelError(f"the adapter {reason}")
-        if name in self._loaded:
-            raise ModelError(f"an adapter {name!r} is loaded already; unload it first")
-        if len(self._loaded) >= self._max_loaded:
-            raise ModelError(f"{len(self._loaded)} adapters are loaded, as many as --max-loras-per-batch allows")
-        try:
-            found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
-        except (MemoryError, RuntimeError) as error:  # of torch: no memory; of json: too many levels
-            raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+        reading = self._reading.pop((name, path), None)
+        refusal = self._refusal(name)
+        if refusal is not None:
+            raise ModelError(refusal)
+        found = self._read(name, path) if reading is None else reading.result()
         number = self._numbers.setdefault(found.digest, len(self._numbers) + 1)
         if number >> (KEY_BITS - self._shift):
             raise ModelError(
                 f"{number} different adapters were loaded since the start, more than keys of prefixes tell"
             )
-        adapter = LoraAdapter(name, number, found.rank, found.digest, found.weights)
+        adapter = dataclasses.replace(found, number=number)
         self._loaded[name] = adapter
         self._identities[number] = CacheAdapter(number, name, found.digest)
         return adapter
+
+    def _refusal(self, name: str) -> str | None:
+        """Return why no adapter can be loaded as `name`; None when one can."""
+        reason = wrong_name(name)
+        if reason is not None:
+            return f"the adapter {reason}"
+        if name in self._loaded:
+            return f"an adapter {name!r} is loaded already; unload it first"
+        if len(self._loaded) >= self._max_loaded:
+            return f"{len(self._loaded)} adapters are loaded, as many as --max-loras-per-batch allows"
+        return None
+
+    def _read(self, name: str, path: str) -> LoraAdapter:
+        """Read an adapter, and pack it where the CPU kernels compute. Raises ModelError. Any thread."""
+        try:
+            found = read_adapter(Path(path), name, 0, self._targets, self._dtype, self._device, self._max_rank)
+            return found if self._sites is None else self._sites.pack(found)
+        except (MemoryError, RuntimeError) as error:  # of torch: no memory; of json: too many levels
+            raise ModelError(f"{path} cannot be loaded: {type(error).__name__}: {error}") from error
+
+    def _read_into(self, future: Future[LoraAdapter], name: str, path: str) -> None:
+        """Read an adapter on a thread of its own."""
+        try:
+            future.set_result(self._read(name, path))
+        except BaseException as error:
+            future.set_exception(error)
 
     def unload(self, name: str) -> None:
         """Forget the adapter `name`; requests that have it keep it. Raises ModelError when there is none."""
@@ -130,9 +171,9 @@ class LoraAdapters:
         """Return what is added to token ids in keys of the prefix cache: bits above those of all token ids."""
         return adapter.number << self._shift
 
-    def begin_with(self, backend: AttentionBackend) -> LoraBackend:
-        """Return `backend` with the grouping of a step's tokens by adapter."""
-        return LoraBackend(backend, self._step)
+    def begin_with(self, backend: AttentionBackend) -> AttentionBackend:
+        """Return `backend` with the grouping of a step's tokens by adapter, where torch computes."""
+        return backend if self._step is None else LoraBackend(backend, self._step)
 
     # ------------------------------------------------------------------ rows
 
@@ -144,8 +185,10 @@ class LoraAdapters:
         """Forget the adapter of a row, if it has one."""
         self._rows.pop(row, None)
 
-    def of_rows(self, rows: Iterable[int]) -> tuple[LoraAdapter | None, ...] | None:
+    def of_rows(self, rows: Iterable[int]) -> Adapters | None:
         """Return the adapter of each row; None when no row has one."""
+        if not self._rows:
+            return None
         found = tuple(map(self._rows.get, rows))
         return found if any(found) else None
 
@@ -163,7 +206,7 @@ class LoraAdapters:
 
 
 class LoraBackend:
-    """An attention backend that begins `LoraStep` with each step. Steps cannot be captured."""
+    """An attention backend that begins `LoraStep` with each step. Captured steps have no adapters."""
 
     def __init__(self, backend: AttentionBackend, step: LoraStep) -> None:
         self._backend, self._step = backend, step
@@ -173,8 +216,9 @@ class LoraBackend:
         self._step.begin(batch.host)
         return self._backend.begin(batch)
 
-    def capturing(self) -> None:
-        """See `AttentionBackend.capturing`. Returns None: which products a step needs depends on its rows."""
+    def capturing(self) -> CapturableBackend | None:
+        """See `AttentionBackend.capturing`. It computes steps without adapters."""
+        return self._backend.capturing()
 
 
 def make_loras(wanted: ModelToLoad, loaded: LoadedModel, max_rank: int) -> LoraAdapters | None:
@@ -186,8 +230,8 @@ def make_loras(wanted: ModelToLoad, loaded: LoadedModel, max_rank: int) -> LoraA
     if not lora.is_on:
         return None
     decoder = loaded.decoder
-    assert decoder is not None and loaded.kernels is None, "choose_way leaves adapters to torch"
-    adapters = LoraAdapters(decoder, max_rank, lora.max_loras_per_batch)
+    assert decoder is not None, "a model through transformers takes no adapters"
+    adapters = LoraAdapters(decoder, max_rank, lora.max_loras_per_batch, loaded.kernels)
     for name, path in lora.adapters.items():
         try:
             adapters.load(name, path)

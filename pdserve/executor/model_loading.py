@@ -174,9 +174,6 @@ def _choose_way(wanted: ModelToLoad) -> tuple[Way, str]:
     config = wanted.config
     if config.kernels.enable_deterministic_inference:
         _keep_bits(wanted.device)
-    if config.lora.is_on:
-        _LOG.info("the model runs with torch: enable_lora is set")
-        return "torch", ""
     level = choose_level(config.kernels, config.model, wanted.spec, torch_dtype(wanted.dtype), wanted.device)
     return ("torch", "") if level is None else ("kernels", level)
 

@@ -19,7 +19,7 @@ import dataclasses
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Protocol
@@ -41,6 +41,7 @@ from pdserve.memory.layer_events import CountedLayerEvents, CudaLayerEvents, Lay
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.forward_batch import IntArray
 from pdserve.model.interface import LayerTaps, Model
+from pdserve.model.lora import Adapters
 from pdserve.model.parallel import Arrival, is_sampler
 
 MIN_TOKENS = {"cpu": 32, "cuda": 256}
@@ -383,8 +384,10 @@ def _compute_into(
 
 
 Table = npt.NDArray[np.int32]
-Decode = Callable[[IntArray, Table, Table, Table | None, Table], list[int]]
+Decode = Callable[[IntArray, Table, Table, Table | None, Table, IntArray | None, Adapters | None], list[int]]
 """Signature of `NativeDecoder.decode`."""
+AdaptersOf = Callable[[Iterable[int]], Adapters | None]
+"""Returns the LoRA adapter of each of some table rows; None when no row has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,7 +403,7 @@ class NativeDecodePath:
     """Computes greedy decode steps of at most `native.max_rows` tokens, rows with drafts included.
 
     `tokens` int32 `[table rows, context]`: known tokens of each row, on the host. `has_state`: the model has recurrent
-    layers, whose rows with drafts it cannot compute.
+    layers, whose rows with drafts it cannot compute. `adapters_of` None: no row has a LoRA adapter.
     """
 
     def __init__(
@@ -411,7 +414,9 @@ class NativeDecodePath:
         params: SamplingMetadata,
         *,
         has_state: bool = False,
+        adapters_of: AdaptersOf | None = None,
     ) -> None:
+        self._adapters_of = adapters_of
         self._decode, self._most_rows = native.decode, native.max_rows
         self.tapped = native.tapped
         """Returns the tapped layers' outputs of the step just computed, by its number of rows."""
@@ -462,13 +467,19 @@ class NativeDecodePath:
 
     def _compute(self, step: int, facts: IntArray, on_layer: OnLayer | None) -> Collect:
         assert on_layer is None, "the fast path reports no layer events"
-        tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
+        tokens = self._decoded(facts)
         return lambda: StepResult(step, tuple(map(SampledToken, tokens)))
+
+    def _decoded(self, facts: IntArray) -> list[int]:
+        """Compute the tokens behind table rows and positions `facts`."""
+        adapters = None if self._adapters_of is None else self._adapters_of(facts[0].tolist())
+        table = self._table
+        return self._decode(facts, self._tokens, table.pages, self._window, table.slots, None, adapters)
 
     def _verify(self, plan: BatchPlan, facts: IntArray, drafts: StepDrafts, on_layer: OnLayer | None) -> Collect:
         assert on_layer is None, "the fast path reports no layer events"
         self._tokens[drafts.table_rows, drafts.positions] = drafts.token_ids
-        tokens = self._decode(facts, self._tokens, self._table.pages, self._window, self._table.slots)
+        tokens = self._decoded(facts)
 
         def collect() -> StepResult:
             found = take_apart(plan, list(map(SampledToken, tokens)), None)

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Self
 
 from pdserve.base.hf_tokenizer import open_hf_tokenizer
 from pdserve.config import ServerConfig
-from pdserve.errors import ConfigError, EngineDeadError, PdserveError
+from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
 from pdserve.launch_checks import LocalModel
 from pdserve.llm.options import Deployment, Given, plan
 from pdserve.llm.outputs import BatchError, InvalidRequestError, OutputMaker, RequestOutput
@@ -26,6 +26,7 @@ from pdserve.llm.servers import Servers
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import GenerationUpdate
 from pdserve.server.sglang_api.admin import flush_when_idle
+from pdserve.server.sglang_api.lora import load_adapter, unload_adapter
 from pdserve.server.text.tokenizer import load_tokenizer
 
 
@@ -78,6 +79,8 @@ class Progress:
 
 Params = SamplingParams | Mapping[str, Any]
 UseTqdm = bool | Callable[..., Bar]
+Adapter = str | None
+"""Name of a LoRA adapter; None: the model itself."""
 _Outcome = tuple[Job, list[GenerationUpdate] | PdserveError]
 SEED_BITS = 63
 FLUSH_WAIT_S = 5.0
@@ -98,6 +101,9 @@ class LLM:
 
     `disaggregation=True` runs `num_prefill` prefill servers and `num_decode` decode servers, which share the CPU cores.
     `prefill_flags` and `decode_flags` are flags of one role only. The output tokens are the same as without it.
+
+    `lora_paths`: LoRA adapters to load, directories by name or SGLang's list of `NAME=DIRECTORY`. `enable_lora=True`:
+    adapters can be loaded later.
 
     Thread-safe. The processes end with `shutdown`, at the end of the `with` block, when the object is collected, or
     when this process ends in any way.
@@ -174,13 +180,15 @@ class LLM:
         *,
         use_tqdm: UseTqdm = True,
         priority: Sequence[int] | None = None,
+        lora_path: Adapter | Sequence[Adapter] = None,
     ) -> list[RequestOutput]:
         """Generate outputs for one or several prompts, in their order. Blocks the calling thread.
 
         A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: one for all
         prompts, or one per prompt; `SamplingParams`, or a dict with its names or SGLang's; None: the defaults.
         `use_tqdm`: show a progress bar, or a function to call in place of `tqdm`. `priority`: one per prompt, higher
-        first with `enable_priority_scheduling` or `schedule_policy="priority"`; None: 0 for all.
+        first with `enable_priority_scheduling` or `schedule_policy="priority"`; None: 0 for all. `lora_path`: name of a
+        loaded LoRA adapter, for all prompts or one per prompt; None: the model itself.
 
         All arguments are validated before the first request is sent. Ctrl-C aborts the running requests; the LLM stays
         usable.
@@ -193,9 +201,10 @@ class LLM:
         given = as_prompts(prompts)
         params = one_each(sampling_params, len(given))
         priorities = _priorities(priority, len(given))
+        adapters = _adapters(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.prompts(given))
-        return self._run(ready, params, priorities, use_tqdm)
+        return self._run(ready, params, priorities, adapters, use_tqdm)
 
     def chat(
         self,
@@ -208,6 +217,7 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        lora_path: Adapter | Sequence[Adapter] = None,
     ) -> list[RequestOutput]:
         """Generate outputs for one or several conversations, in order. `prompt` of an output is the rendered chat.
 
@@ -224,15 +234,21 @@ class LLM:
             "tools": None if tools is None else [dict(tool) for tool in tools],
             "chat_template_kwargs": None if chat_template_kwargs is None else dict(chat_template_kwargs),
         }
+        adapters = _adapters(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.conversations(given, fields))
-        return self._run(ready, params, [0] * len(given), use_tqdm)
+        return self._run(ready, params, [0] * len(given), adapters, use_tqdm)
 
     def _run(
-        self, prompts: list[ReadyPrompt], params: list[SamplingParams], priorities: list[int], use_tqdm: UseTqdm
+        self,
+        prompts: list[ReadyPrompt],
+        params: list[SamplingParams],
+        priorities: list[int],
+        adapters: list[Adapter],
+        use_tqdm: UseTqdm,
     ) -> list[RequestOutput]:
         """Run prepared prompts. The loop thread delivers ended jobs; the calling thread builds outputs and the bar."""
-        ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities))
+        ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities, adapters))
         outputs: list[RequestOutput | None] = [None] * len(ready)
         errors: dict[int, PdserveError] = {}
         news: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
@@ -261,6 +277,31 @@ class LLM:
             job.request_id, ready.prompt.text, job.requests, updates, params.logprobs, params.prompt_logprobs
         )
 
+    # LoRA adapters ---------------------------------------------------------------------------------------------------
+
+    def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, str]:
+        """Load the LoRA adapter in the directory `lora_path` as `lora_name` on all servers.
+
+        Returns the directories of all loaded adapters by name.
+
+        Raises:
+            InvalidRequestError: no server can load it, or one cannot; then no server has it.
+            EngineDeadError: the LLM was shut down, or a server has died.
+        """
+        for field, value in (("lora_name", lora_name), ("lora_path", lora_path)):
+            if not isinstance(value, str) or not value:
+                raise InvalidRequestError(f"{field} must be text, got {value!r}", field=field)
+        self._check_alive()
+        return self._servers.loop.call(_load_adapter(self._contexts, lora_name, lora_path))
+
+    def unload_lora_adapter(self, lora_name: str) -> dict[str, str]:
+        """Unload a LoRA adapter on all servers once its running requests have ended; new ones are refused at once.
+
+        Returns and raises as `load_lora_adapter`.
+        """
+        self._check_alive()
+        return self._servers.loop.call(_unload_adapter(self._contexts, lora_name))
+
     # the rest --------------------------------------------------------------------------------------------------------
 
     def get_tokenizer(self) -> Any:
@@ -281,7 +322,7 @@ class LLM:
             EngineDeadError: the LLM was shut down, or a server has died.
         """
         self._check_alive()
-        return self._servers.loop.call(_flush([running.context for running in self._servers.all]))
+        return self._servers.loop.call(_flush(self._contexts))
 
     flush_cache = reset_prefix_cache
 
@@ -297,6 +338,10 @@ class LLM:
     ) -> None:
         self.shutdown()
 
+    @property
+    def _contexts(self) -> list[ServerContext]:
+        return [running.context for running in self._servers.all]
+
     def _check_alive(self) -> None:
         if self._servers.closed:
             raise EngineDeadError("this LLM was shut down")
@@ -307,6 +352,32 @@ class LLM:
 async def _flush(contexts: Sequence[ServerContext]) -> bool:
     replies = await asyncio.gather(*(flush_when_idle(context, FLUSH_WAIT_S) for context in contexts))
     return all(reply.ok for reply in replies)
+
+
+async def _load_adapter(contexts: Sequence[ServerContext], name: str, path: str) -> dict[str, str]:
+    loaded: list[ServerContext] = []
+    for context in contexts:
+        try:
+            problem = await load_adapter(context, name, path)
+        except RequestError as error:
+            problem = error.message
+        if problem is not None:
+            for other in loaded:
+                await unload_adapter(other, name)
+            raise InvalidRequestError(problem, field="lora_path", code="lora")
+        loaded.append(context)
+    return dict(contexts[0].adapters)
+
+
+async def _unload_adapter(contexts: Sequence[ServerContext], name: str) -> dict[str, str]:
+    try:
+        problems = await asyncio.gather(*(unload_adapter(context, name) for context in contexts))
+    except RequestError as error:
+        raise InvalidRequestError.of(error) from None
+    problem = next(filter(None, problems), None)
+    if problem is not None:
+        raise InvalidRequestError(problem, field="lora_name", code="lora")
+    return dict(contexts[0].adapters)
 
 
 def _close(servers: Servers) -> None:
@@ -337,6 +408,16 @@ def one_each(given: Params | Sequence[Params] | None, count: int) -> list[Sampli
         message = f"sampling_params has {len(given)} entries for {count} prompts"
         raise InvalidRequestError(message, field="sampling_params")
     return [SamplingParams.of(one) for one in given]
+
+
+def _adapters(given: Adapter | Sequence[Adapter], count: int) -> list[Adapter]:
+    if given is None or isinstance(given, str):
+        return [given] * count
+    if not isinstance(given, Sequence) or not all(name is None or isinstance(name, str) for name in given):
+        raise InvalidRequestError("lora_path must be a name or a list of names and None", field="lora_path")
+    if len(given) != count:
+        raise InvalidRequestError(f"lora_path has {len(given)} entries for {count} prompts", field="lora_path")
+    return list(given)
 
 
 def _priorities(given: Sequence[int] | None, count: int) -> list[int]:

@@ -21,12 +21,13 @@ from pdserve.errors import ConfigError
 from pdserve.launch_engine import CUDA_DEVICES
 
 Value = str | int | float | bool | None
-Given = Value | Mapping[str, Value]
-"""A value of an argument; `speculative_config` is a mapping."""
+Given = Value | Mapping[str, Value] | Sequence[str | Mapping[str, Value]]
+"""A value of an argument; `speculative_config` is a mapping, `lora_paths` a mapping or a list."""
 
 VLLM_NAMES = {
     "block_size": "page_size",
     "gpu_memory_utilization": "mem_fraction_static",
+    "max_loras": "max_loras_per_batch",
     "max_model_len": "context_length",
     "max_num_seqs": "max_running_requests",
     "seed": "random_seed",
@@ -36,6 +37,8 @@ CACHING = "enable_prefix_caching"
 """vLLM's argument, the opposite of `disable_radix_cache`."""
 SPECULATION = "speculative_config"
 """vLLM's argument, a dict of the names below."""
+ADAPTERS = "lora_paths"
+"""SGLang's argument: directories of LoRA adapters by name, or a list of `NAME=DIRECTORY` or of directories."""
 SPECULATION_NAMES = {
     "model": "speculative_draft_model_path",
     "prompt_lookup_min": "speculative_ngram_min_match_window_size",
@@ -159,14 +162,11 @@ def _by_field(given: Mapping[str, Given]) -> dict[str, Value]:
     """
     known = {name.lstrip("-").replace("-", "_"): flag.field for flag in flags() for name in flag.names}
     refused = {*OWNED, *(flag.field for flag in flags() if flag.group == "access")}
-    adapters = {flag.field for flag in flags() if flag.group == "lora"}
     values: dict[str, Value] = {}
     for name, value in _flat(given):
         field = known.get(name) or VLLM_NAMES.get(name, name)
         if field == CACHING and isinstance(value, bool | None):
             field, value = "disable_radix_cache", None if value is None else not value
-        if field in adapters:
-            raise ConfigError(f"{name}: requests of LLM name no LoRA adapter; leave it out", field=name)
         if field in refused:
             raise ConfigError(f"{name}: LLM has no HTTP server and runs on this machine; leave it out", field=name)
         if value is None:
@@ -178,18 +178,41 @@ def _by_field(given: Mapping[str, Given]) -> dict[str, Value]:
 
 
 def _flat(given: Mapping[str, Given]) -> Iterator[tuple[str, Value]]:
-    """Yield the arguments, with the flags of `speculative_config` in its place.
+    """Yield the arguments, with the flags of `speculative_config` in its place, and `lora_paths` as one text.
 
     Raises:
-        ConfigError: `speculative_config` has an unknown name or method, or another argument is a mapping.
+        ConfigError: `speculative_config` has an unknown name or method, `lora_paths` has an entry without a directory,
+            or another argument is a mapping or a list.
     """
     for name, value in given.items():
         if name == SPECULATION and isinstance(value, Mapping):
             yield from _speculation(value)
-        elif isinstance(value, Mapping) or name == SPECULATION:
+        elif name == ADAPTERS and isinstance(value, Mapping | list | tuple):
+            yield name, _adapters(value)
+        elif name == SPECULATION or not isinstance(value, str | int | float | None):
             raise ConfigError(f"{name}: must not be {type(value).__name__}", field=name)
         else:
             yield name, value
+
+
+def _adapters(given: Mapping[str, Value] | Sequence[object]) -> str:
+    """Return `lora_paths` as its flag takes it.
+
+    An entry of a list is `NAME=DIRECTORY`, a directory, or a mapping with SGLang's `lora_name` and `lora_path`.
+    """
+    if isinstance(given, Mapping):
+        given = [{"lora_name": name, "lora_path": path} for name, path in given.items()]
+    words = []
+    for entry in given:
+        if isinstance(entry, Mapping) and entry.keys() == {"lora_name", "lora_path"}:
+            name, path = entry["lora_name"], entry["lora_path"]
+            entry = f"{name}={path}" if isinstance(name, str) and isinstance(path, str) else None
+        if isinstance(entry, str) and "," not in entry:
+            words.append(entry)
+    if len(words) != len(given):
+        text = f"{ADAPTERS}: entries must be a name and a directory without commas, got {given!r}"
+        raise ConfigError(text, field=ADAPTERS)
+    return ",".join(words)
 
 
 def _speculation(config: Mapping[str, Value]) -> Iterator[tuple[str, Value]]:

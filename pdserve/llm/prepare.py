@@ -227,24 +227,42 @@ class Preparer:
         return ReadyPrompt(where, text, input_ids, inside, is_chat=True)
 
     async def jobs(
-        self, prompts: Sequence[ReadyPrompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+        self,
+        prompts: Sequence[ReadyPrompt],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        adapters: Sequence[str | None],
     ) -> list[ReadyJob]:
-        """Create a job for each prompt.
+        """Create a job for each prompt. `adapters`: the LoRA adapter of each, None for the model itself.
 
         Raises:
-            InvalidRequestError: parameters do not fit the model or a prompt.
+            InvalidRequestError: parameters do not fit the model or a prompt, or an adapter is not loaded.
         """
         ready = []
+        for name in adapters:
+            if name is not None:
+                self._check_adapter(name)
         for number, (prompt, wanted, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                ready.append(ReadyJob(await self._job(number, prompt, wanted, priority), prompt, wanted))
+                job = await self._job(number, prompt, wanted, priority, adapters[number])
+                ready.append(ReadyJob(job, prompt, wanted))
             except RequestError as error:
                 raise InvalidRequestError.of(error, prompt.where if len(prompts) > 1 else None) from None
             if number % BREATH == 0:
                 await asyncio.sleep(0)
         return ready
 
-    async def _job(self, number: int, prompt: ReadyPrompt, params: SamplingParams, priority: int) -> Job:
+    def _check_adapter(self, name: str) -> None:
+        context = self._context
+        if not context.config.lora.is_on:
+            text = "lora_path: this LLM has no LoRA adapters; make it with enable_lora=True or lora_paths"
+            raise InvalidRequestError(text, field="lora_path")
+        if name not in context.adapters:
+            raise InvalidRequestError.of(context.no_such_model(name, field="lora_path"))
+
+    async def _job(
+        self, number: int, prompt: ReadyPrompt, params: SamplingParams, priority: int, adapter: str | None
+    ) -> Job:
         grammar = await self._grammar(prompt, params)
         context, count = self._context, len(prompt.input_ids)
         sampling = params.for_engine(count, context.limits(), prompt.where, grammar)
@@ -253,7 +271,8 @@ class Preparer:
         own = next(self._numbers)
         if sampling.seed is None and self._seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))
-        prompt_requests = [prompt_request(prompt.input_ids, sampling, params.logprob_params())]
+        request = prompt_request(prompt.input_ids, sampling, params.logprob_params())
+        prompt_requests = [request if adapter is None else msgspec.structs.replace(request, lora=adapter)]
         body = _Nowhere(rid=str(own), priority=priority)
         states = make_requests(prompt_requests, params.n, body, "null", stream=False)
         return Job(number, str(own), [state.request for state in states])

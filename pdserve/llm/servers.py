@@ -86,8 +86,9 @@ class RunningServer:
         grammars = GrammarCheck(config.grammar, self._tokenizer)
         formats = ChatFormats.of(config.serving, self._tokenizer)
         self._context = ServerContext(
-            config, client, self._tokenizer, metrics, int(time.time()), grammars, formats=formats
-        )
+            config, client, self._tokenizer, metrics, int(time.time()), grammars, formats=formats,
+            adapters=dict(config.lora.adapters),
+        )  # fmt: skip
         client.start()
 
     def lost(self, error: EngineDeadError) -> None:

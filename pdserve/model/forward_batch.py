@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.model.lora import LoraAdapter
+from pdserve.model.lora import Adapters
 
 IntArray = npt.NDArray[np.int64]
 NOWHERE = -1
@@ -44,7 +44,7 @@ class HostRows:
     slots: npt.NDArray[np.int32] | None = None
     num_drafts: IntArray | None = None
     num_folded: IntArray | None = None
-    adapters: tuple[LoraAdapter | None, ...] | None = None
+    adapters: Adapters | None = None
     """The LoRA adapter of each row. None: no row has one."""
 
     def in_window(self) -> HostRows:

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -47,7 +49,8 @@ class LoraTarget:
     """A linear layer of the checkpoint that an adapter may change, `[num_out, num_in]`.
 
     A rank computes its outputs `rows` from its inputs `columns`. `is_held`: the layer is on this rank. `order`: that of
-    the rows in which the rank stores the layer, see `Param`.
+    the rows in which the rank stores the layer, see `Param`. `parts`: the targets that a fused layer stacks, whose rows
+    and columns count; empty for other layers.
     """
 
     num_out: int
@@ -56,6 +59,15 @@ class LoraTarget:
     columns: range
     is_held: bool
     order: tuple[int, ...] | None = None
+    parts: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedLora:
+    """An adapter's weights packed for the CPU kernels: `address` of a `pdk_adapter`, valid while `kept` lives."""
+
+    address: int
+    kept: tuple[object, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +75,8 @@ class LoraAdapter:
     """An adapter's weights on one rank. `number`: unlike that of other adapters of the process, from 1 on.
 
     `weights`: by name of a linear layer, A `[rank, columns]` and B `[rows, rank]`. `digest`: of the whole adapter, the
-    same on all ranks and peers that have it.
+    same on all ranks and peers that have it. `packed`: the weights for the CPU kernels, instead of `weights`; None
+    where torch computes.
     """
 
     name: str
@@ -71,10 +84,23 @@ class LoraAdapter:
     rank: int
     digest: str
     weights: Mapping[str, tuple[Tensor, Tensor]] = dataclasses.field(repr=False, compare=False)
+    packed: PackedLora | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+Adapters = tuple[LoraAdapter | None, ...]
+"""The adapter of each row of a step; None for a row without one."""
+
+
+def adapter_pointers(adapters: Adapters) -> npt.NDArray[np.int64]:
+    """Return the addresses of adapters for the CPU kernels, 0 for a row without one; valid while the adapters live."""
+    return np.array([0 if each is None or each.packed is None else each.packed.address for each in adapters], np.int64)
 
 
 def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
-    """Return the linear layers that adapters may change, by name: projections of attention and of dense MLPs."""
+    """Return the linear layers that adapters may change, by name: projections of attention and of dense MLPs.
+
+    Fused layers are among them: Q, K and V as one, and gate and up as one.
+    """
     tp_size, rank = coord.shape.tp_size, coord.tp_rank
     mine = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank)
     hidden, found = spec.hidden_size, {}
@@ -93,6 +119,10 @@ def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
         ) -> None:
             found[name] = LoraTarget(num_out, num_in, rows, columns, is_held, order)
 
+        def fuse(name: str, *parts: str) -> None:
+            whole = sum(found[part].num_out for part in parts)
+            found[name] = LoraTarget(whole, hidden, range(whole), range(hidden), found[parts[0]].is_held, parts=parts)
+
         for op in layer.operations:
             if isinstance(op, AttentionSpec):
                 q, kv = part_of(op.num_heads, tp_size, rank), kv_heads_of(op.num_kv_heads, tp_size, rank)
@@ -102,12 +132,14 @@ def lora_targets(spec: ModelSpec, coord: RankCoord) -> dict[str, LoraTarget]:
                 add(names.q, op.q_width, hidden, range(q.start * wide, q.stop * wide), every, order)
                 add(names.k, op.num_kv_heads * dim, hidden, kv_rows, every, order)
                 add(names.v, op.num_kv_heads * dim, hidden, kv_rows, every)
+                fuse(names.qkv, names.q, names.k, names.v)
                 add(names.o, hidden, op.num_heads * dim, every, range(q.start * dim, q.stop * dim))
             elif isinstance(op, MLPSpec):
                 size = op.intermediate_size
                 inner = part_of(size, tp_size, rank)
                 add(names.gate, size, hidden, inner, range(hidden))
                 add(names.up, size, hidden, inner, range(hidden))
+                fuse(names.gate_up, names.gate, names.up)
                 add(names.down, hidden, size, range(hidden), inner)
     return found
 
@@ -156,13 +188,13 @@ def read_adapter(
         raise ModelError(f"{directory}: rank {rank} is larger than --max-lora-rank {max_rank}")
     whole = dict(_pairs(directory, targets, rank))
     digest = hashlib.sha256(repr((rank, scaling)).encode())
-    weights = {}
     for layer in sorted(whole):
-        a, b = whole[layer]
-        target = targets[layer]
         digest.update(layer.encode())
-        for part in (a, b):
+        for part in whole[layer]:
             digest.update(part.contiguous().view(torch.uint8).numpy().data)
+    weights = {}
+    for layer, (a, b) in _apart(whole, targets, directory).items():
+        target = targets[layer]
         if target.is_held:
             rows, columns = target.rows, target.columns
             held = b[rows.start : rows.stop].float() * scaling
@@ -184,6 +216,21 @@ def _pairs(
                 yield layer, (file.get_tensor(a), file.get_tensor(b))
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
+
+
+def _apart(
+    whole: Mapping[str, tuple[Tensor, Tensor]], targets: Mapping[str, LoraTarget], directory: Path
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return A and B by layer, with those of fused layers divided. Raises ModelError for a layer that comes twice."""
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for layer, (a, b) in whole.items():
+        parts = targets[layer].parts or (layer,)
+        rows = torch.split(b, [targets[part].num_out for part in parts])
+        for part, own in zip(parts, rows, strict=True):
+            if part in found:
+                raise ModelError(f"{directory / WEIGHTS}: {part} is changed twice, also as a part of a fused layer")
+            found[part] = a, own
+    return found
 
 
 def _check_file(path: Path, max_bytes: int | None = None) -> None:

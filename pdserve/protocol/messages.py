@@ -150,6 +150,13 @@ class LoadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     path: str
 
 
+class PrepareLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Begins to read the adapter of a `LoadLora` that follows once rank 0 has read it. Rank 0 sends it to all ranks."""
+
+    name: str
+    path: str
+
+
 class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Unloads the LoRA adapter `name`. Requests that have it keep it."""
 
@@ -172,7 +179,7 @@ Command = (
     | UnloadLora
 )
 """Answered with a `CommandReply`."""
-ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | Shutdown
+ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | Shutdown
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

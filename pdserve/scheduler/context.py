@@ -299,6 +299,11 @@ class SchedulerContext:
         loras = self._require_loras()
         return loras.find(name).digest if name in loras.names else ""
 
+    def prepare_adapter(self, name: str, path: str) -> None:
+        """Begin to read an adapter, which a `LoadLora` installs."""
+        if self._loras is not None:
+            self._loras.prepare(name, path)
+
     def change_adapters(self, command: LoadLora | UnloadLora) -> tuple[bool, str]:
         """Load or unload an adapter; returns whether it succeeded, and a message."""
         try:

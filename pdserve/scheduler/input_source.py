@@ -2,6 +2,7 @@
 
     GenerateRequest with a grammar ──> compiled already? ──yes──> the loop
                                         └─ no: waits here, later requests pass ──compiled, or failed──> the loop
+    LoadLora ──> PrepareLora: each rank begins to read the adapter ──read on rank 0──> LoadLora ──> the loop
 
 A step waits for the masks of all its rows, so a row whose grammar takes a second to compile would delay the other rows.
 The API process bounds the number of waiting requests: see `WaitingRequests` in
@@ -20,7 +21,15 @@ import msgspec
 
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.executor.input_batch import Seeds
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, StartProfile, StateQuery, StopProfile
+from pdserve.protocol.messages import (
+    AbortRequest,
+    GenerateRequest,
+    LoadLora,
+    PrepareLora,
+    StartProfile,
+    StateQuery,
+    StopProfile,
+)
 from pdserve.protocol.sampling import Grammar
 from pdserve.ranks.consensus import Consensus, Reduction
 from pdserve.ranks.input_log import InputLog, TickInput
@@ -90,16 +99,24 @@ class FollowerInputSource:
 
 Prepare = Callable[[Grammar], "Future[Any] | None"]
 """Begins to compile a grammar; returns None where there is nothing to wait for."""
+PrepareAdapter = Callable[[str, str], "Future[Any] | None"]
+"""Begins to read the adapter of a name and a path; returns None where there is nothing to wait for."""
 
 
 class GrammarGate:
     """Implements `InputSource` over `mailbox`. An abort releases its waiting request first, so that the loop can end
     it.
+
+    `prepare_adapter` None: adapters are read by the loop.
     """
 
-    def __init__(self, mailbox: Mailbox[Event], prepare: Prepare) -> None:
+    def __init__(
+        self, mailbox: Mailbox[Event], prepare: Prepare, prepare_adapter: PrepareAdapter | None = None
+    ) -> None:
         self._mailbox = mailbox
         self._prepare = prepare
+        self._prepare_adapter = prepare_adapter
+        self._loads: list[tuple[LoadLora, Future[Any]]] = []
         self._waiting: dict[str, tuple[GenerateRequest, Future[Any]]] = {}
         """By rid, in order of arrival."""
 
@@ -111,9 +128,15 @@ class GrammarGate:
     def drain(self) -> Sequence[Event]:
         """See `InputSource.drain`. Released requests come before new events."""
         passed: list[Event] = self._opened() if self._waiting else []
+        if self._loads:
+            passed += [load for load, reading in self._loads if reading.done()]
+            self._loads = [(load, reading) for load, reading in self._loads if not reading.done()]
         for event in self._mailbox.drain():
             match event:
                 case GenerateRequest() if self._keeps(event):
+                    continue
+                case LoadLora() if self._reads(event):
+                    passed.append(PrepareLora(name=event.name, path=event.path))
                     continue
                 case AbortRequest() if self._waiting:
                     passed += self._named(event)
@@ -133,6 +156,14 @@ class GrammarGate:
             return False
         self._waiting[request.rid] = request, opening
         opening.add_done_callback(lambda _: self._mailbox.post(Woken()))
+        return True
+
+    def _reads(self, load: LoadLora) -> bool:
+        reading = None if self._prepare_adapter is None else self._prepare_adapter(load.name, load.path)
+        if reading is None:
+            return False
+        self._loads.append((load, reading))
+        reading.add_done_callback(lambda _: self._mailbox.post(Woken()))
         return True
 
     def _opened(self) -> list[Event]:

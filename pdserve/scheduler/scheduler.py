@@ -30,6 +30,7 @@ from pdserve.protocol.messages import (
     OutputBatch,
     PauseGeneration,
     PauseMode,
+    PrepareLora,
     RedirectReceiver,
     SchedulerHeartbeat,
     Shutdown,
@@ -324,6 +325,8 @@ class Scheduler:
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
+            case PrepareLora(name=name, path=path):
+                self.context.prepare_adapter(name, path)
             case Shutdown():
                 self._stopping = True
             case Woken():

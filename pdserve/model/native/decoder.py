@@ -43,8 +43,10 @@ from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import LayerTaps, MoELayer
 from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
 from pdserve.model.layers.gated_delta import PendingTokens
+from pdserve.model.lora import Adapters, LoraTarget
 from pdserve.model.mla import MLA
 from pdserve.model.native.latents import LatentProgram, latent_shape, record_latents
+from pdserve.model.native.lora import LoraSites
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
@@ -110,6 +112,7 @@ class NativeDecoder:
         """By layer of this rank: number of operations up to its end."""
         self._delta_ops: list[int] = []
         """The operations `Program.delta`."""
+        self._adapted: Mapping[int, int] = {}
         self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, Buffer] = {}
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
@@ -166,6 +169,12 @@ class NativeDecoder:
         """Take over a linear layer whose weights are in `params`; returns it as a function of the kernels."""
         return PackedLinear(self._packer.linear(linear))
 
+    def take_adapters(self, targets: Mapping[str, LoraTarget], first: int) -> LoraSites:
+        """Give the layers LoRA adapters; see `LoraSites`. Called before `bind`. `first`: number of the first layer."""
+        sites = LoraSites(self._model, self._layers, targets, first)
+        self._adapted = sites.numbers
+        return sites
+
     def tap_samples(self, layers: Sequence[int]) -> None:
         """Keep the outputs of `layers` at the samples of each step for `tapped`. Called before `bind`."""
         self._tapped = tuple(layers)
@@ -180,6 +189,7 @@ class NativeDecoder:
         self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
         self._program = program = LatentProgram(self._threads, self._level)
+        program.adapted = self._adapted
         self._x = program.buffer(spec.hidden_size)
         self._part = program.buffer(spec.hidden_size)
         self._normed = program.buffer(spec.hidden_size, torch.bfloat16)
@@ -282,6 +292,7 @@ class NativeDecoder:
         window: npt.NDArray[np.int32] | None = None,
         slots: npt.NDArray[np.int32] | None = None,
         folded: IntArray | None = None,
+        adapters: Adapters | None = None,
     ) -> list[int]:
         """Run a whole greedy decode step in one call.
 
@@ -291,10 +302,10 @@ class NativeDecoder:
             pages: int32 `[table rows, pages of a row]`, the page table.
             window: the page table of WINDOW groups; None without such groups.
             slots: int32 `[table rows]`, the state slots; None for a model without states.
-            folded: int64 `[rows]`: see `HostRows.num_folded`; None: nothing is folded.
+            folded, adapters: see `HostRows.num_folded` and `HostRows.adapters`.
         """
-        last = self._head_to + 1
-        return self._program.decode(facts, tokens, pages, last, self._chosen, window=window, slots=slots, folded=folded)
+        last, chosen = self._head_to + 1, self._chosen
+        return self._program.decode(facts, tokens, pages, last, chosen, window, slots, folded, adapters)
 
     def tapped(self, num_rows: int) -> Tensor:
         """Return the outputs of the layers of `tap_samples` in the last `decode`, of `num_rows` rows.
@@ -401,10 +412,8 @@ class NativeDecoder:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
         pool, index = self._places[local]
         self._delta_ops.append(self._program.num_ops + 1)
-        pending = self._pending[pool][index]
-        mixed = record_delta(
-            self._program, self._buffer, self._x, _norm_of(sublayer.norm), weights, pool, index, pending
-        )
+        pending, norm = self._pending[pool][index], _norm_of(sublayer.norm)
+        mixed = record_delta(self._program, self._buffer, self._x, norm, weights, pool, index, pending)
         self._kv_write_ends.append(self._program.num_ops)
         self._record_output(sublayer, mixed, weights.out)
 

@@ -32,13 +32,14 @@ class PackedAttention:
     """Packed projections of an `Attention`. `qkv`: queries, keys, values, and then output gates if there are any.
 
     `of_embeddings`: the part of `qkv` that reads embeddings, where `qkv` reads the hidden states only; None: there is
-    none.
+    none. `order`: that of the outputs of `qkv`, see `Packer.linear`.
     """
 
     op: Attention
     qkv: Packed
     out: Packed
     of_embeddings: Packed | None = None
+    order: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +137,7 @@ class Packer:
             return PackedAttention(op, qkv, self.linear(op.out), of_embeddings)
         if isinstance(op, Attention):
             order = _gates_last(op) if op.spec.output_gate else None
-            return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out))
+            return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out), order=order)
         if isinstance(op, MLA):
             q_a = None if op.q_a is None else self.linear(op.q_a)
             return PackedMLA(op, q_a, self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pdserve.base.native import Decoding, PdkHeads, PdkRouting, Step, library
 from pdserve.memory.dtypes import row_items
 from pdserve.model.forward_batch import ForwardBatch, HostRows, IntArray
 from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.lora import Adapters, adapter_pointers
 from pdserve.model.native.delta import DeltaShape, DeltaStates
 from pdserve.model.native.resources import ACTIVATIONS, MAX_GROUP, MAX_HEAD_DIM, Activation, Buffer, HeadShape, Threads
 from pdserve.model.native.weights import Packed
@@ -57,6 +59,8 @@ class Program:
         self._arrays: dict[int, tuple[int, npt.NDArray[Any] | None]] = {}
         self._views: dict[int, tuple[tuple[int, int], Tensor]] = {}
         """The last view of each buffer, with its address and number of rows."""
+        self.adapted: Mapping[int, int] = {}
+        """By `id` of each packed layer that has LoRA adapters, its number. Set before layers are recorded."""
 
     def __del__(self) -> None:
         if self._handle is not None:
@@ -159,6 +163,7 @@ class Program:
                 self._weights(weights), out.width, out.number, add, scale, out.of_samples,
             )
         )  # fmt: skip
+        self._adapt(weights)
 
     def gated(
         self,
@@ -181,6 +186,7 @@ class Program:
                 ACTIVATIONS.index(act), limit,
             )
         )  # fmt: skip
+        self._adapt(weights)
 
     def norm(self, source: Buffer, norm: Tensor, eps: float, out: Buffer) -> None:
         """Record: `out`, bf16, = `source` normalised."""
@@ -366,13 +372,14 @@ class Program:
         assert window is not None or not self._has_window, "a step of a model with a window has window pages"
         assert slots is not None or self._max_pending is None, "a step of a model with states has slots"
         drafts, folded = self._counts(host.num_drafts, 1), self._counts(host.num_folded, 0)
+        adapters = None if host.adapters is None else adapter_pointers(host.adapters)
         step = Step(
             num_tokens, num_samples, len(table), first, first + 8 * num_tokens, first + 16 * num_tokens,
             first + 24 * num_tokens, samples.data_ptr(), *map(_address, rows), _address(table), table.shape[1],
             None if window is None else _address(window), 0 if window is None else window.shape[1],
-            *(None if array is None else _address(array) for array in (slots, drafts, folded)),
+            *(None if array is None else _address(array) for array in (slots, drafts, folded, adapters)),
         )  # fmt: skip
-        self._step_kept = [columns, samples, rows, table, window, slots, drafts, folded]
+        self._step_kept = [columns, samples, rows, table, window, slots, drafts, folded, adapters, host.adapters]
         self._number(self._library.pdk_begin(self._handle, ctypes.byref(step)))
 
     def begin_fold(self, rows: HostRows) -> None:
@@ -396,10 +403,10 @@ class Program:
         pages: npt.NDArray[np.int32],
         last: int,
         chosen: Buffer,
-        *,
         window: npt.NDArray[np.int32] | None = None,
         slots: npt.NDArray[np.int32] | None = None,
         folded: IntArray | None = None,
+        adapters: Adapters | None = None,
     ) -> list[int]:
         """Run a step of decode rows up to operation `last`, and return its tokens from `chosen`.
 
@@ -410,6 +417,7 @@ class Program:
             window: the page table of WINDOW groups, of the same shape; None without such groups.
             slots: int32 `[lines]`, the state slots; None without states.
             folded: int64 `[rows]`: see `HostRows.num_folded`; None: nothing is folded.
+            adapters: see `HostRows.adapters`.
         """
         assert window is not None or not self._has_window, "a model with a window has window pages"
         assert slots is not None or self._max_pending is None, "a model with states has slots"
@@ -418,10 +426,11 @@ class Program:
         if num_rows > len(self._decoded):
             self._decoded = np.empty(num_rows, dtype=np.int64)
         first, out = _address(facts), self._decoded
+        changes = None if adapters is None else adapter_pointers(adapters)
         rows = Decoding(
             num_rows, first, first + 8 * num_rows, _address(tokens), tokens.shape[1], _address(pages), pages.shape[1],
             None if window is None else _address(window), 0 if window is None else window.shape[1],
-            *(None if array is None else _address(array) for array in (slots, folded)),
+            *(None if array is None else _address(array) for array in (slots, folded, changes)),
         )  # fmt: skip
         number = self._library.pdk_decode(self._handle, ctypes.byref(rows), last, chosen.number, _address(out))
         self._number(number)
@@ -441,6 +450,12 @@ class Program:
             return None
         assert counts.min() >= 0 and counts.max() + extra <= self._max_pending, (counts, self._max_pending)
         return np.ascontiguousarray(counts, dtype=np.int64)
+
+    def _adapt(self, weights: Packed) -> None:
+        """Give the operation that was recorded last adapters, if its layer has them."""
+        site = self.adapted.get(id(weights))
+        if site is not None:
+            self._number(self._library.pdk_adapt(self._handle, self.num_ops - 1, site))
 
     def _op(self, number: int) -> None:
         assert self._number(number) == self.num_ops, "operations are numbered in order"

@@ -84,6 +84,7 @@ class EngineClient:
         self._pattern_thread = PatternThread()
         self._stats = RequestStatsRecorder(metrics)
         self._live = RequestStates()
+        self._ended = asyncio.Event()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
         self._ready: EngineReady | None = None
@@ -232,6 +233,12 @@ class EngineClient:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
 
+    async def wait_for_adapter(self, name: str) -> None:
+        """Wait until no live sequence has the LoRA adapter `name`. One caller at a time."""
+        while self._live.has_adapter(name):
+            self._ended.clear()
+            await self._ended.wait()
+
     def abort_all(self, error: PdserveError) -> None:
         """Fail every stream with `error` and abort every sequence at the scheduler."""
         for rid in self._live.find(None):
@@ -264,6 +271,7 @@ class EngineClient:
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
         self._stats.ended(sequence, outcome)
+        self._ended.set()
         return sequence
 
     # queries ---------------------------------------------------------------------------------------------------------

@@ -280,6 +280,10 @@ class RequestStates:
         """Return the rids whose client id, or whose batch's id, is `name`; all for None."""
         return [rid for rid, one in self._sequences.items() if name is None or name in one.names]
 
+    def has_adapter(self, name: str) -> bool:
+        """Whether a live sequence has the LoRA adapter `name`."""
+        return any(one.request.lora == name for one in self._sequences.values())
+
     def of(self, generation: Generation) -> list[str]:
         """Return the rids of the sequences of `generation`."""
         return [rid for rid, one in self._sequences.items() if one.generation is generation]

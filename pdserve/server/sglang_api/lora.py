@@ -21,31 +21,47 @@ from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 async def load_lora_adapter(context: ServerContext, request: Request) -> Response:
     """Load an adapter; 400 when its name is taken, or it is not one that this model can have."""
     body = convert(await read_json_object(request, context.max_body_bytes), LoadLoraBody)
+    return _answer(context, await load_adapter(context, body.lora_name, body.lora_path))
+
+
+async def unload_lora_adapter(context: ServerContext, request: Request) -> Response:
+    """Unload an adapter once its running requests have ended; new ones get a 404 at once."""
+    body = convert(await read_json_object(request, context.max_body_bytes), UnloadLoraBody)
+    return _answer(context, await unload_adapter(context, body.lora_name))
+
+
+async def load_adapter(context: ServerContext, name: str, path: str) -> str | None:
+    """Load the adapter in the directory `path` as `name` on all replicas. Returns why it is not loaded, or None.
+
+    Raises:
+        RequestError: the server takes no adapters, or `name` is the model's name.
+    """
     _require_lora(context)
-    name, path = body.lora_name, body.lora_path
     if context.is_model(name):
         raise RequestError(f"lora_name: {name!r} is the model's name", field="lora_name")
     async with context.changing_adapters:
         if name in context.adapters:
-            return _answer(context, f"an adapter {name!r} is loaded already; unload it first")
+            return f"an adapter {name!r} is loaded already; unload it first"
         reply = await context.client.command(lambda i: LoadLora(query_id=i, name=name, path=path), COMMAND_TIMEOUT_S)
         if not reply.ok:
             if context.config.parallel.dp_size > 1:  # some replicas may have it
                 await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
-            return _answer(context, reply.message)
+            return reply.message
         context.adapters[name] = path
-        return _answer(context, None)
+        return None
 
 
-async def unload_lora_adapter(context: ServerContext, request: Request) -> Response:
-    """Unload an adapter. Requests that have it end with it; new ones get a 404."""
-    body = convert(await read_json_object(request, context.max_body_bytes), UnloadLoraBody)
+async def unload_adapter(context: ServerContext, name: str) -> str | None:
+    """Refuse new requests with the adapter `name`, wait for those that run, and unload it on all replicas.
+
+    Returns why it is not unloaded, or None. Raises RequestError when the server takes no adapters.
+    """
     _require_lora(context)
-    name = body.lora_name
     async with context.changing_adapters:
         context.adapters.pop(name, None)
+        await context.client.wait_for_adapter(name)
         reply = await context.client.command(lambda i: UnloadLora(query_id=i, name=name), COMMAND_TIMEOUT_S)
-        return _answer(context, None if reply.ok else reply.message)
+        return None if reply.ok else reply.message
 
 
 def _require_lora(context: ServerContext) -> None:

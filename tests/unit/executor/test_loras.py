@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.resolve import Machine, fill_in
 from pdserve.config.speculative_group import SpeculativeConfig
-from pdserve.errors import ConfigError
-from pdserve.executor.factory import build_executor
+from pdserve.errors import ConfigError, ModelError
+from pdserve.executor.factory import LoadedEngine, build_executor
+from pdserve.executor.graphs import Replay
+from pdserve.model.loader import read_spec
+from pdserve.model.lora import WEIGHTS, lora_targets, read_adapter
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import AbortRequest, LoadLora, UnloadLora
 from tests.adapters import ATTENTION, merged, write_adapter
@@ -26,6 +31,7 @@ from tests.model_pair import running_models
 from tests.reference import load_reference, reference_greedy
 from tests.tiny import make_tiny
 from tests.unit.executor.gang import Gang
+from tests.unit.model.triton_kit import DEVICE
 
 NUM_NEW = 8
 PROMPTS = prompts_of((40, 63, 130, 40))
@@ -119,6 +125,26 @@ def test_windows_and_states_in_the_cache_belong_to_an_adapter(family: str, tmp_p
         server.assert_idle()
 
 
+def test_an_adapter_of_fused_layers_gives_the_merged_weights_tokens(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    FAMILIES["phi3"].write(base)
+    modules = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+    path = write_adapter(tmp_path / "adapter", base, modules=modules)
+    reference = load_reference(merged(tmp_path / "merged", base, path))
+    expected = [reference_greedy(reference, prompt, NUM_NEW) for prompt in PROMPTS[:2]]
+    with running_models(base, pair=False, lora=LoraConfig(lora_paths=f"a={path}"), **NATIVE) as server:
+        assert server.generate(PROMPTS[:2], NUM_NEW, loras=["a"] * 2) == expected
+        assert server.generate(PROMPTS[:2], NUM_NEW) != expected
+    tensors = load_file(path / WEIGHTS)
+    prefix = "base_model.model.model.layers.0.self_attn"
+    tensors[f"{prefix}.q_proj.lora_A.weight"] = tensors[f"{prefix}.qkv_proj.lora_A.weight"].clone()
+    tensors[f"{prefix}.q_proj.lora_B.weight"] = tensors[f"{prefix}.o_proj.lora_B.weight"].clone()
+    save_file(tensors, path / WEIGHTS)
+    targets = lora_targets(read_spec(base), ParallelShape(tp_size=1, pp_size=1).coord(0))
+    with pytest.raises(ModelError, match=r"q_proj is changed twice"):
+        read_adapter(path, "a", 1, targets, torch.float32, torch.device("cpu"), max_rank=8)
+
+
 def test_a_pair_whose_adapters_differ_fails_by_name(adapted: Adapted, tmp_path: Path) -> None:
     other = write_adapter(tmp_path, adapted.base, seed=3)
     others = LoraConfig(lora_paths=f"all={other}")
@@ -174,6 +200,94 @@ def test_adapters_come_and_go_while_the_server_runs(adapted: Adapted, tmp_path: 
         server.assert_idle()
 
 
+def test_an_adapter_is_read_beside_the_steps_and_installed_between_two(adapted: Adapted) -> None:
+    """What `load` takes is what `prepare` has read, also after the files have changed."""
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(adapted.base), dtype="float32"),
+        memory=MemoryConfig(page_size=16, max_total_tokens=512),
+        kernels=KernelConfig(device="cpu", cpu_threads=1),
+        lora=LoraConfig(enable_lora=True, max_loras_per_batch=1),
+    )
+    loras = build_executor(config, max_rows=2).loras
+    assert loras is not None
+    path = str(adapted.paths["all"])
+    reading = loras.prepare("a", path)
+    assert reading is not None and loras.prepare("a", path) is None, "it is being read"
+    read = reading.result(timeout=60)
+    assert loras.names == ()
+    loaded = loras.load("a", path)
+    assert loras.find("a") is loaded and loaded.weights is read.weights and loaded.number == 1
+    assert loras.prepare("b", path) is None, "no other adapter can be loaded"
+    loras.unload("a")
+    failing = loras.prepare("b", "/nowhere")
+    assert failing is not None and isinstance(failing.exception(timeout=60), ModelError)
+    with pytest.raises(ModelError, match="cannot be read"):
+        loras.load("b", "/nowhere")
+
+
+class Counted:
+    """Implements `Capture` without a device; counts the replays."""
+
+    def __init__(self) -> None:
+        self.replays = 0
+
+    def __call__(self, work: Callable[[], None]) -> Replay:
+        """See `Capture`."""
+        work()
+
+        def replay() -> None:
+            self.replays += 1
+            work()
+
+        return replay
+
+
+def test_captured_steps_are_those_without_adapters(adapted: Adapted) -> None:
+    """A step with adapters is computed kernel by kernel."""
+    prompts, kernels = prompts_of((5, 3)), KernelConfig(device="cpu", cpu_threads=1, cpu_kernels="torch")
+    config = ServerConfig(
+        model=ModelConfig(model_path=str(adapted.base), dtype="float32", context_length=64),
+        memory=MemoryConfig(page_size=8, max_total_tokens=512),
+        kernels=kernels,
+        lora=adapted.config("all"),
+    )
+    triton = dataclasses.replace(
+        kernels, device="cuda" if DEVICE == "cuda" else "cpu", attention_backend="triton", disable_cuda_graph=True
+    )
+    expected, mine = (
+        build_executor(config, max_rows=4),
+        build_executor(dataclasses.replace(config, kernels=triton), max_rows=4),
+    )
+    counted = Counted()
+    assert mine.executor.can_capture
+    mine.executor.capture_decode((2,), counted)
+    for name, replays in ((None, 2), ("all", 2), (None, 4)):
+        assert generate(mine, [name] * 2, prompts, 3) == generate(expected, [name] * 2, prompts, 3)
+        assert counted.replays == replays
+
+
+def generate(built: LoadedEngine, names: list[str | None], prompts: list[list[int]], num_new: int) -> list[list[int]]:
+    """Greedy tokens of prompts at once, each with its adapter."""
+    driver, loras = Driver(built), built.loras
+    assert loras is not None
+    rows = [driver.open(prompt, len(prompt) + num_new) for prompt in prompts]
+    for row, name in zip(rows, names, strict=True):
+        if name is not None:
+            loras.open_row(row, loras.find(name))
+    outputs: list[list[int]] = [[] for _ in rows]
+    computed = [0] * len(rows)
+    for _ in range(num_new):
+        ends = [len(prompt) + len(output) for prompt, output in zip(prompts, outputs, strict=True)]
+        steps = [(row, start, end, True) for row, start, end in zip(rows, computed, ends, strict=True)]
+        for output, token in zip(outputs, driver.step(*steps), strict=True):
+            assert token is not None
+            output.append(token.token_id)
+        computed = ends
+    for row in rows:
+        driver.close(row)
+    return outputs
+
+
 def on_rank(parallel: Parallel, base: Path, lora: LoraConfig, names: list[str | None]) -> list[list[int]]:
     """Tokens of `PROMPTS` at once, each with its adapter, on one rank."""
     config = ServerConfig(
@@ -182,23 +296,7 @@ def on_rank(parallel: Parallel, base: Path, lora: LoraConfig, names: list[str | 
         kernels=KernelConfig(device="cpu", cpu_threads=1),
         lora=lora,
     )
-    built = build_executor(config, max_rows=8, parallel=parallel)
-    driver, loras = Driver(built), built.loras
-    assert loras is not None
-    rows = [driver.open(prompt, len(prompt) + NUM_NEW) for prompt in PROMPTS]
-    for row, name in zip(rows, names, strict=True):
-        if name is not None:
-            loras.open_row(row, loras.find(name))
-    outputs: list[list[int]] = [[] for _ in rows]
-    computed = [0] * len(rows)
-    for _ in range(NUM_NEW):
-        ends = [len(prompt) + len(output) for prompt, output in zip(PROMPTS, outputs, strict=True)]
-        steps = [(row, start, end, True) for row, start, end in zip(rows, computed, ends, strict=True)]
-        for output, token in zip(outputs, driver.step(*steps), strict=True):
-            assert token is not None
-            output.append(token.token_id)
-        computed = ends
-    return outputs
+    return generate(build_executor(config, max_rows=8, parallel=parallel), names, PROMPTS, NUM_NEW)
 
 
 def test_tensor_ranks_and_stages_cut_adapters(adapted: Adapted, gang: Gang) -> None:
@@ -245,9 +343,9 @@ def test_other_ways_to_run_a_model_take_no_adapters(adapted: Adapted) -> None:
     with pytest.raises(ConfigError, match=r"--enable-lora does not fit a model through transformers"):
         on_rank_config(adapted, LoraConfig(enable_lora=True), model_impl="transformers")
     machine = Machine(has_cuda=False, num_cores=4)
-    for kernels in (KernelConfig(cpu_kernels="native"), KernelConfig(enable_deterministic_inference=True)):
-        with pytest.raises(ConfigError, match="with --enable-lora"):
-            fill_in(ServerConfig(lora=LoraConfig(enable_lora=True), kernels=kernels), machine)
+    kernels = KernelConfig(enable_deterministic_inference=True)
+    with pytest.raises(ConfigError, match="with --enable-lora"):
+        fill_in(ServerConfig(lora=LoraConfig(enable_lora=True), kernels=kernels), machine)
 
 
 @pytest.mark.parametrize(

@@ -97,13 +97,31 @@ def test_servers_of_a_pair_are_pinned_to_cores_that_no_other_has(monkeypatch: py
         ({"dtype": "int8"}, "dtype"),
         ({"enforce_eager": True}, "--enforce-eager"),
         ({"lora_backend": "x"}, "--lora-backend"),
-        ({"lora_paths": "a=x"}, "lora_paths"),
+        ({"lora_paths": ["a,b=x"]}, "lora_paths"),
+        ({"lora_paths": {"a": 1}}, "lora_paths"),
+        ({"lora_paths": [{"lora_name": "a"}]}, "lora_paths"),
+        ({"served_model_name": ["a", "b"]}, "served_model_name"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused_by_name(given: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         plan({**MODEL, **given}, None, {}, {})
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "a=x,b=y",
+        {"a": "x", "b": "y"},
+        ["a=x", "b=y"],
+        [{"lora_name": "a", "lora_path": "x"}, {"lora_name": "b", "lora_path": "y"}],
+    ],
+)
+def test_adapters_are_given_as_sglang_gives_them(given: Any) -> None:
+    for server in plan({**MODEL, "lora_paths": given, "max_loras": 3}, (1, 1), {}, {}).servers:
+        lora = server.config.lora
+        assert lora.adapters == {"a": "x", "b": "y"} and lora.max_loras_per_batch == 3
 
 
 def test_flags_of_one_side_need_sides() -> None:

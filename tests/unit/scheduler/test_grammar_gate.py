@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 
 from pdserve.base.mailbox import Mailbox, Woken
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, PauseGeneration
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, LoadLora, PauseGeneration, PrepareLora
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
 from pdserve.scheduler.input_source import GrammarGate
 from pdserve.scheduler.scheduler import Event
@@ -73,3 +73,18 @@ def test_the_second_of_two_with_one_rid_is_the_loop_s_to_refuse() -> None:
     mailbox.post(request("a", "slow"))
     mailbox.post(request("a", "slow"))
     assert rids(held.drain()) == ["a"] and held.num_waiting == 1
+
+
+def test_an_adapter_is_loaded_once_it_is_read() -> None:
+    mailbox: Mailbox[Event] = Mailbox()
+    reading: Future[None] = Future()
+    held = GrammarGate(mailbox, Openings(), lambda name, path: reading if name == "slow" else None)
+    slow, refused = (LoadLora(query_id=name, name=name, path="/p") for name in ("slow", "refused"))
+    for event in (slow, request("a"), refused):
+        mailbox.post(event)
+    assert held.drain() == [PrepareLora(name="slow", path="/p"), request("a"), refused]
+    assert held.drain() == []
+    threading.Timer(0.05, lambda: reading.set_result(None)).start()
+    assert held.wait(60.0), "woken by the end of the read"
+    assert slow in held.drain()
+    assert held.drain() == []

@@ -11,6 +11,7 @@ from pdserve.config.lora_group import LoraConfig
 from pdserve.protocol.messages import LoadLora, UnloadLora
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
+from tests.waiting import until
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 LORA = LoraConfig(lora_paths="sql=/adapters/sql")
@@ -67,6 +68,22 @@ async def test_adapters_are_loaded_and_unloaded(tokenizer: Tokenizer) -> None:
         answer = await b.http.post("/load_lora_adapter", json=body)
         assert (answer.status_code, answer.json()["error_message"]) == (400, "obeyed")
         assert (await b.http.post("/generate", json={"text": "x", "lora_path": "a"})).status_code == 404
+
+
+async def test_an_adapter_is_unloaded_once_its_requests_have_ended(tokenizer: Tokenizer) -> None:
+    async with bench(tokenizer, lora=LORA) as b:
+        b.scheduler.hold = True
+        running = asyncio.create_task(b.http.post("/generate", json={"text": "x", "lora_path": "sql"}))
+        await until(lambda: b.scheduler.requests)
+        unloading = asyncio.create_task(b.http.post("/unload_lora_adapter", json={"lora_name": "sql"}))
+        while len((await b.http.get("/v1/models")).json()["data"]) == 2:
+            await asyncio.sleep(0)  # lets the other tasks run
+        answer = await b.http.post("/generate", json={"text": "x", "lora_path": "sql"})
+        assert answer.status_code == 404 and not b.scheduler.commands and not unloading.done()
+        b.scheduler.finish(b.scheduler.requests[0])
+        assert (await running).status_code == 200
+        assert (await unloading).json() == {"success": True, "loaded_adapters": {}}
+        assert isinstance(b.scheduler.commands[-1], UnloadLora)
 
 
 async def test_of_two_loads_of_one_name_the_second_sees_the_first(tokenizer: Tokenizer) -> None:
