@@ -23,7 +23,7 @@ LEVELS = ("amx", "zen4", "avx512_bf16", "avx512", "avx2")
 """`amx` is `avx512_bf16` plus tile products; `zen4` is `avx512_bf16` tuned for other cache sizes. The library selects
 the best level."""
 FILE = "libpdserve_kernels.so"
-VERSION = 17
+VERSION = 18
 
 
 class Step(Structure):
@@ -129,6 +129,9 @@ _SIGNATURES: dict[str, tuple[object, tuple[object, ...]]] = {
     "pdk_op_place": (_I, (_P, _I, _I, _I, _P, _P, _F, _I)),
     "pdk_op_head_product": (_I, (_P, _I, _I, _I, _I, POINTER(Weights), _I)),
     "pdk_op_place_latents": (_I, (_P, _I, _I, _I, _I, _I, _P, _F, _I)),
+    "pdk_op_place_index": (_I, (_P, _I, _I, _I, _I, _P, _P, _F, _I)),
+    "pdk_op_select_tokens": (_I, (_P, _I, _I, _I, _F, _I)),
+    "pdk_op_attend_selected": (_I, (_P, _I, _I, _I, _I)),
     "pdk_op_attend": (_I, (_P, _I, _I, _I, _I, _F, _P)),
     "pdk_op_sigmoid": (_I, (_P, _I, _I, _I, _I, _I, _I)),
     "pdk_op_delta": (_I, (_P, POINTER(PdkStates), _I, _P, _P, _P, _P, _F, _I)),
