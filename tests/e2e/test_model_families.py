@@ -26,7 +26,7 @@ from tests.e2e.harness import (
     running_pair,
     start_server,
 )
-from tests.model_families import DENSE, FAMILIES, LENGTHS, SPARSE, prompts_of
+from tests.model_families import DENSE, FAMILIES, LATENT, LENGTHS, SPARSE, prompts_of
 from tests.tiny import tiny_tokenizer
 
 NEW_TOKENS = 12
@@ -35,7 +35,11 @@ COMMON = (*NUMBERS, "--model-impl", "transformers")
 SHORT = ("--max-total-tokens", "384", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 """Memory of a decode server for half of the requests of the load."""
 LONG = 100
-NATIVE = (*DENSE, *SPARSE)
+UNEQUAL = [
+    *((name, *sizes) for number, name in enumerate((*DENSE, *SPARSE)) for sizes in [((2, 1), (1, 2))[number % 2]]),
+    *((name, *sizes) for name in LATENT for sizes in ((2, 1), (1, 2))),
+]
+"""Families that run natively, and the tensor ranks of their prefill and decode servers."""
 
 
 def bodies_of(prompts: Sequence[list[int]], num_new: int) -> list[dict[str, Any]]:
@@ -74,15 +78,16 @@ def test_pair_over_mooncake(name: str, family_checkpoint: Callable[[str], Path])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_native_pair_on_unequal_splits(name: str, family_checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(("name", "prefill", "decode"), UNEQUAL)
+def test_native_pair_on_unequal_splits(
+    name: str, prefill: int, decode: int, family_checkpoint: Callable[[str], Path]
+) -> None:
     path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
     expected = FAMILIES[name].reference_tokens(path, prompts, NEW_TOKENS)
     load = prompts_of((63, 64, 65, 40), seed=1)
     long = FAMILIES[name].reference_tokens(path, load, LONG)
-    prefill, decode = ("2", "1") if NATIVE.index(name) % 2 == 0 else ("1", "2")
     flags = (*NUMBERS, "--model-impl", "native", "--cpu-kernels", "torch")
-    sides = {"prefill_flags": ("--tp-size", prefill), "decode_flags": ("--tp-size", decode, *SHORT)}
+    sides = {"prefill_flags": ("--tp-size", str(prefill)), "decode_flags": ("--tp-size", str(decode), *SHORT)}
     with running_pair(str(path), *flags, **sides) as pair:
         bodies = bodies_of(prompts, NEW_TOKENS)
         assert [tokens_of(generate_all(pair.url, [body]))[0] for body in bodies] == expected

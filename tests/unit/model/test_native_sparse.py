@@ -100,7 +100,7 @@ class Layer:
         rope = self.dims[2]
         first = x[..., :rope]
         if index and self.beside:
-            first = first.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+            first = torch.cat((first[..., ::2], first[..., 1::2]), -1)
         return torch.cat((rotated(first, batch.positions, self.inverse), x[..., rope:]), -1)
 
     def keys(self, batch: ForwardBatch, inputs: Inputs) -> tuple[Tensor, Tensor]:
