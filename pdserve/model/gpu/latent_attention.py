@@ -104,7 +104,7 @@ def attend_latents(
         partial_out = torch.empty(*shape, rank, dtype=torch.float32, device=q.device)
         lse = torch.empty(shape, dtype=torch.float32, device=q.device)
     wide = tiling.lines * power_of_2(rank) >= 64 * 512
-    _attend[(len(tiles), blocks, parts)](
+    _attend_latents[(len(tiles), blocks, parts)](
         q, out, latents, rows.table, rows.starts, rows.ends, rows.offsets, tiles,
         tiles if selected is None else selected, partial_out, lse, through,
         q.stride(0), out.stride(0), latents.stride(0), rows.table.stride(0),
@@ -118,7 +118,7 @@ def attend_latents(
 
 
 @triton.jit(do_not_specialize=["table_stride", "num_selected"])
-def _attend(
+def _attend_latents(
     q, out, latents, table, starts, ends, offsets, tiles, selected, partial_out, lse, through,
     q_stride, out_stride, page_stride, table_stride, num_selected, scale,
     HEADS: tl.constexpr, PAGE: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr,
@@ -211,7 +211,7 @@ def place_latents(latents: Tensor, pages: Tensor, write_pages: Tensor, write_slo
     """
     num_tokens, width = latents.shape
     if num_tokens:
-        _place[(num_tokens,)](
+        _place_latents[(num_tokens,)](
             latents, pages, write_pages, write_slots, latents.stride(0), pages.stride(0), PAGE=pages.shape[1],
             WIDTH=width, BLOCK=power_of_2(width), num_warps=4, **chaining(latents.device),
         )  # fmt: skip
@@ -219,7 +219,7 @@ def place_latents(latents: Tensor, pages: Tensor, write_pages: Tensor, write_slo
 
 # Pages and slots are rows of `ForwardBatch.columns`, so the number of tokens decides whether they are 16-byte aligned.
 @triton.jit(do_not_specialize_on_alignment=["write_pages", "write_slots"])
-def _place(
+def _place_latents(
     latents, pages, write_pages, write_slots, stride, page_stride,
     PAGE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
