@@ -22,7 +22,21 @@ from setuptools.errors import CompileError
 LIBRARY = "libpdserve_kernels.so"
 SOURCES = [
     f"csrc/{name}.cpp"
-    for name in ("api", "choose", "delta", "experts", "latent", "lora", "ops", "plan", "pool", "program", "weights")
+    for name in (
+        "api",
+        "choose",
+        "delta",
+        "experts",
+        "latent",
+        "lora",
+        "ops",
+        "plan",
+        "pool",
+        "program",
+        "selection",
+        "sparse",
+        "weights",
+    )
 ]
 LEVEL_SOURCE = "csrc/level.cpp"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512"]

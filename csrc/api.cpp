@@ -15,6 +15,7 @@
 #include "latent.h"
 #include "ops.h"
 #include "pdk.h"
+#include "sparse.h"
 #include "weights.h"
 
 struct pdk_arena : pdk::Arena {};
@@ -238,10 +239,29 @@ int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, in
                                                      static_cast<Pairs>(pairs)));
     });
 }
+int64_t pdk_op_place_index(pdk_program* p, int64_t heads, int64_t queries, int64_t keys, int64_t layer,
+                           const float* norm, const float* bias, float eps, int64_t beside) {
+    return counted([&] {
+        return p->add(std::make_unique<PlaceIndex>(heads, queries, keys, layer, norm, bias, eps, beside != 0));
+    });
+}
+int64_t pdk_op_select_tokens(pdk_program* p, int64_t heads, int64_t layer, int64_t weights, float scale,
+                             int64_t top_k) {
+    return counted([&] {
+        return p->add(std::make_unique<SelectTokens>(heads, layer, weights, scale, &p->selection_for(top_k)));
+    });
+}
+int64_t pdk_op_attend_selected(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t top_k) {
+    return counted([&] {
+        p->groups[heads]->plan_for({0, top_k});
+        p->need_scratch(Gathered::scratch_bytes(p->groups[heads]->heads, top_k));
+        return p->add(std::make_unique<Attend>(heads, layer, out, Mask{}, &p->selection_for(top_k)));
+    });
+}
 int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                       const float* sinks) {
     return counted([&] {
-        p->groups[heads]->plan_for(window);
+        p->groups[heads]->plan_for({window, 0});
         return p->add(std::make_unique<Attend>(heads, layer, out, Mask{window, softcap, sinks}));
     });
 }

@@ -31,8 +31,9 @@ INLINE Scratch carve(uint8_t* at, int64_t rows, int64_t wide) {
     return s;
 }
 
-// Packs tokens [t, t + count) of the row as weights: keys [count / 32][wide / 2][32][2], values [wide / 32][count /
-// 2][32][2].
+// Packs tokens [t, t + count) of the row as weights: keys [count / 32][wide / 2][32][2], and with VALUES values [wide /
+// 32][count / 2][32][2].
+template <bool VALUES = true>
 INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, const Scratch& s) {
     const int64_t dim = a.pages.dim, wide = padded(dim);
     alignas(64) bf16 room[RUN_ROOM];
@@ -46,6 +47,7 @@ INLINE void pack(const Attention& a, const Piece& p, int64_t t, int64_t count, c
             transpose(x);
             bf16* to = s.keys + (g / 32 * (wide / 2) + c / 2) * 64 + g % 32 * 2;
             for (int j = 0; j < 16; j++) store_pairs(to + j * 64, x[j]);
+            if (!VALUES) continue;
             bf16* out = s.values + (c / 32 * (count / 2) + g / 2) * 64;
             for (int i = 0; i < 16; i += 2) {
                 const bf16 *u = values + i * dim, *v = u + dim;

@@ -160,6 +160,19 @@ struct Latents {
     bf16* q;  // [tokens][heads][padded (rank + rope)], scaled
 };
 
+// Queries and keys of an index (DSA), to be rotated and written to the query buffer and the pages.
+struct IndexHeads {
+    const float* queries;  // [tokens][heads][dim]
+    const float* keys;     // [tokens][dim], before their layer norm
+    int64_t heads, dim;
+    int64_t half;                // the first 2 * half columns are rotated
+    const float *cos, *sin;      // [tokens][half]
+    const float *norm, *bias;    // [dim], of the layer norm
+    float eps;
+    bool beside;  // the columns of a rotated pair are beside each other in the inputs, and in the halves afterwards
+    bf16* q;      // [tokens][heads][padded dim]
+};
+
 // Number format of keys and values in pages: pdk_heads describes the rows.
 enum class KVFormat : int32_t { bf16 = 0, int8 = 1, fp8_e4m3 = 2 };
 
@@ -249,6 +262,12 @@ struct Kernels {
     // Writes latents, whose pages have one head of rank + rope columns and no values.
     void (*place_latents)(const Latents& latents, const Pages& pages, const int64_t* write_pages,
                           const int64_t* write_slots, int64_t first, int64_t last);
+    // Writes index keys, whose pages have one head and no values.
+    void (*place_index)(const IndexHeads& heads, const Pages& pages, const int64_t* write_pages,
+                        const int64_t* write_slots, int64_t first, int64_t last);
+    // Index scores of a piece's queries and keys, lines of `scores` that are `stride` apart; see index.h.
+    void (*index_scores)(const Attention& a, const Piece& piece, const float* weights, float scale, float* scores,
+                         int64_t stride, uint8_t* scratch);
     // `then`: the decode piece that this thread likely computes next, or null for `soon`. `fresh`: this piece was not
     // announced as a `then`, so nothing of it is prefetched.
     void (*decode)(const Attention& a, const Piece& piece, bool fresh, const Piece* then, const Soon& soon);

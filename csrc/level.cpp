@@ -43,14 +43,16 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #include "runs.h"
 #include "decode.h"
 #include "extend.h"
+#include "index.h"
 #include "delta_rule.h"
 #include "delta_pending.h"
 
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 extern const Kernels kernels;
-const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, place_latents, decode, extend, merge,
-                         gate,            delta,   argmax,    weigh,  keep,  widen,  add,    cap,   mix};
+const Kernels kernels = {TEXT(PDK_LEVEL), prepare, norm_rows, linear, place, place_latents, place_index,
+                         index_scores,    decode,  extend,    merge,  gate,  delta,         argmax,
+                         weigh,           keep,    widen,     add,    cap,   mix};
 
 }  // namespace PDK_LEVEL
 }  // namespace pdk

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "sparse.h"
+
 namespace pdk {
 
 void Embed::run(Program& p, int thread) {
@@ -131,39 +133,50 @@ void Place::run(Program& p, int thread) {
     p.kernels.place(heads, p.pages_of(group, layer), p.write_pages(group), p.step.write_slots, first, last);
 }
 
+// Computes a decode piece of `plan`; see Kernels::decode for what is prefetched.
+static void decode(Program& p, Plan& plan, const Attention& a, const Planned& planned, Piece piece, bool fresh,
+                   const Piece* then, const Soon& soon) {
+    if (planned.split < 0) {
+        p.kernels.decode(a, piece, fresh, then, soon);
+        return;
+    }
+    const Split& split = plan.splits[planned.split];
+    float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
+    piece.partial = all + planned.partial * plan.partial_floats;
+    p.kernels.decode(a, piece, fresh, then, soon);
+    const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
+    if (ended % split.pieces == 0) p.kernels.merge(a, piece, all, split.partials);
+}
+
 void Attend::run(Program& p, int thread) {
     Attention a = p.attention_of(group, layer);
     a.mask = mask;
     a.out = p.floats(out);
-    Plan& plan = p.groups[group]->plan_for(mask.window);
+    Plan& plan = p.groups[group]->plan_for(sight());
     const int64_t count = static_cast<int64_t>(plan.pieces.size());
     const Piece* expected = nullptr;
     for (int64_t i; turns.take(thread, count, i);) {
         const Planned& planned = plan.pieces[i];
-        Piece piece = planned.piece;
+        const int64_t query = query_of(p, planned.piece);
+        if (query >= 0) {
+            const Gathered own(p, a, planned.piece, selection->tokens_of(query), thread);
+            if (planned.decodes) decode(p, plan, own.attention, planned, own.piece, true, nullptr, {});
+            else p.kernels.extend(own.attention, own.piece, p.scratch[thread]->as<uint8_t>());
+            continue;
+        }
         if (!planned.decodes) {
-            p.kernels.extend(a, piece, p.scratch[thread]->as<uint8_t>());
+            p.kernels.extend(a, planned.piece, p.scratch[thread]->as<uint8_t>());
             continue;
         }
         const bool fresh = expected != &planned.piece;
         const Planned* behind = i + p.pool.size() < count ? &plan.pieces[i + p.pool.size()] : nullptr;
-        expected = behind && behind->decodes ? &behind->piece : nullptr;
-        const Soon then = behind ? Soon{} : soon(p, thread);
-        if (planned.split < 0) {
-            p.kernels.decode(a, piece, fresh, expected, then);
-            continue;
-        }
-        const Split& split = plan.splits[planned.split];
-        float* all = p.partials.as<float>() + split.first_partial * plan.partial_floats;
-        piece.partial = all + planned.partial * plan.partial_floats;
-        p.kernels.decode(a, piece, fresh, expected, then);
-        const int32_t ended = plan.done[planned.split].fetch_add(1, std::memory_order_acq_rel) + 1;
-        if (ended % split.pieces == 0) p.kernels.merge(a, piece, all, split.partials);
+        expected = behind && behind->decodes && query_of(p, behind->piece) < 0 ? &behind->piece : nullptr;
+        decode(p, plan, a, planned, planned.piece, fresh, expected, behind ? Soon{} : soon(p, thread));
     }
 }
 
 Soon Attend::first_read(Program& p, int thread) const {
-    const Plan& plan = p.groups[group]->plan_for(mask.window);
+    const Plan& plan = p.groups[group]->plan_for(sight());
     if (thread >= static_cast<int64_t>(plan.pieces.size())) return {};
     const Piece& piece = plan.pieces[thread].piece;
     const Attention a = p.attention_of(group, layer);

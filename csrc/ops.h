@@ -86,16 +86,25 @@ struct Place : Op {
     void run(Program& p, int thread) override;
 };
 
+// `selection`: tokens that see more than its top_k attend to those that it has chosen; null: all see all.
 struct Attend : Op {
     int64_t group, layer, out;
     Mask mask;
+    const Selection* selection;
     Turns turns;
-    Attend(int64_t group, int64_t layer, int64_t out, const Mask& mask)
-        : group(group), layer(layer), out(out), mask(mask) {}
+    Attend(int64_t group, int64_t layer, int64_t out, const Mask& mask, const Selection* selection = nullptr)
+        : group(group), layer(layer), out(out), mask(mask), selection(selection) {}
     void run(Program& p, int thread) override;
     Soon first_read(Program& p, int thread) const override;
     void prepare_for(Program& p) override { turns.reset(p.pool.size()); }
     bool prepares() const override { return true; }
+
+  private:
+    Sight sight() const { return {mask.window, selection ? selection->top_k : 0}; }
+    // The number of a piece's query in the selection, or -1.
+    int64_t query_of(const Program& p, const Piece& piece) const {
+        return selection ? selection->numbers[p.step.offsets[piece.row] + piece.first] : -1;
+    }
 };
 
 struct Sigmoid : Op {

@@ -225,6 +225,19 @@ PDK_API int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, 
    other (2). Writes the latents to the pages of `layer`. */
 PDK_API int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
                                      int64_t layer, const float* norm, float eps, int64_t pairs);
+/* The index of sparse attention (DSA): `heads` has one KV head and no values (value_offset 0). Queries are `queries`
+   [heads][dim], and keys `keys` [dim] after a layer norm with weight `norm` and `bias` [dim]. The first columns of both
+   are rotated; with `beside` 1 the columns of a pair are beside each other in the inputs, and in the halves afterwards.
+   Writes the keys to the pages of `layer`. */
+PDK_API int64_t pdk_op_place_index(pdk_program* p, int64_t heads, int64_t queries, int64_t keys, int64_t layer,
+                                   const float* norm, const float* bias, float eps, int64_t beside);
+/* Behind pdk_op_place_index. Each token that sees more than `top_k` tokens selects those with the highest scores: the sum
+   over heads of its `weights` [heads], times `scale`, times max(0, q k). Of equal scores the earlier token is taken. */
+PDK_API int64_t pdk_op_select_tokens(pdk_program* p, int64_t heads, int64_t layer, int64_t weights, float scale,
+                                     int64_t top_k);
+/* Attention over latents, of tokens that see more than `top_k` tokens over those that the last pdk_op_select_tokens with
+   this `top_k` has selected. */
+PDK_API int64_t pdk_op_attend_selected(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t top_k);
 PDK_API int64_t pdk_op_attend(pdk_program* p, int64_t heads, int64_t layer, int64_t out, int64_t window, float softcap,
                               const float* sinks);
 /* out = (with add +=) in * sigmoid(gate): `gate` has a column of buffer `gates` for each column of `in`, from `first`

@@ -95,11 +95,13 @@ int64_t extend_scratch_bytes(int64_t group, int64_t dim) {
     return 2 * MOST_TILE_KEYS * wide * 2 + TILE_ROWS * MOST_TILE_KEYS * 6 + rows * (wide * 4 + 8) + 64 * 8;
 }
 
-void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads) {
+void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, const Sight& sight, int threads) {
     pieces.clear();
     splits.clear();
     partials = 0;
+    const int64_t window = sight.window, most = sight.top_k ? sight.top_k : INT64_MAX;
     const auto begin_of = [&](int64_t position) { return window ? std::max<int64_t>(0, position - window + 1) : 0; };
+    const auto end_of = [&](int64_t position) { return std::min(position + 1, most); };
     // Adds the pieces of a decode query, which differ from `piece` in their keys.
     const auto add = [&](const Pieces& cut, Piece piece) {
         const int64_t split = cut.count > 1 ? static_cast<int64_t>(splits.size()) : -1;
@@ -118,23 +120,26 @@ void Plan::make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t d
     const auto prompt_end = [&](int64_t r) { return std::clamp(step.prompts[r], step.starts[r], step.ends[r]); };
     std::vector<Seen> seen;
     for (int64_t r = 0; r < step.rows; r++)
-        for (int64_t at = prompt_end(r); at < step.ends[r]; at++) seen.push_back({begin_of(at), at + 1});
+        for (int64_t at = prompt_end(r); at < step.ends[r]; at++) seen.push_back({begin_of(at), end_of(at)});
     std::sort(seen.begin(), seen.end(), [](const Seen& a, const Seen& b) { return a.keys() > b.keys(); });
     const auto [heads, longest] = best_cut(seen, kv_heads, heads_together(kv_heads, group, dim), threads);
     partial_floats = result_floats(heads * group, dim);
     const int64_t queries = extend_queries(group);
     for (int64_t r = 0; r < step.rows; r++) {
         const int64_t start = step.starts[r], behind = prompt_end(r) - start;
+        const int64_t whole = std::clamp<int64_t>(most - start, 0, behind);  // prompt tokens that see all before them
         for (int64_t head = 0; head < kv_heads; head++) {
-            for (int64_t first = 0; first < behind; first += queries) {
-                const int64_t last = std::min(first + queries, behind), begin = begin_of(start + first);
+            for (int64_t first = 0; first < whole; first += queries) {
+                const int64_t last = std::min(first + queries, whole), begin = begin_of(start + first);
                 const int64_t cost = (last - first) * (start + last - begin);
                 const Piece piece{r, head, 1, first, last, begin, start + last, nullptr, false, 0};
                 pieces.push_back({piece, false, -1, 0, cost});
             }
+            for (int64_t first = whole; first < behind; first++)
+                pieces.push_back({{r, head, 1, first, first + 1, 0, most, nullptr, false, 0}, false, -1, 0, most});
         }
         for (int64_t first = behind; first < step.ends[r] - start; first++) {
-            const Pieces cut(begin_of(start + first), start + first + 1, longest);
+            const Pieces cut(begin_of(start + first), end_of(start + first), longest);
             for (int64_t head = 0; head < kv_heads; head += heads)
                 add(cut, {r, head, heads, first, first + 1, 0, 0, nullptr, false, 0});
         }

@@ -9,6 +9,12 @@
 
 namespace pdk {
 
+// What a query sees of the tokens up to itself: the last `window` of them, or `top_k` that its layer selects. 0 disables
+// each. A piece of a query with selected tokens has [0, top_k) as its keys, which count these.
+struct Sight {
+    int64_t window, top_k;
+};
+
 // A piece of decode or extend. `split`: the split query whose partial results it leaves from `partial` on; -1: none.
 struct Planned {
     Piece piece;
@@ -28,8 +34,7 @@ struct Plan {
     int64_t partials = 0;
     int64_t partial_floats = 0;  // floats of one partial result
 
-    // `window` 0: no sliding window.
-    void make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, int64_t window, int threads);
+    void make(const pdk_step& step, int64_t kv_heads, int64_t group, int64_t dim, const Sight& sight, int threads);
 };
 
 }  // namespace pdk

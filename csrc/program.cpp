@@ -59,10 +59,10 @@ pdk_step Decoded::read(const pdk_decoding& rows, int64_t page_tokens) {
             rows.slots ? slots_.data() : nullptr, nullptr, rows.folded, rows.adapters};
 }
 
-Plan& HeadGroup::plan_for(int64_t window) {
+Plan& HeadGroup::plan_for(const Sight& sight) {
     for (auto& [known, plan] : plans)
-        if (known == window) return *plan;
-    plans.emplace_back(window, std::make_unique<Plan>());
+        if (known.window == sight.window && known.top_k == sight.top_k) return *plan;
+    plans.emplace_back(sight, std::make_unique<Plan>());
     return *plans.back().second;
 }
 
@@ -139,8 +139,8 @@ void Program::begin(const pdk_step& now) {
     for (auto& group : groups) {
         const pdk_heads& heads = group->heads;
         has_window |= heads.of_window != 0;
-        for (auto& [window, plan] : group->plans) {
-            plan->make(step, heads.kv_heads, heads.heads / heads.kv_heads, heads.dim, window, pool.size());
+        for (auto& [sight, plan] : group->plans) {
+            plan->make(step, heads.kv_heads, heads.heads / heads.kv_heads, heads.dim, sight, pool.size());
             floats_of_partials = std::max<size_t>(floats_of_partials, plan->partials * plan->partial_floats);
         }
     }
@@ -152,6 +152,7 @@ void Program::begin(const pdk_step& now) {
                 window_pages_[i] = step.window_table[r * step.window_stride + at / size];
     }
     partials.reserve(floats_of_partials * sizeof(float));
+    for (auto& selection : selections) selection->make(step);
     for (Op* op : preparing_) op->prepare_for(*this);
 }
 
@@ -189,6 +190,13 @@ Attention Program::attention_of(int64_t group, int64_t layer) const {
     return {pages_of(group, layer), {}, q.as<bf16>(), nullptr, heads.kv_heads, heads.heads / heads.kv_heads,
             step.tokens, step.starts, step.ends, step.offsets, of_window ? step.window_table : step.table,
             of_window ? step.window_stride : step.table_stride};
+}
+
+Selection& Program::selection_for(int64_t top_k) {
+    for (auto& selection : selections)
+        if (selection->top_k == top_k) return *selection;
+    selections.push_back(std::make_unique<Selection>(top_k));
+    return *selections.back();
 }
 
 const int64_t* Program::write_pages(int64_t group) const {

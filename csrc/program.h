@@ -12,6 +12,7 @@
 #include "pdk.h"
 #include "plan.h"
 #include "pool.h"
+#include "selection.h"
 
 namespace pdk {
 
@@ -55,15 +56,15 @@ class Decoded {
     std::vector<int32_t> table_, window_, slots_;
 };
 
-// Heads of equal shape, the angles by which they are rotated, and their attention plans by window.
+// Heads of equal shape, the angles by which they are rotated, and their attention plans by window and top_k.
 struct HeadGroup {
     explicit HeadGroup(const pdk_heads& heads) : heads(heads) {}
     const pdk_heads heads;
     int64_t half = 0;  // the first 2 * half columns of a head are rotated
     Room cos, sin;     // [tokens][half]
-    std::vector<std::pair<int64_t, std::unique_ptr<Plan>>> plans;
+    std::vector<std::pair<Sight, std::unique_ptr<Plan>>> plans;
 
-    Plan& plan_for(int64_t window);
+    Plan& plan_for(const Sight& sight);
 };
 
 // Assigns pieces of work to threads round-robin, so that each thread knows its next piece. A thread without pieces left
@@ -118,6 +119,8 @@ class Program {
     int64_t count(bool of_samples) const { return of_samples ? step.samples : step.tokens; }
     Pages pages_of(int64_t group, int64_t layer) const;
     Attention attention_of(int64_t group, int64_t layer) const;
+    // The selection of layers with this top_k.
+    Selection& selection_for(int64_t top_k);
     // The pages to which the step's tokens are written.
     const int64_t* write_pages(int64_t group) const;
     // Raises the maximum input width for which operand buffers are sized.
@@ -139,6 +142,7 @@ class Program {
     pdk_step step{};
     std::vector<Buffer> buffers;
     std::vector<std::unique_ptr<HeadGroup>> groups;
+    std::vector<std::unique_ptr<Selection>> selections;
     Room q, partials;
     Routed routed;
     Lora lora;

@@ -279,8 +279,6 @@ FAMILIES = {
 
 LATENT = ("deepseek_v3", "deepseek_v32", "deepseek_v2", "glm_moe_dsa", "glm4_moe_lite")
 """Families with latent attention that run natively."""
-INDEXED = ("deepseek_v32", "glm_moe_dsa")
-"""Those of them whose tokens attend to what an index selects."""
 DENSE = (
     "olmo3", "gemma2", "glm4", "smollm3", "granite", "gemma3_text", "gemma3", "glm", "phi3", "olmo2", "seed_oss",
     "ministral",

@@ -34,9 +34,13 @@ from benchmarks.gpu import delta_checks
 from benchmarks.gpu.delta_checks import DeltaShape
 from benchmarks.gpu.kernel_checks import GEMMA2, GPT_OSS, NOPE, QWEN3_NEXT, WINDOW, AttentionShape, attention_of
 from pdserve.executor.backend_choice import make_kernels
-from pdserve.memory.layout import attention_group
+from pdserve.memory.layout import GroupKind, attention_group
 from pdserve.model.attention.interface import Heads
-from pdserve.model.attention.page_gather import KVPool
+from pdserve.model.attention.latent_index import IndexInputs
+from pdserve.model.attention.latents import LatentProjection
+from pdserve.model.attention.page_gather import GroupPool, KVPool
+from pdserve.model.attention.triton_latents import TritonLatents
+from pdserve.model.config import index_plane, layout_of_layers
 from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.gpu import (
@@ -47,6 +51,7 @@ from pdserve.model.gpu import (
     extend_attention,
     gated_delta,
     gated_delta_prefill,
+    latent_attention,
     packed_gemm,
     routes,
     sampling,
@@ -55,7 +60,7 @@ from pdserve.model.gpu import (
 from pdserve.model.gpu import fused_qk_norm_rope_cache as heads
 from pdserve.model.gpu.packed_gemm import PackedWeight
 from pdserve.model.grouped_weights import GroupFormat
-from pdserve.model.layer_spec import MoeSpec
+from pdserve.model.layer_spec import IndexSpec, MoeSpec
 from pdserve.model.layers.dense import RMSNorm
 from pdserve.model.layers.kernels import FastKernels
 from pdserve.model.triton_delta import TritonDelta
@@ -170,6 +175,12 @@ def launches(compiler: Compiler) -> Iterator[str]:
             compiler.case = f"{shape.name}, {step}"
             yield compiler.case
             _attend(shape, spans)
+    for heads_here, dtype in ((128, torch.bfloat16), (16, torch.bfloat16), (20, torch.float32)):
+        for step, spans in {"decode": [(4095, 4096)], "decode 64": [(99, 100)] * 64, "prefill": [(900, 940)]}.items():
+            for top_k in (None, 64):
+                compiler.case = f"latents, {heads_here} heads, {dtype}, {step}, {'sparse' if top_k else 'dense'}"
+                yield compiler.case
+                _latents(heads_here, dtype, spans, top_k)
     deltas = [*delta_checks.SHAPES, dataclasses.replace(delta_checks.QWEN3_NEXT, name="fp32", dtype="float32")]
     for delta in deltas:
         for step, spans in {"decode": [(9, 10)], "decode 8": [(9, 10)] * 8, "prefill": [(0, 300)]}.items():
@@ -249,6 +260,36 @@ def _packed(compiler: Compiler) -> Iterator[str]:
             packed_gemm.expert_rows(x, slots, gate_up, down, None, None, "gpt_oss", 7.0)
 
 
+def _latents(num_heads: int, dtype: torch.dtype, spans: list[tuple[int, int]], top_k: int | None) -> None:
+    """One layer's attention over latents of DeepSeek-V3's shape; with `top_k` over selected ones (DSA)."""
+    name, cpu = str(dtype).removeprefix("torch."), torch.device("cpu")
+    planes = attention_group(
+        kind=GroupKind.MLA, page_tokens=64, num_kv_heads=1, head_dim=576, dtype=name, num_layers=1
+    ).planes
+    index = index_plane(IndexSpec(num_heads=64, head_dim=128, top_k=2048), 64, name)
+    layout = layout_of_layers({(GroupKind.MLA, None, planes): [0], (GroupKind.INDEX, None, (index,)): [0]}, 1, 64)
+    batch = _batch(spans, 64)
+    backend = TritonLatents(*(GroupPool(group, 4, cpu) for group in layout.groups))
+    tokens = batch.num_tokens
+    projection = LatentProjection(torch.empty(num_heads * 256, 512, dtype=dtype), num_heads, 128, 128, 64)
+    query, latents = torch.zeros(tokens, num_heads, 192, dtype=dtype), torch.zeros(tokens, 576, dtype=dtype)
+    keys = torch.zeros(tokens, 64, 128, dtype=dtype), torch.zeros(tokens, 128, dtype=dtype)
+    inputs = None if top_k is None else IndexInputs(*keys, torch.zeros(tokens, 64), top_k)
+    backend.begin(batch).attend_latents(0, query, latents, projection, 0.1, inputs)
+
+
+def _batch(spans: list[tuple[int, int]], page_tokens: int) -> ForwardBatch:
+    """Rows whose pages are all the first one."""
+    starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
+    counts = ends - starts
+    pages = np.zeros((len(spans), -(-int(ends.max()) // page_tokens)), dtype=np.int32)
+    host = HostRows(
+        starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, prompts=np.zeros_like(starts), pages=pages
+    )
+    zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
+    return ForwardBatch(zeros.expand(4, -1).contiguous(), zeros, host)
+
+
 def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
     """One layer's attention, on memory that nobody reads."""
     cpu = torch.device("cpu")
@@ -258,19 +299,12 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
         dtype=shape.dtype,
     )  # fmt: skip
     dtype = torch.bfloat16 if shape.dtype == "bfloat16" else torch.float32
-    starts, ends = (np.array(x, dtype=np.int64) for x in zip(*spans, strict=True))
-    counts = ends - starts
-    pages = np.zeros((len(spans), -(-int(ends.max()) // shape.page_tokens)), dtype=np.int32)
-    host = HostRows(
-        starts=starts, ends=ends, offsets=np.cumsum(counts) - counts, prompts=np.zeros_like(starts), pages=pages
-    )
-    zeros = torch.zeros(int(counts.sum()), dtype=torch.int64)
-    batch = ForwardBatch(zeros.expand(4, -1).contiguous(), zeros, host)
+    batch = _batch(spans, shape.page_tokens)
     norm = RMSNorm(torch.empty(shape.head_dim, dtype=dtype), 1e-6, FastKernels(), shape.norm_offset)
     num_heads = shape.num_heads * (1 + shape.has_gates) + 2 * shape.num_kv_heads
-    qkv = torch.empty(len(zeros), num_heads, shape.head_dim, dtype=dtype)
+    qkv = torch.empty(batch.num_tokens, num_heads, shape.head_dim, dtype=dtype)
     rotary = int(shape.head_dim * shape.rotary)
-    angles = torch.empty(len(zeros), 1, rotary, dtype=dtype) if rotary else None
+    angles = torch.empty(batch.num_tokens, 1, rotary, dtype=dtype) if rotary else None
     sinks = torch.empty(shape.num_heads) if shape.has_sinks else None
     heads = Heads(qkv, shape.num_heads, shape.num_kv_heads, norm, norm, angles, angles, shape.has_gates, sinks)
     attention_of("triton", KVPool(group, 4, cpu), shape, cpu).begin(batch).attend(1, heads)
@@ -298,7 +332,7 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
         chained_modules = (
             causal_conv, decode_attention, elementwise, experts, extend_attention, gated_delta, gated_delta_prefill,
-            heads, packed_gemm, routes, sampling, small_batch_gemm,
+            heads, latent_attention, packed_gemm, routes, sampling, small_batch_gemm,
         )  # fmt: skip
         for module in chained_modules:
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))

@@ -131,6 +131,26 @@ LATENT_MODELS: dict[str, dict[str, Any]] = {
         "torch_dtype": "bfloat16",
     },
 }
+LATENT_MODELS["DeepSeek-V3.2"] = LATENT_MODELS["DeepSeek-V2-Lite"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
 """Models with MLA."""
 HYBRID_MODELS: dict[str, dict[str, Any]] = {
     "Qwen3.5-0.8B": QWEN35_SMALL,

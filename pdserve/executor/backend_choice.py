@@ -27,6 +27,8 @@ from pdserve.model.attention.batch_invariant import BatchInvariantAttention
 from pdserve.model.attention.flashinfer_pages import FlashInferAttention
 from pdserve.model.attention.flashinfer_pages import cannot_run as flashinfer_cannot_run
 from pdserve.model.attention.interface import ALL_POSITIONS, AttentionBackend, ScoreRule
+from pdserve.model.attention.latent_pages import LatentPages
+from pdserve.model.attention.layer_backends import MakeLatents
 from pdserve.model.attention.page_gather import KVPool
 from pdserve.model.attention.torch_sdpa import TorchAttention
 from pdserve.model.config import ModelSpec
@@ -117,6 +119,15 @@ def make_attention(
     from pdserve.model.attention.triton_pages import TritonAttention
 
     return TritonAttention(pool, num_heads, device, rule)
+
+
+def latents_maker(choice: Choice) -> MakeLatents:
+    """Return what makes the backends over latents."""
+    if choice in ("torch", "batch_invariant"):
+        return LatentPages
+    from pdserve.model.attention.triton_latents import TritonLatents
+
+    return TritonLatents
 
 
 def make_kernels(choice: Choice) -> Kernels:

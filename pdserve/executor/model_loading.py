@@ -26,6 +26,7 @@ from pdserve.executor.backend_choice import (
     Choice,
     choose_attention,
     choose_level,
+    latents_maker,
     make_attention,
     make_delta_kernels,
     make_kernels,
@@ -293,7 +294,8 @@ def bind_decoder(
         next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec | MLASpec)), None)
         for i in mine
     ]
-    return make_backends(attended, mine.start if first is None else first, pools, make, device, max_drafts)
+    begin = mine.start if first is None else first
+    return make_backends(attended, begin, pools, make, device, max_drafts, latents_maker(choice))
 
 
 def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:

@@ -23,12 +23,15 @@ from pdserve.model.layers.kernels import Kernels, rotate
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import Param, ParamSlots
 
-_INDEX_EPS = 1e-6
+INDEX_EPS = 1e-6
 """Of the layer norm of index keys."""
 
 
 class Indexer:
-    """The projections of an index (DSA). Every tensor rank has all of them."""
+    """The projections of an index (DSA). Every tensor rank has all of them.
+
+    `norm`: weight and bias of the layer norm of keys, `[head_dim]`.
+    """
 
     def __init__(
         self, spec: MLASpec, index: IndexSpec, hidden_size: int, names: LayerNames, params: ParamSlots, kernels: Kernels
@@ -36,26 +39,26 @@ class Indexer:
         assert spec.q_lora_rank is not None, "an index reads the queries' lower rank"
         self.spec = index
         width, dim = index.num_heads * index.head_dim, index.head_dim
-        self._q = column_linear(
+        self.q = column_linear(
             kernels, params, (Outputs(names.index_q, width, range(width)),), spec.q_lora_rank, bias=False
         )
-        self._k = column_linear(kernels, params, (Outputs(names.index_k, dim, range(dim)),), hidden_size, bias=False)
-        self._norm = params.new(f"{names.index_k_norm}.weight", dim), params.new(f"{names.index_k_norm}.bias", dim)
+        self.k = column_linear(kernels, params, (Outputs(names.index_k, dim, range(dim)),), hidden_size, bias=False)
+        self.norm = params.new(f"{names.index_k_norm}.weight", dim), params.new(f"{names.index_k_norm}.bias", dim)
         heads = Outputs(names.index_weights, index.num_heads, range(index.num_heads))
-        self._weights = column_linear(kernels, params, (heads,), hidden_size, bias=False)
+        self.weights = column_linear(kernels, params, (heads,), hidden_size, bias=False)
 
     def __call__(self, x: Tensor, lower: Tensor, angles: tuple[Tensor, Tensor] | None) -> IndexInputs:
         """Compute what selects the tokens of `x` `[N, hidden]`. `lower` `[N, q_lora_rank]`: the normed `q_a(x)`."""
         spec = self.spec
-        query = self._q(lower).view(len(x), spec.num_heads, spec.head_dim)
-        key = F.layer_norm(self._k(x), (spec.head_dim,), *self._norm, eps=_INDEX_EPS)
+        query = self.q(lower).view(len(x), spec.num_heads, spec.head_dim)
+        key = F.layer_norm(self.k(x), (spec.head_dim,), *self.norm, eps=INDEX_EPS)
         both = torch.cat((query, key[:, None]), 1)
         if angles is not None and spec.interleaved:
             rotated = angles[0].shape[-1]
             both = torch.cat((parted(both[..., :rotated]), both[..., rotated:]), -1)
         if angles is not None:
             both = rotate(both, *angles)
-        weights = self._weights(x).float() * spec.num_heads**-0.5
+        weights = self.weights(x).float() * spec.num_heads**-0.5
         return IndexInputs(both[:, :-1], both[:, -1], weights, spec.top_k)
 
 

@@ -25,7 +25,7 @@ from tests.e2e.harness import (
     running_pair,
     start_server,
 )
-from tests.model_families import DENSE, FAMILIES, LENGTHS, SPARSE, TinyFamily, prompts_of
+from tests.model_families import DENSE, FAMILIES, LATENT, LENGTHS, SPARSE, TinyFamily, prompts_of
 from tests.tiny import tiny_tokenizer
 
 NEW_TOKENS = 12
@@ -34,7 +34,11 @@ COMMON = (*NUMBERS, "--model-impl", "transformers")
 SHORT = ("--max-total-tokens", "384", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 """Memory of a decode server for half of the requests of the load."""
 LONG = 100
-NATIVE = (*DENSE, *SPARSE)
+UNEQUAL = [
+    *((name, *sizes) for number, name in enumerate((*DENSE, *SPARSE)) for sizes in [((2, 1), (1, 2))[number % 2]]),
+    *((name, *sizes) for name in LATENT for sizes in ((2, 1), (1, 2))),
+]
+"""Families that run natively, and the tensor ranks of their prefill and decode servers."""
 
 
 def bodies_of(prompts: Sequence[list[int]], num_new: int) -> list[dict[str, Any]]:
@@ -86,10 +90,12 @@ def test_pair_over_mooncake(name: str, family_checkpoint: Callable[[str], Path])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NATIVE)
-def test_native_pair_on_unequal_splits(name: str, family_checkpoint: Callable[[str], Path]) -> None:
-    sizes = ("--tp-size 2", "--tp-size 1") if NATIVE.index(name) % 2 == 0 else ("--tp-size 1", "--tp-size 2")
+@pytest.mark.parametrize(("name", "prefill", "decode"), UNEQUAL)
+def test_native_pair_on_unequal_splits(
+    name: str, prefill: int, decode: int, family_checkpoint: Callable[[str], Path]
+) -> None:
     flags = (*NUMBERS, "--model-impl", "native", "--cpu-kernels", "torch")
+    sizes = f"--tp-size {prefill}", f"--tp-size {decode}"
     check_split(FAMILIES[name], family_checkpoint(name), *sizes, *flags, at_once=slice(1, None))
 
 

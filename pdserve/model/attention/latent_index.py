@@ -18,7 +18,7 @@ from pdserve.model.attention.paged_rows import PassRows, causal_mask
 
 REUSED: Literal["reused"] = "reused"
 """Stands for the inputs of a layer whose tokens attend to those that an earlier layer has selected."""
-_NONE = -1
+NO_TOKEN = -1
 """Stands for a token that is not selected, where a row has fewer tokens than are selected."""
 
 
@@ -47,7 +47,7 @@ def select_tokens(inputs: IndexInputs, rows: PassRows, plane: PagedPlane, null_p
     """
     if int(rows.ends.max()) <= inputs.top_k:
         return None
-    found = torch.full((len(inputs.query), inputs.top_k), _NONE, device=inputs.query.device)
+    found = torch.full((len(inputs.query), inputs.top_k), NO_TOKEN, device=inputs.query.device)
     for bucket in rows.decodes(PageSpace.TOKENS, None, null_page):
         keys = gather_bucket(plane, bucket)[:, 0]
         query = inputs.query[bucket.tokens][:, None]
@@ -67,7 +67,7 @@ def select_tokens(inputs: IndexInputs, rows: PassRows, plane: PagedPlane, null_p
             )
             scores = _scores(inputs.query[tokens][None], keys[None], inputs.weights[tokens][None])[0]
             found[tokens] = _best(scores.masked_fill(~visible, float("-inf")), inputs.top_k)
-    return found.where(found == _NONE, found + rows.context_firsts)
+    return found.where(found == NO_TOKEN, found + rows.context_firsts)
 
 
 def _scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ def _scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
 
 
 def _best(scores: Tensor, top_k: int) -> Tensor:
-    """Return the indices of the highest scores of each line, `[lines, top_k]`; `_NONE` for those of -inf."""
+    """Return the indices of the highest scores of each line, `[lines, top_k]`; `NO_TOKEN` for those of -inf."""
     best = scores.topk(min(top_k, scores.shape[-1]), -1)
-    found = best.indices.masked_fill(best.values == float("-inf"), _NONE)
-    return torch.nn.functional.pad(found, (0, top_k - found.shape[-1]), value=_NONE)
+    found = best.indices.masked_fill(best.values == float("-inf"), NO_TOKEN)
+    return torch.nn.functional.pad(found, (0, top_k - found.shape[-1]), value=NO_TOKEN)

@@ -8,11 +8,12 @@ All tensor ranks hold the latents of all tokens. Each attends with its own query
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 
 import numpy as np
 from torch import Tensor
 
-from pdserve.model.attention.interface import Heads
+from pdserve.model.attention.interface import CapturableBackend, Heads
 from pdserve.model.attention.latent_index import Index, IndexInputs, select_tokens
 from pdserve.model.attention.latents import LatentPlane, LatentProjection, attend_latents
 from pdserve.model.attention.page_gather import GroupPool
@@ -44,10 +45,16 @@ class LatentPages:
             numbers = map(pool.group.layers.index, index.group.layers)
             self._index = dict(zip(numbers, _planes(index), strict=True))
 
-    def capturing(self) -> None:
-        """See `AttentionBackend.capturing`. Returns None: tensor shapes depend on the rows' lengths."""
+    @property
+    def planes(self) -> tuple[list[PagedPlane], dict[int, PagedPlane]]:
+        """The latents of each layer of the pool, and the index keys of those with an index."""
+        return self._planes, self._index
 
-    def begin(self, batch: ForwardBatch) -> LatentStep:
+    def capturing(self) -> CapturableBackend | None:
+        """See `AttentionBackend.capturing`. Returns None: tensor shapes depend on the rows' lengths."""
+        return None
+
+    def begin(self, batch: ForwardBatch) -> LatentAttention:
         """See `AttentionBackend.begin`."""
         every = np.arange(len(batch.host.starts))
         rows = PassRows(batch, every, self._pool.group.page_tokens, is_decode=False)
@@ -59,26 +66,14 @@ def _planes(pool: GroupPool) -> list[PagedPlane]:
     return [PagedPlane(pool.plane(layer, 0), pool.plane_blocks(layer, 0)) for layer in range(pool.group.num_layers)]
 
 
-class LatentStep:
-    """Attention of one step over latents."""
-
-    def __init__(
-        self,
-        planes: list[PagedPlane],
-        index: dict[int, PagedPlane],
-        null_page: int,
-        batch: ForwardBatch,
-        rows: PassRows,
-    ) -> None:
-        self._planes, self._index, self._null_page, self._rows = planes, index, null_page, rows
-        self._pages, self._slots = batch.write_pages, batch.write_slots
-        self._selected: Tensor | None = None
-        """What the tokens select in the last layer with an index; None: all tokens that they may see."""
+class LatentAttention(ABC):
+    """Implements `StepAttention` for layers with latents."""
 
     def attend(self, layer: int, heads: Heads) -> Tensor:
         """Must not be called: the pool has no keys and values."""
         raise AssertionError("the layer has latents")
 
+    @abstractmethod
     def attend_latents(
         self,
         layer: int,
@@ -95,6 +90,34 @@ class LatentStep:
         written too, it attends to those of them that it selects, or has selected in an earlier layer. `scale`
         multiplies the scores. Returns `[N, heads, v_width]`.
         """
+
+
+class LatentStep(LatentAttention):
+    """Attention of one step over latents, with torch."""
+
+    def __init__(
+        self,
+        planes: list[PagedPlane],
+        index: dict[int, PagedPlane],
+        null_page: int,
+        batch: ForwardBatch,
+        rows: PassRows,
+    ) -> None:
+        self._planes, self._index, self._null_page, self._rows = planes, index, null_page, rows
+        self._pages, self._slots = batch.write_pages, batch.write_slots
+        self._selected: Tensor | None = None
+        """What the tokens select in the last layer with an index; None: all tokens that they may see."""
+
+    def attend_latents(
+        self,
+        layer: int,
+        query: Tensor,
+        latents: Tensor,
+        projection: LatentProjection,
+        scale: float,
+        index: Index | None = None,
+    ) -> Tensor:
+        """See `LatentAttention.attend_latents`."""
         plane = self._planes[layer]
         plane.values[self._pages, 0, self._slots] = latents
         held = LatentPlane(plane, projection.rank, self._null_page, projection)

@@ -43,7 +43,8 @@ class LatentProjection:
         self._to_k, self._to_v = by_head[:, :nope], by_head[:, nope:]
         expanded = self.rank * (nope + v_width)
         saved = 2 * self.rank + rope_width - (nope + rope_width + v_width)
-        self._worth = expanded / saved if saved > 0 else float("inf")
+        self.worth = expanded / saved if saved > 0 else float("inf")
+        """New tokens of a row from which on `is_worth` is true."""
 
     def is_worth(self, num_tokens: int) -> bool:
         """True when expanding a context takes fewer products than `num_tokens` absorbed queries over its latents.
@@ -51,7 +52,7 @@ class LatentProjection:
         Expanding costs `rank * (nope + v_width)` products for each head and token of the context. Each query then
         saves the difference of the widths.
         """
-        return num_tokens >= self._worth
+        return num_tokens >= self.worth
 
     def absorb(self, query: Tensor) -> Tensor:
         """Map queries `[tokens, heads, nope + rope_width]` to queries over latents, `[tokens, heads, latent]`."""
@@ -109,6 +110,22 @@ def attend_latents(query: Tensor, new: Tensor, call: AttentionOptions, rows: Pas
             only = _only(selected[tokens] - rows.context_starts[span.row], len(latents))
         out[tokens] = _extend(query[tokens], latents, span, only, call, projection)
     return out
+
+
+def attend_expanded(
+    query: Tensor,
+    new: Tensor,
+    plane: PagedPlane,
+    span: ExtendSpan,
+    call: AttentionOptions,
+    projection: LatentProjection,
+) -> Tensor:
+    """Attend with the queries of one row `[tokens, heads, key width]` over keys and values of its expanded latents.
+
+    `new` `[tokens, latent]` are in the pages already. Returns `[tokens, heads, v_width]`.
+    """
+    keys, values = projection.expand(new if span.start == 0 else _row(plane.values, span))
+    return attend_span(query, keys, values, call, span.start, span.end, span.first)
 
 
 def _row(plane: Tensor, span: ExtendSpan) -> Tensor:

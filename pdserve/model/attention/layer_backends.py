@@ -24,7 +24,7 @@ from pdserve.model.attention.interface import (
     StepAttention,
 )
 from pdserve.model.attention.latent_index import Index
-from pdserve.model.attention.latent_pages import LatentPages, LatentStep
+from pdserve.model.attention.latent_pages import LatentAttention, LatentPages
 from pdserve.model.attention.latents import LatentProjection
 from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, StepSlots, fold_rows, state_rows
@@ -33,6 +33,8 @@ from pdserve.model.layer_spec import AttentionSpec, MLASpec
 
 Make = Callable[[KVPool, AttentionSpec], AttentionBackend]
 """Makes the backend of one kind of attention over one pool."""
+MakeLatents = Callable[[GroupPool, GroupPool | None], AttentionBackend]
+"""Makes the backend over a pool of latents, and one of index keys; None: its layers have no index."""
 Places = Mapping[int, tuple[int, int]]
 """By layer of this rank: index of its backend, and the layer's index in the backend's pool."""
 
@@ -58,6 +60,7 @@ def make_backends(
     make: Make,
     device: torch.device,
     max_drafts: int = 0,
+    make_latents: MakeLatents = LatentPages,
 ) -> AttentionBackend:
     """Make the backends of a rank's layers over its pools, one for each group of the layout.
 
@@ -85,7 +88,7 @@ def make_backends(
                 if (index,) not in kinds:
                     kinds[(index,)] = len(groups)
                     index_pool = None if op.index is None else _index_pool(pools, pool)
-                    groups.append(AttentionGroup(LatentPages(pool, index_pool), pool.group, pool.null_page))
+                    groups.append(AttentionGroup(make_latents(pool, index_pool), pool.group, pool.null_page))
                 attended[local] = kinds[(index,)], at
                 continue
             assert isinstance(pool, KVPool)
@@ -181,10 +184,10 @@ class GroupedStep:
         scale: float,
         index: Index | None = None,
     ) -> Tensor:
-        """See `LatentStep.attend_latents`."""
+        """See `LatentAttention.attend_latents`."""
         number, at = self._attended[layer]
         step = self._steps[number]
-        assert isinstance(step, LatentStep), f"layer {layer} has no latents"
+        assert isinstance(step, LatentAttention), f"layer {layer} has no latents"
         return step.attend_latents(at, query, latents, projection, scale, index)
 
     def states(self, layer: int) -> LayerStates:
@@ -237,7 +240,7 @@ def states_of(step: StepAttention, layer: int) -> LayerStates:
     return step.states(layer)
 
 
-def latents_of(step: StepAttention) -> LatentStep | GroupedStep:
+def latents_of(step: StepAttention) -> LatentAttention | GroupedStep:
     """Return a step of a model with MLA groups as what attends over latents."""
-    assert isinstance(step, LatentStep | GroupedStep), "the layout has no MLA group"
+    assert isinstance(step, LatentAttention | GroupedStep), "the layout has no MLA group"
     return step

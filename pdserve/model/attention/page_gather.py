@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pdserve.memory import shared
 from pdserve.memory.dtypes import EIGHT_BIT, row_items
-from pdserve.memory.layout import KVGroup
+from pdserve.memory.layout import GroupKind, KVGroup
 from pdserve.model.attention.kv_rows import decode_rows, encode_rows
 from pdserve.model.forward_batch import HostRows, IntArray, to_device
 from pdserve.model.params import torch_dtype
@@ -249,6 +250,15 @@ class KVPool(GroupPool):
             slots.index_copy_(0, index, rows.reshape(-1, self._row_items))
             kept.append(decode_rows(rows, group.dtype, group.head_dim, values.dtype) if self.has_codes else values)
         return kept[0], kept[1]
+
+
+def places_in(pools: Sequence[GroupPool], first: int, *, of_index: bool) -> dict[int, tuple[GroupPool, int]]:
+    """Return the pool of each layer and the layer's number there, by its number counted from layer `first`.
+
+    With `of_index` of the INDEX groups, else of all other groups.
+    """
+    chosen = [pool for pool in pools if (pool.group.kind is GroupKind.INDEX) is of_index]
+    return {number - first: (pool, index) for pool in chosen for index, number in enumerate(pool.group.layers)}
 
 
 def _allocate(num_bytes: int, device: torch.device, shareable: bool) -> Tensor:

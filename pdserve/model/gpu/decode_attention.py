@@ -264,7 +264,7 @@ def _decode(
             if is_last:
                 tl.store(through + pair, 0)
                 lines = pair.to(tl.int64) * most_parts * GROUP + within
-                total, top, weight = _reduced_sum(
+                total, top, weight = reduced_sum(
                     partial_out, lse, lines, is_head, cells, parts, GROUP, DIM, BLOCK_DIM, BLOCK_HEADS, MOST_PARTS
                 )  # fmt: skip
         if is_last:
@@ -280,7 +280,7 @@ def _decode(
 
 
 @triton.jit
-def _reduced_sum(
+def reduced_sum(
     partial_out, lse, lines, is_head, cells, parts, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_DIM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, MOST_PARTS: tl.constexpr,
 ):  # fmt: skip

@@ -34,18 +34,25 @@ from torch import Tensor
 from pdserve.base.parallel import layers_of
 from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import StepAttention
-from pdserve.model.attention.page_gather import GroupPool
+from pdserve.model.attention.page_gather import GroupPool, places_in
 from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.grouped_weights import GroupFormat
 from pdserve.model.interface import LayerTaps, MoELayer
-from pdserve.model.layers.dense import FeedForward, Linear, RMSNorm, WholeQKNorm
+from pdserve.model.layers.dense import FeedForward, Linear, WholeQKNorm
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.lora import Adapters, LoraTarget
 from pdserve.model.mla import MLA
-from pdserve.model.native.latents import LatentProgram, latent_shape, record_latents
+from pdserve.model.native.latents import (
+    LatentProgram,
+    LayerHeads,
+    index_shape,
+    latent_shape,
+    norm_of,
+    record_latents,
+)
 from pdserve.model.native.lora import LoraSites
 from pdserve.model.native.packer import (
     PackedAttention,
@@ -200,13 +207,12 @@ class NativeDecoder:
         coord = self.parallel.coord
         if first is None:
             first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
-        self._places = {
-            number - first: (pool, index) for pool in pools for index, number in enumerate(pool.group.layers)
-        }
+        self._places, self._index_places = (places_in(pools, first, of_index=of_index) for of_index in (False, True))
         for local, layer in enumerate(model.layers):
             for op in layer.operations:
                 if isinstance(op, Attention | MLA):
-                    self._add_heads(local, op)
+                    self._heads_of(local, op)
+                    self._index_of(local, op)
         embedding = model.embedding
         if self._embedding is not None:
             assert embedding is not None
@@ -225,7 +231,7 @@ class NativeDecoder:
             program.select(self._x, self._samples)
             self._head_from = program.num_ops
             self._logits = program.buffer(self._head.num_out, of_samples=True)
-            weight, eps = _norm_of(model.norm)
+            weight, eps = norm_of(model.norm)
             program.linear(self._samples, self._head, self._logits, norm=weight, eps=eps)
             if spec.logit_scale != 1.0 or spec.logit_softcap is not None:
                 program.cap(self._logits, scale=spec.logit_scale, softcap=spec.logit_softcap or 0.0)
@@ -356,15 +362,15 @@ class NativeDecoder:
             self._record_attention(local, sublayer, weights)
             return
         if isinstance(weights, PackedMLA):
-            heads, (_, index) = self._add_heads(local, weights.op), self._places[local]
-            mixed = record_latents(self._program, self._buffer, self._x, _norm_of(sublayer.norm), weights, heads, index)
+            place, index = self._heads_of(local, weights.op), self._index_of(local, weights.op)
+            mixed = record_latents(self._program, self._buffer, self._x, norm_of(sublayer.norm), weights, place, index)
             self._kv_write_ends.append(mixed.written)
             self._record_output(sublayer, mixed.buffer, weights.out)
             return
         if isinstance(weights, PackedDelta):
             self._record_delta(local, sublayer, weights)
             return
-        weight, eps = _norm_of(sublayer.norm)
+        weight, eps = norm_of(sublayer.norm)
         if isinstance(weights, PackedOutside):
             if weight is not None:
                 self._program.norm(self._x, weight, eps, self._normed)
@@ -384,16 +390,15 @@ class NativeDecoder:
     def _record_attention(self, local: int, sublayer: Sublayer, weights: PackedAttention) -> None:
         """Record the projections of one layer's heads, and attention between them."""
         program, op, offset = self._program, weights.op, self._model.spec.norm_offset
-        weight, eps = _norm_of(sublayer.norm)
-        _, index = self._places[local]
-        heads, width = self._add_heads(local, op), op.num_heads * op.spec.head_dim
+        weight, eps = norm_of(sublayer.norm)
+        (heads, index), width = self._heads_of(local, op), op.num_heads * op.spec.head_dim
         qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
         of_embeddings, embedding_norm = weights.of_embeddings, sublayer.embedding_norm
         if of_embeddings is not None and embedding_norm is not None:
-            of_embedding, its_eps = _norm_of(embedding_norm)
+            of_embedding, its_eps = norm_of(embedding_norm)
             program.linear(self._embeds, of_embeddings, qkv, norm=of_embedding, eps=its_eps)
         program.linear(self._x, weights.qkv, qkv, norm=weight, eps=eps, add=of_embeddings is not None)
-        q_norm, k_norm = (_norm_of(each)[0] for each in (op.q_norm, op.k_norm))
+        q_norm, k_norm = (norm_of(each)[0] for each in (op.q_norm, op.k_norm))
         whole = op.whole_norms
         if whole is not None and self.parallel.coord.shape.tp_size == 1:
             q_norm, k_norm = (offset + each.float() if offset else each for each in whole.weights)
@@ -412,7 +417,7 @@ class NativeDecoder:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
         pool, index = self._places[local]
         self._delta_ops.append(self._program.num_ops + 1)
-        pending, norm = self._pending[pool][index], _norm_of(sublayer.norm)
+        pending, norm = self._pending[pool][index], norm_of(sublayer.norm)
         mixed = record_delta(self._program, self._buffer, self._x, norm, weights, pool, index, pending)
         self._kv_write_ends.append(self._program.num_ops)
         self._record_output(sublayer, mixed, weights.out)
@@ -428,16 +433,16 @@ class NativeDecoder:
 
     def _add_part(self, sublayer: Sublayer, reduce: Callable[[Tensor], Tensor] | None) -> None:
         """Record: add `part`, which `reduce` sums over ranks before, to the hidden states; see `SublayerSpec`."""
-        weight, eps = _norm_of(sublayer.post_norm)
+        weight, eps = norm_of(sublayer.post_norm)
         adds = reduce is None or weight is not None or sublayer.residual_scale != 1.0
         if reduce is not None:
             self._add_sync_point(partial(self._reduce_part, reduce, None if adds else self._x))
         if adds:
             self._program.add(self._part, self._x, norm=weight, eps=eps, scale=sublayer.residual_scale)
 
-    def _add_heads(self, local: int, op: Attention | MLA) -> int:
-        """Return the program's number of this layer's heads; layers with equal heads over one pool share it."""
-        pool, _ = self._places[local]
+    def _heads_of(self, local: int, op: Attention | MLA) -> LayerHeads:
+        """Return the program's heads of a layer."""
+        pool, index = self._places[local]
         group = pool.group
         if isinstance(op, MLA):
             shape = latent_shape(group, op)
@@ -447,12 +452,23 @@ class NativeDecoder:
                 group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
                 op.spec.scale, kv_dtype=group.dtype,
             )  # fmt: skip
-        key = (pool, shape, op.rotary)
+        return LayerHeads(self._add_heads(pool, shape, op.rotary), index)
+
+    def _index_of(self, local: int, op: Attention | MLA) -> LayerHeads | None:
+        """Return the program's heads of a layer's index; None without one."""
+        if isinstance(op, Attention) or op.index is None:
+            return None
+        pool, index = self._index_places[local]
+        return LayerHeads(self._add_heads(pool, index_shape(pool.group, op.index), op.rotary), index)
+
+    def _add_heads(self, pool: GroupPool, shape: HeadShape, rotary: int | None) -> int:
+        """Return the program's number of heads; layers with equal heads over one pool share it."""
+        key = (pool, shape, rotary)
         if key not in self._heads:
             number = self._program.add_heads(shape, pool.pages)
-            if op.rotary is not None:
-                rotary = self._model.rotaries[op.rotary]
-                self._program.angles(rotary.inverse, rotary.factor, heads=number)
+            if rotary is not None:
+                angles = self._model.rotaries[rotary]
+                self._program.angles(angles.inverse, angles.factor, heads=number)
             self._heads[key] = number
         return self._heads[key]
 
@@ -488,13 +504,6 @@ class NativeDecoder:
         x = self._program.view(self._x, num_tokens)
         normed = x.bfloat16() if sublayer.norm is None else self._program.view(self._normed, num_tokens)
         x.add_(sublayer.finished(op(normed)))
-
-
-def _norm_of(norm: RMSNorm | None) -> tuple[Tensor | None, float]:
-    """Return what a norm multiplies by, and its epsilon; None: there is no norm."""
-    if norm is None:
-        return None, 0.0
-    return norm.offset + norm.weight.float() if norm.offset else norm.weight, norm.eps
 
 
 def _report_layer(on_layer: Callable[[int], None], layer: int, num_tokens: int) -> None:

@@ -22,7 +22,7 @@ from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
 from pdserve.model.layers.moe import Experts, Routes, SharedExpert, TPMoE
-from pdserve.model.mla import MLA
+from pdserve.model.mla import MLA, Indexer
 from pdserve.model.native.weights import Arena, Format, Packed, inputs_of, open_packed
 from pdserve.model.params import ParamSlots
 
@@ -43,8 +43,18 @@ class PackedAttention:
 
 
 @dataclasses.dataclass(frozen=True)
+class PackedIndex:
+    """Packed projections of an `Indexer`. `weights` is bf16 in every number format."""
+
+    op: Indexer
+    q: Packed
+    k: Packed
+    weights: Packed
+
+
+@dataclasses.dataclass(frozen=True)
 class PackedMLA:
-    """Packed projections of an `MLA`. `q_a` is None without a `q_lora_rank`.
+    """Packed projections of an `MLA`. `q_a` is None without a `q_lora_rank`, `index` in a layer without an index.
 
     `absorb` and `project` have one layer for each head: the parts of `kv_b` for keys, transposed, and for values. They
     are bf16 in every number format.
@@ -57,6 +67,7 @@ class PackedMLA:
     absorb: Packed
     project: Packed
     out: Packed
+    index: PackedIndex | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +150,9 @@ class Packer:
             order = _gates_last(op) if op.spec.output_gate else None
             return PackedAttention(op, self.linear(op.qkv, order=order), self.linear(op.out), order=order)
         if isinstance(op, MLA):
-            q_a = None if op.q_a is None else self.linear(op.q_a)
-            return PackedMLA(op, q_a, self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out))
+            q_a, index = None if op.q_a is None else self.linear(op.q_a), op.index
+            rest = self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out)
+            return PackedMLA(op, q_a, *rest, None if index is None else self.index(index))
         if isinstance(op, GatedDeltaNet):
             return PackedDelta(op, self.linear(op.project), self.linear(op.out))
         if isinstance(op, DenseMLP):
@@ -164,6 +176,10 @@ class Packer:
         op.route = PackedRouter(router, op.router.moe, op.router.correction)
         op.experts = PackedExperts(gate_up, down, op.router.moe)
         return PackedOutside(op)
+
+    def index(self, op: Indexer) -> PackedIndex:
+        """Pack the projections of an index. Drops the originals."""
+        return PackedIndex(op, self.linear(op.q), self.linear(op.k), self.linear(op.weights, format="bf16"))
 
     def kv_b(self, op: MLA) -> tuple[Packed, Packed]:
         """Pack the weight that expands latents, for keys and for values: see `PackedMLA`. Drops the original."""

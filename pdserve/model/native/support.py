@@ -29,10 +29,12 @@ def _cannot_compute(op: Operation) -> str | None:
     if isinstance(op, MLASpec):
         if op.latent_dim % 2 or op.latent_dim > MAX_HEAD_DIM:
             return f"latents of {op.latent_dim} are odd or larger than {MAX_HEAD_DIM}"
-        if op.index is not None:
-            return "an index selects the tokens that it attends to"
         if op.num_heads > MAX_GROUP:
             return f"{op.num_heads} heads share its latents, more than {MAX_GROUP}"
+        if op.index is not None and (op.index.head_dim % 2 or op.index.head_dim > MAX_HEAD_DIM):
+            return f"index keys of {op.index.head_dim} are odd or larger than {MAX_HEAD_DIM}"
+        if op.index is not None and op.index.num_heads > MAX_GROUP:
+            return f"{op.index.num_heads} index heads share a key, more than {MAX_GROUP}"
     if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
         return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
     return None

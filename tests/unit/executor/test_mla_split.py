@@ -47,6 +47,7 @@ PAIRS = {
     "pp 2, tp 2 to tp 4": ("deepseek_v3", ParallelConfig(tp_size=2, pp_size=2), ParallelConfig(tp_size=4)),
     "tp 1 to 2, index": ("deepseek_v32", ParallelConfig(), ParallelConfig(tp_size=2)),
     "tp 4 to pp 2": ("deepseek_v2", ParallelConfig(tp_size=4), ParallelConfig(pp_size=2)),
+    "pp 2 to tp 2, shared index": ("glm_moe_dsa", ParallelConfig(pp_size=2), ParallelConfig(tp_size=2)),
 }
 
 
@@ -68,19 +69,33 @@ def test_each_rank_gets_its_latents_from_one_rank(
         assert sorted(flow.destination_rank for flow in flows) == list(range(sizes[1]))
 
 
-@pytest.mark.parametrize("ep_size", rest_slow([2, 1]))
+@pytest.mark.parametrize(
+    ("name", "ep_size"), rest_slow([("deepseek_v3", 2), ("deepseek_v3", 1), ("deepseek_v32", 2), ("glm_moe_dsa", 1)])
+)
 def test_replicas_that_share_feed_forward_layers_compute_what_the_whole_model_does(
-    ep_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]
+    name: str, ep_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    check_sharing(gang, family_checkpoint("deepseek_v3"), ep_size)
+    check_sharing(gang, family_checkpoint(name), ep_size)
 
 
 @needs_kernels
-@pytest.mark.parametrize("tp_size", rest_slow([2, 4]))
-def test_the_kernels_of_split_ranks_agree(tp_size: int, gang: Gang, family_checkpoint: Callable[[str], Path]) -> None:
-    path = family_checkpoint("deepseek_v3")
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    rest_slow(
+        [
+            ("deepseek_v3", ParallelShape(tp_size=2)),
+            ("deepseek_v3", ParallelShape(tp_size=4)),
+            ("deepseek_v32", ParallelShape(tp_size=2)),
+            ("glm_moe_dsa", ParallelShape(pp_size=2)),
+        ]
+    ),
+)
+def test_the_kernels_of_split_ranks_agree(
+    name: str, shape: ParallelShape, gang: Gang, family_checkpoint: Callable[[str], Path]
+) -> None:
+    path = family_checkpoint(name)
     whole = kernel_outcome(SingleRank(), path, VOCAB_SIZE, "native")
-    ranks = gang.run(ParallelShape(tp_size=tp_size), kernel_outcome, path, VOCAB_SIZE, "native")
+    ranks = gang.run(shape, kernel_outcome, path, VOCAB_SIZE, "native")
     for rank in ranks:
         assert rank.greedy == ranks[0].greedy
         assert divergence(rank.logprobs, whole.logprobs) < 4e-3

@@ -74,6 +74,16 @@ def fill_known(kv: Tensor, batch: ForwardBatch, page_tokens: int) -> None:
         kv[pages, :, :, :, torch.from_numpy(tokens % page_tokens)] = known
 
 
+def known_pages(batch: ForwardBatch, num_pages: int, page_tokens: int, dim: int) -> Tensor:
+    """Pages of latents, of two layers, with random latents of what the rows have computed before; all else is NaN."""
+    pages = torch.full((num_pages, 2, 1, 1, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
+    for line, start in enumerate(batch.host.starts.tolist()):
+        tokens = np.arange(start)
+        table = torch.from_numpy(batch.host.pages[line, tokens // page_tokens].astype(np.int64))
+        pages[table, :, 0, 0, torch.from_numpy(tokens % page_tokens)] = torch.randn(start, 2, dim).bfloat16()
+    return pages
+
+
 def rounded(x: Tensor, format: Format) -> Tensor:
     """Inputs `[rows, in]` of a product as the kernels have them: bf16, or 8 bits with a scale per 32 columns."""
     if format == "bf16":

@@ -17,7 +17,7 @@ from pdserve.model.layer_spec import MLASpec, MoeSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build
-from tests.model_families import FAMILIES, INDEXED, LATENT, LENGTHS, prompts_of
+from tests.model_families import FAMILIES, LATENT, LENGTHS, prompts_of
 from tests.model_pair import running_models
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE
@@ -98,7 +98,7 @@ def test_native_code_and_transformers_have_the_same_latents(
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", [name for name in LATENT if name not in INDEXED])
+@pytest.mark.parametrize("name", LATENT)
 def test_logits_of_the_kernels_are_near_float32(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     path = family_checkpoint(name)
     truth = outcome(SingleRank(), path, VOCAB_SIZE, "torch", "float32").logprobs
@@ -107,11 +107,19 @@ def test_logits_of_the_kernels_are_near_float32(name: str, family_checkpoint: Ca
 
 
 @needs_kernels
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize(
+    ("name", "quantization"),
+    [
+        ("deepseek_v3", None),
+        ("deepseek_v3", "int8"),
+        ("deepseek_v32", None),
+        *rest_slow([("glm_moe_dsa", None), ("deepseek_v32", "int8")], keep=0),
+    ],
+)
 def test_a_pair_of_the_kernels_gives_the_tokens_of_the_monolith(
-    quantization: str | None, family_checkpoint: Callable[[str], Path]
+    name: str, quantization: str | None, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    path, prompts = family_checkpoint("deepseek_v3"), prompts_of(LENGTHS)
+    path, prompts = family_checkpoint(name), prompts_of(LENGTHS)
     driver = Driver(build(path, dtype="bfloat16", cpu_kernels="native", quantization=quantization))
     assert driver.built.arithmetic != "torch"
     expected = driver.generate(prompts, NEW_TOKENS, chunk=40)

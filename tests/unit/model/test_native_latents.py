@@ -16,7 +16,7 @@ from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.native.latents import LatentProgram
 from pdserve.model.native.resources import HeadShape, Threads
 from pdserve.model.native.weights import Arena, Packed, open_packed
-from tests.unit.model.native_kit import batch_of, needs_kernels, part_of, rms, rotated
+from tests.unit.model.native_kit import batch_of, known_pages, needs_kernels, part_of, rms, rotated
 from tests.unit.model.native_programs import FEW, begin, fenced, levels, poison, put, relative, taken
 
 pytestmark = needs_kernels
@@ -145,16 +145,6 @@ class Layer:
                 scores = torch.einsum("hd,hkd->hk", queries[flat], keys[:, : position + 1]) * SCALE
                 out[flat] = torch.einsum("hk,hkd->hd", scores.softmax(-1), values[:, : position + 1])
         return out.flatten(1)
-
-
-def known_pages(batch: ForwardBatch, num_pages: int, page_tokens: int, dim: int) -> Tensor:
-    """Pages with random latents of what the rows have computed before; all else is NaN."""
-    pages = torch.full((num_pages, 2, 1, 1, page_tokens, dim), float("nan"), dtype=torch.bfloat16)
-    for line, start in enumerate(batch.host.starts.tolist()):
-        tokens = np.arange(start)
-        table = torch.from_numpy(batch.host.pages[line, tokens // page_tokens].astype(np.int64))
-        pages[table, :, 0, 0, torch.from_numpy(tokens % page_tokens)] = torch.randn(start, 2, dim).bfloat16()
-    return pages
 
 
 @levels
