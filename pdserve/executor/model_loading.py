@@ -271,7 +271,10 @@ def bind_decoder(
         next((op for op in model.spec.layers[i].operations if isinstance(op, AttentionSpec | MLASpec)), None)
         for i in mine
     ]
-    return make_backends(attended, mine.start if first is None else first, pools, make, device, max_drafts)
+    return make_backends(
+        attended, mine.start if first is None else first, pools, make, device, max_drafts,
+        channel_decay=model.spec.has_channel_decay,
+    )  # fmt: skip
 
 
 def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:
