@@ -353,8 +353,8 @@ class WeightNames:
 
     `layers` is the prefix of a layer's names; `{layer}` stands for its index. `layer` are the names after it.
     `ignored`: prefixes of tensors that the model does not use, such as a vision tower's. `renamed`: pairs of prefixes;
-    a checkpoint may have either, and the names here have the second. `mtp`: names of the MTP module that a checkpoint
-    may have; None: no checkpoint of the family has one that pdserve reads.
+    a checkpoint may have either, and the names here have the second. `{layer}` in both stands for each layer. `mtp`:
+    names of the MTP module that a checkpoint may have; None: no checkpoint of the family has one that pdserve reads.
     """
 
     embedding: str = "model.embed_tokens"
@@ -365,3 +365,11 @@ class WeightNames:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     mtp: MTPNames | None = None
+
+    def renamed_in(self, num_layers: int) -> tuple[tuple[str, str], ...]:
+        """Return the pairs `renamed` of a model of `num_layers` layers."""
+        return tuple(
+            (old.format(layer=index), new.format(layer=index))
+            for old, new in self.renamed
+            for index in range(num_layers if "{layer}" in old else 1)
+        )

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import transformers
+from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.memory.layout import GroupKind
 from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.model.layer_spec import GatedDeltaSpec, MLASpec, MLPSpec, MoeSpec
 from pdserve.model.loader import read_spec
+from tests.driver import Driver, build
 from tests.model_families import KIMI, LENGTHS, deep_hybrid, prompts_of
 from tests.model_pair import running_models
 
@@ -146,3 +148,26 @@ def test_a_model_of_recurrent_layers_only_is_refused() -> None:
     linear = {**LINEAR, "full_attn_layers": [], "kda_layers": list(range(1, 9))}
     with pytest.raises(UnsupportedModelError, match="full_attn_layers of linear_attn_config is empty"):
         spec_from_config(config_of(linear_attn_config=linear), {}, where="here")
+
+
+def test_dense_layers_have_the_names_of_checkpoints_too(
+    hybrid_checkpoint: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers saves the feed-forward of a dense layer as it does experts; published checkpoints do not."""
+    path = hybrid_checkpoint(KIMI)
+    for file in path.iterdir():
+        if file.suffix != ".safetensors":
+            (tmp_path / file.name).symlink_to(file)
+    tensors = load_file(path / "model.safetensors")
+    dense = "model.layers.0.block_sparse_moe."
+    assert f"{dense}gate_proj.weight" in tensors
+    save_file(
+        {name.replace(dense, "model.layers.0.mlp."): value for name, value in tensors.items()},
+        tmp_path / "model.safetensors",
+    )
+    found = []
+    for directory in (path, tmp_path):
+        built = build(directory, dtype="float32", cpu_kernels="torch")
+        found.append((Driver(built).generate(prompts_of([40]), 6), built.executor.weights_fingerprint))
+        built.executor.close()
+    assert found[0] == found[1]

@@ -10,10 +10,10 @@ import dataclasses
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.families.family import Family, HFConfig, read_num_layers
 from pdserve.model.families.hybrid import LAYER_TYPES, MAX_CONV_KERNEL, read_layer_types
-from pdserve.model.families.mixture import read_grouped_moe
+from pdserve.model.families.mixture import SHARED_EXPERTS, read_grouped_moe
 from pdserve.model.families.mla import latent_layers, read_mla
 from pdserve.model.fields import MAX_HEAD_DIM, MAX_HEADS, named_field, read_count, read_counts, read_mapping
-from pdserve.model.layer_spec import DecoderLayerSpec, GatedDeltaSpec, LayerNames, MoeSpec, WeightNames
+from pdserve.model.layer_spec import DecoderLayerSpec, GatedDeltaSpec, MoeSpec, WeightNames
 from pdserve.model.rope import RopeSpec
 
 _LINEAR = "linear_attn_config"
@@ -89,21 +89,18 @@ FAMILIES = (
         max_positions_fields=("model_max_length", "max_position_embeddings"),
         read_layers=_layers,
         names=WeightNames(
-            layer=LayerNames(
-                router="block_sparse_moe.gate",
-                correction="block_sparse_moe.gate.e_score_correction_bias",
-                expert_gate="block_sparse_moe.experts.{expert}.w1",
-                expert_up="block_sparse_moe.experts.{expert}.w3",
-                expert_down="block_sparse_moe.experts.{expert}.w2",
-                shared_gate="block_sparse_moe.shared_experts.gate_proj",
-                shared_up="block_sparse_moe.shared_experts.up_proj",
-                shared_down="block_sparse_moe.shared_experts.down_proj",
+            layer=dataclasses.replace(
+                SHARED_EXPERTS,
+                expert_gate="mlp.experts.{expert}.w1",
+                expert_up="mlp.experts.{expert}.w3",
+                expert_down="mlp.experts.{expert}.w2",
                 delta_b="self_attn.b_proj",
                 delta_a_log="self_attn.A_log",
                 delta_dt_bias="self_attn.dt_bias",
                 delta_norm="self_attn.o_norm",
                 delta_out="self_attn.o_proj",
-            )
+            ),
+            renamed=(("model.layers.{layer}.block_sparse_moe.", "model.layers.{layer}.mlp."),),
         ),
         layer_types=LAYER_TYPES,
         only={"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
