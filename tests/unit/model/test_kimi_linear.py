@@ -55,6 +55,25 @@ def test_a_pair_gives_transformers_tokens_with_retractions(
         pair.assert_idle()
 
 
+@pytest.mark.parametrize("is_pair", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_turns_and_branches_continue_from_a_cached_state(
+    is_pair: bool, hybrid_checkpoint: Callable[[str], Path]
+) -> None:
+    path, (shared, *tails) = hybrid_checkpoint(KIMI), prompts_of((150, 60, 20, 30, 70), seed=3)
+    prompts = [shared + tail for tail in tails[:3]]
+    prompts.append(prompts[0] + tails[3])
+    expected = deep_hybrid(KIMI).reference_tokens(path, prompts, NEW_TOKENS)
+    impls: dict[str, Any] = {"prefill_impl": "native", "model_impl": "native"}
+    with running_models(path, pair=is_pair, chunk=512, **impls) as server:
+        prefill, cached = server.prefill or server.answering, []
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            before = prefill.state().counters.get("cached_tokens", 0)
+            assert server.generate([prompt], NEW_TOKENS) == [tokens]
+            cached.append(prefill.state().counters.get("cached_tokens", 0) - before)
+        assert cached == [0, 0, 128, 192], "150 shared tokens reach the second multiple of 64, 210 the third"
+        server.assert_idle()
+
+
 def test_layers_and_groups_follow_the_config(hybrid_checkpoint: Callable[[str], Path]) -> None:
     spec = read_spec(hybrid_checkpoint(KIMI))
     kinds = [tuple(map(type, layer.operations)) for layer in spec.layers]
