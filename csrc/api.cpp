@@ -224,12 +224,12 @@ int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, 
     return counted(
         [&] { return p->add(std::make_unique<Place>(heads, qkv, layer, q_norm, k_norm, eps, whole != 0)); });
 }
-int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
-                            const pdk_weights* w, int64_t out) {
+int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t first, int64_t stride, int64_t sharing,
+                            int64_t columns, int64_t heads, const pdk_weights* w, int64_t out) {
     return counted([&] {
         const Weights weights = weights_for(p, *w);
         p->need_operand(weights.k);
-        return p->add(std::make_unique<HeadProduct>(in, stride, columns, heads, weights, out));
+        return p->add(std::make_unique<HeadProduct>(in, first, stride, sharing, columns, heads, weights, out));
     });
 }
 int64_t pdk_op_place_latents(pdk_program* p, int64_t heads, int64_t absorbed, int64_t queries, int64_t down,
@@ -269,11 +269,11 @@ int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_t first,
                        int64_t add) {
     return counted([&] { return p->add(std::make_unique<Sigmoid>(in, gates, first, wide, out, add != 0)); });
 }
-int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv, const float* decay,
-                     const float* bias, const float* norm, float eps, int64_t out) {
+int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, int64_t gates, const float* conv,
+                     const float* decay, const float* bias, const float* norm, float eps, int64_t out) {
     return counted([&] {
-        p->need_scratch(delta_scratch_bytes(states->key_dim, states->value_dim, states->taps));
-        return p->add(std::make_unique<DeltaNet>(*states, in, conv, decay, bias, norm, eps, out));
+        p->need_scratch(delta_scratch_bytes(states->key_dim, states->value_dim, states->taps, gates >= 0));
+        return p->add(std::make_unique<DeltaNet>(*states, in, gates, conv, decay, bias, norm, eps, out));
     });
 }
 int64_t pdk_op_route(pdk_program* p, int64_t logits, const pdk_routing* how, int64_t experts, int64_t weights) {

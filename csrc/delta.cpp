@@ -8,11 +8,11 @@ namespace pdk {
 
 static_assert(DELTA_PENDING == PDK_PENDING && 2 * DELTA_PENDING <= DELTA_CHUNK, "scratch of chunks holds pending tokens");
 
-int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps) {
+int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps, bool by_channel) {
     const int64_t kd = padded(key_dim), vd = padded(value_dim), most = std::max(kd, vd), c = DELTA_CHUNK;
     const int64_t floats = (taps + c) * most + c * most + kd * vd + 2 * c * vd + 3 * c * c + 4 * c + std::max(most, c);
     const int64_t halves = 4 * c * kd + kd * vd + c * c + 2 * c * vd;
-    return 4 * floats + 2 * halves + 21 * 64;
+    return 4 * (floats + (by_channel ? 4 * c * kd : 0)) + 2 * halves + 25 * 64;
 }
 
 void DeltaNet::prepare_for(Program& p) {
@@ -33,7 +33,7 @@ DeltaState DeltaNet::state_of(const Program& p, int64_t row) const {
             reinterpret_cast<bf16*>(at(states.conv_v)), reinterpret_cast<float*>(at(states.state)),
             static_cast<bf16*>(states.inputs) + first * (2 * keys + values),
             static_cast<float*>(states.keys) + first * keys, static_cast<float*>(states.deltas) + first * values,
-            static_cast<float*>(states.decays) + first * states.value_heads};
+            static_cast<float*>(states.decays) + first * states.value_heads * (gates < 0 ? 1 : states.key_dim)};
 }
 
 // Memory of a piece's first state.
@@ -52,7 +52,8 @@ Soon DeltaNet::first_read(Program& p, int thread) const {
 void DeltaNet::run(Program& p, int thread) {
     const pdk_step& step = p.step;
     const Delta d{states.key_heads, states.value_heads, states.key_dim, states.value_dim, states.taps,
-                  p.floats(in), p.buffers[in].width, conv, decay, bias, norm, eps, p.floats(out)};
+                  p.floats(in), p.buffers[in].width, gates < 0 ? nullptr : p.floats(gates),
+                  gates < 0 ? 0 : p.buffers[gates].width, conv, decay, bias, norm, eps, p.floats(out)};
     const int64_t pieces = step.rows * states.key_heads;
     for (int64_t i; turns_.take(thread, pieces, i);) {
         const int64_t row = rows_[i / states.key_heads], start = step.starts[row], tokens = step.ends[row] - start;

@@ -16,10 +16,12 @@ constexpr int64_t CHUNK = DELTA_CHUNK;
 
 struct DeltaRoom {
     float *past, *x, *state, *of_keys, *out, *key_scores, *query_scores, *rule, *sums, *grown, *late, *betas, *ones;
+    float *unit_queries, *unit_keys, *steps, *running;  // [CHUNK][padded key_dim], where each row of a state has a decay
     bf16 *queries, *keys, *packed_keys, *turned_keys, *packed_state, *weights, *packed, *packed_late;
 };
 
-static DeltaRoom carve_delta(uint8_t* at, int64_t key_dim, int64_t value_dim, int64_t taps) {
+static DeltaRoom carve_delta(uint8_t* at, const Delta& d) {
+    const int64_t key_dim = d.key_dim, value_dim = d.value_dim, taps = d.taps;
     const int64_t kd = padded(key_dim), vd = padded(value_dim), most = kd > vd ? kd : vd;
     const auto floats = [&](int64_t count) {
         float* p = (float*)at;
@@ -37,6 +39,9 @@ static DeltaRoom carve_delta(uint8_t* at, int64_t key_dim, int64_t value_dim, in
     r.key_scores = floats(CHUNK * CHUNK), r.query_scores = floats(CHUNK * CHUNK), r.rule = floats(CHUNK * CHUNK);
     r.sums = floats(CHUNK), r.grown = floats(CHUNK), r.late = floats(CHUNK), r.betas = floats(CHUNK);
     r.ones = floats(most > CHUNK ? most : CHUNK);
+    const int64_t by_channel = d.gates ? CHUNK * kd : 0;
+    r.unit_queries = floats(by_channel), r.unit_keys = floats(by_channel);
+    r.steps = floats(by_channel), r.running = floats(by_channel);
     r.queries = halves(CHUNK * kd), r.keys = halves(CHUNK * kd);
     r.packed_keys = halves(CHUNK * kd), r.turned_keys = halves(CHUNK * kd);
     r.packed_state = halves(kd * vd), r.weights = halves(CHUNK * CHUNK);
@@ -137,24 +142,48 @@ INLINE Gates gates_of(const Delta& d, int64_t token, int64_t head) {
     return {d.decay[head] * (a > 20.0f ? a : log1pf(expf(a))), 1.0f / (1.0f + expf(-*b))};
 }
 
-// Writes the output of a value head for one token: normalised, times silu(z).
+// Where each row of a state has a decay: beta of a token for a value head, and the g of its rows.
+INLINE float beta_of(const Delta& d, int64_t token, int64_t head) {
+    return 1.0f / (1.0f + expf(-d.in[token * d.stride + channels_of(d) + head]));
+}
+INLINE void decays_of(const Delta& d, int64_t token, int64_t head, float* g) {
+    const float *a = d.gates + token * d.gate_stride + head * d.key_dim, *bias = d.bias + head * d.key_dim;
+    const F decay = set1(d.decay[head]);
+    for (int64_t c = 0; c < d.key_dim; c += 16) store(g + c, decay * softplus(load(a + c) + load(bias + c)));
+}
+// Replaces g by e^g, and stores the keys times that.
+INLINE void decayed_keys(const float* k, int64_t dim, float* g, float* out) {
+    for (int64_t c = 0; c < dim; c += 16) {
+        const F grown = exp(load(g + c));
+        store(g + c, grown);
+        store(out + c, load(k + c) * grown);
+    }
+}
+
+// Writes the output of a value head for one token: normalised, times silu(z), or times sigmoid(z).
 INLINE void gate_output(const Delta& d, int64_t token, int64_t head, const float* x) {
     const int64_t dim = d.value_dim, values = d.value_heads * dim;
     const float* z = d.in + token * d.stride + 2 * d.key_heads * d.key_dim + values + head * dim;
     float* out = d.out + token * values + head * dim;
     const F factor = set1(inverse_rms(x, dim, d.eps));
+    if (d.gates) {
+        z = d.gates + token * d.gate_stride + d.value_heads * d.key_dim + head * dim;
+        for (int64_t c = 0; c < dim; c += 16)
+            store(out + c, load(x + c) * factor * load(d.norm + c) * sigmoid(load(z + c)));
+        return;
+    }
     for (int64_t c = 0; c < dim; c += 16) store(out + c, load(x + c) * factor * load(d.norm + c) * silu(load(z + c)));
 }
 
 // Both passes over 16 * N columns of a state, whose rows are `stride` apart. v becomes the output. Prefetches as many
-// columns from `next` on.
-template <int N>
-INLINE void decode_columns(float* state, int64_t stride, int64_t rows, const float* q, const float* k, float grown,
-                           float beta, const float* next, float* v) {
+// columns from `next` on. `grown`: e^g, with CHANNELS of each row; `reads` are then the keys times that, and else k.
+template <int N, bool CHANNELS>
+INLINE void decode_columns(float* state, int64_t stride, int64_t rows, const float* q, const float* k,
+                           const float* reads, const float* grown, float beta, const float* next, float* v) {
     F s[N], o[N];
     for (int n = 0; n < N; n++) s[n] = o[n] = zero();
     for (int64_t i = 0; i < rows; i++) {
-        const F key = set1(k[i]);
+        const F key = set1(reads[i]);
         const float* at = state + i * stride;
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
@@ -163,10 +192,10 @@ INLINE void decode_columns(float* state, int64_t stride, int64_t rows, const flo
             s[n] = fma(key, load(at + 16 * n), s[n]);
         }
     }
-    const F keep = set1(grown), weight = set1(beta);
-    for (int n = 0; n < N; n++) s[n] = (load(v + 16 * n) - s[n] * keep) * weight;
+    const F once = set1(*grown), weight = set1(beta);
+    for (int n = 0; n < N; n++) s[n] = (load(v + 16 * n) - (CHANNELS ? s[n] : s[n] * once)) * weight;
     for (int64_t i = 0; i < rows; i++) {
-        const F key = set1(k[i]), query = set1(q[i]);
+        const F key = set1(k[i]), query = set1(q[i]), keep = CHANNELS ? set1(grown[i]) : once;
         float* at = state + i * stride;
 #pragma GCC unroll 4
         for (int n = 0; n < N; n++) {
@@ -179,6 +208,7 @@ INLINE void decode_columns(float* state, int64_t stride, int64_t rows, const flo
 }
 
 // One decoded token of a piece.
+template <bool CHANNELS>
 static void decode_delta(const Delta& d, const DeltaState& state, int64_t head, int64_t token, bool fresh,
                          const float* then, const DeltaRoom& r) {
     constexpr int N = MAX_ROWS > 2 ? 4 : 2;  // by the number of registers
@@ -194,15 +224,25 @@ static void decode_delta(const Delta& d, const DeltaState& state, int64_t head, 
     for (int64_t h = head * share; h < (head + 1) * share; h++) {
         float* s = state.state + h * dim * wide;
         const float* next = h + 1 < (head + 1) * share ? s + dim * wide : then ? then : s;
-        const Gates gates = gates_of(d, token, h);
-        const float grown = expf(gates.g);
+        const float *reads = k, *grown;
+        float beta, once;
+        if (CHANNELS) {
+            decays_of(d, token, h, r.steps);
+            decayed_keys(k, dim, r.steps, r.unit_keys);
+            reads = r.unit_keys, grown = r.steps, beta = beta_of(d, token, h);
+        } else {
+            const Gates gates = gates_of(d, token, h);
+            once = expf(gates.g), grown = &once, beta = gates.beta;
+        }
         if (fresh) memset(s, 0, sizeof(float) * dim * wide);
         convolve(d, values_of(d, state, h), token, 1, fresh, r.past, v, wide);
-        int64_t c = 0;
-        for (; c + 16 * N <= wide; c += 16 * N)
-            decode_columns<N>(s + c, wide, dim, q, k, grown, gates.beta, c + 16 * N < wide ? s + c + 16 * N : next, v + c);
-        for (; c < wide; c += 16)
-            decode_columns<1>(s + c, wide, dim, q, k, grown, gates.beta, c + 16 < wide ? s + c + 16 : next, v + c);
+        for (int64_t c = 0; c < wide;) {
+            const int64_t count = c + 16 * N <= wide ? 16 * N : 16;
+            const float* after = c + count < wide ? s + c + count : next;
+            if (count > 16) decode_columns<N, CHANNELS>(s + c, wide, dim, q, k, reads, grown, beta, after, v + c);
+            else decode_columns<1, CHANNELS>(s + c, wide, dim, q, k, reads, grown, beta, after, v + c);
+            c += count;
+        }
         gate_output(d, token, h, v);
     }
 }
@@ -253,9 +293,9 @@ static void unit_rows(const Delta& d, const Channels& of, int64_t first, int64_t
     }
 }
 
-// Packs rows [CHUNK][wide] as weights of CHUNK outputs, [CHUNK / 32][wide / 2][32][2], and turns them: [wide][CHUNK].
-INLINE void pack_keys(const bf16* keys, int64_t wide, bf16* packed, bf16* turned) {
-    for (int64_t g = 0; g < CHUNK; g += 16)
+// Packs rows [rows][wide], a multiple of 32, as weights of as many outputs: [rows / 32][wide / 2][32][2].
+INLINE void pack_keys(const bf16* keys, int64_t rows, int64_t wide, bf16* packed) {
+    for (int64_t g = 0; g < rows; g += 16)
         for (int64_t c = 0; c < wide; c += 32) {
             P x[16];
             for (int i = 0; i < 16; i++) x[i] = pairs(keys + (g + i) * wide + c);
@@ -263,6 +303,9 @@ INLINE void pack_keys(const bf16* keys, int64_t wide, bf16* packed, bf16* turned
             bf16* to = packed + (g / 32 * (wide / 2) + c / 2) * 64 + g % 32 * 2;
             for (int j = 0; j < 16; j++) store_pairs(to + j * 64, x[j]);
         }
+}
+// Turns the CHUNK rows that pack_keys has packed: [wide][CHUNK].
+INLINE void turn_keys(const bf16* packed, int64_t wide, bf16* turned) {
     for (int64_t g = 0; g < CHUNK; g += 16)
         for (int64_t c = 0; c < wide; c++) {
             const bf16* from = packed + (g / 32 * (wide / 2) + c / 2) * 64 + g % 32 * 2 + c % 2;
@@ -299,6 +342,12 @@ INLINE void solve_columns(const float* rule, int64_t count, float* x, int64_t st
     }
 }
 
+INLINE void solve_rule(const float* rule, int64_t count, float* x, int64_t columns) {
+    int64_t c = 0;
+    for (; c + 64 <= columns; c += 64) solve_columns<4>(rule, count, x + c, columns);
+    for (; c < columns; c += 16) solve_columns<1>(rule, count, x + c, columns);
+}
+
 // Tokens [first, first + count) of a prompt, which lie in one chunk.
 static void extend_delta(const Delta& d, const DeltaState& state, int64_t head, int64_t first, int64_t count, bool fresh,
                          const QueryMultiplier& multiplier, const DeltaRoom& r) {
@@ -306,7 +355,8 @@ static void extend_delta(const Delta& d, const DeltaState& state, int64_t head, 
     const int64_t share = d.value_heads / d.key_heads;
     unit_rows(d, queries_of(d, state, head), first, count, fresh, 1.0f / sqrtf((float)dim), r, r.queries);
     unit_rows(d, keys_of(d, state, head), first, count, fresh, 1.0f, r, r.keys);
-    pack_keys(r.keys, kd, r.packed_keys, r.turned_keys);
+    pack_keys(r.keys, CHUNK, kd, r.packed_keys);
+    turn_keys(r.packed_keys, kd, r.turned_keys);
     multiply<false, true, false>(multiplier, r.packed_keys, kd, CHUNK, r.queries, count, r.query_scores, CHUNK, r.ones);
     multiply<false, true, false>(multiplier, r.packed_keys, kd, CHUNK, r.keys, count, r.key_scores, CHUNK, r.ones);
     for (int64_t h = head * share; h < (head + 1) * share; h++) {
@@ -331,9 +381,7 @@ static void extend_delta(const Delta& d, const DeltaState& state, int64_t head, 
         }
         for (int64_t t = 0; t < CHUNK; t++) r.late[t] = t < count ? expf(sum - r.sums[t]) : 0.0f;
         weigh_chunk(r, count);
-        int64_t c = 0;
-        for (; c + 64 <= vd; c += 64) solve_columns<4>(r.rule, count, x + c, vd);
-        for (; c < vd; c += 16) solve_columns<1>(r.rule, count, x + c, vd);
+        solve_rule(r.rule, count, x, vd);
         pack_rows(x, CHUNK, vd, r.ones, r.packed);
         pack_rows(x, CHUNK, vd, r.late, r.packed_late);
         multiply<true, false, true>(multiplier, r.packed, CHUNK, vd, r.weights, count, r.out, vd, r.ones);

@@ -224,8 +224,10 @@ struct Piece {
 // A GatedDeltaNet layer over a batch; see pdk_op_delta. Widths are in floats.
 struct Delta {
     int64_t key_heads, value_heads, key_dim, value_dim, taps;
-    const float* in;  // [tokens][stride]: q, k, v, z, b, a
+    const float* in;  // [tokens][stride]: q, k, v, z, b, a; with `gates` q, k, v, b
     int64_t stride;
+    const float* gates;  // [tokens][gate_stride]: a and z, where each row of a state has a decay; null otherwise
+    int64_t gate_stride;
     const float *conv, *decay, *bias, *norm;
     float eps;
     float* out;  // [tokens][value_heads * value_dim]
@@ -236,7 +238,7 @@ struct DeltaState {
     bf16 *conv_q, *conv_k, *conv_v;
     float* state;
     bf16* inputs;                     // [tokens][columns of q, k and v]
-    float *keys, *deltas, *decays;    // [tokens][heads][dim]; decays [tokens][heads]
+    float *keys, *deltas, *decays;    // [tokens][heads][dim]; decays [tokens][heads], or [tokens][heads][key_dim]
 };
 
 // One key head, with its value heads, of a row: `tokens` tokens from flat index `offset` and position `start` on. The
@@ -295,7 +297,7 @@ struct Kernels {
 };
 
 int64_t extend_scratch_bytes(int64_t group, int64_t dim);
-int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps);
+int64_t delta_scratch_bytes(int64_t key_dim, int64_t value_dim, int64_t taps, bool by_channel);
 int64_t extend_queries(int64_t group);
 
 namespace amx { extern const Kernels kernels; }

@@ -16,24 +16,25 @@ Weights HeadProduct::of_head(int64_t head) const {
 void HeadProduct::run(Program& p, int thread) {
     const int64_t tokens = p.step.tokens, count = pieces(p);
     const int64_t in_width = p.buffers[in].width, out_width = p.buffers[out].width, wide = out_width / heads;
-    int64_t first, last;
-    p.share(heads * count, thread, first, last);
-    for (int64_t i = first; i < last; i++) {
+    int64_t begin, end;
+    p.share(heads * count, thread, begin, end);
+    for (int64_t i = begin; i < end; i++) {
         const int64_t head = i / count, row = i % count * OWN_ROWS, rows = std::min(OWN_ROWS, tokens - row);
         const Weights w = of_head(head);
         const Operand x = p.own(input_format(w.format), w.k, thread);
-        p.kernels.prepare(p.floats(in) + row * in_width + head * stride, in_width, columns, nullptr, 0.0f, x, 0, rows);
+        const float* from = p.floats(in) + row * in_width + first + head / sharing * stride;
+        p.kernels.prepare(from, in_width, columns, nullptr, 0.0f, x, 0, rows);
         const Output to{Store::write, p.floats(out) + row * out_width + head * wide, wide, out_width, {}};
-        const Soon then = i + 1 < last ? Soon{of_head((i + 1) / count).data} : soon(p, thread);
+        const Soon then = i + 1 < end ? Soon{of_head((i + 1) / count).data} : soon(p, thread);
         p.kernels.linear(w, x, rows, 0, w.blocks, to, then, p.scratch[thread]->as<uint8_t>());
     }
 }
 
 Soon HeadProduct::first_read(Program& p, int thread) const {
     const int64_t count = pieces(p);
-    int64_t first, last;
-    p.share(heads * count, thread, first, last);
-    return first == last ? soon(p, thread) : Soon{of_head(first / count).data};
+    int64_t begin, end;
+    p.share(heads * count, thread, begin, end);
+    return begin == end ? soon(p, thread) : Soon{of_head(begin / count).data};
 }
 
 void PlaceLatents::run(Program& p, int thread) {

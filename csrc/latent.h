@@ -4,13 +4,16 @@
 
 namespace pdk {
 
-// Multiplies the columns of each head with weights of its own, which lie one after the other.
+// Multiplies the columns of each head with weights of its own, which lie one after the other. The first head's columns
+// begin at `first`; `sharing` heads after each other have the same columns.
 struct HeadProduct : Op {
-    int64_t in, stride, columns, heads;
+    int64_t in, first, stride, sharing, columns, heads;
     Weights weights;
     int64_t out;
-    HeadProduct(int64_t in, int64_t stride, int64_t columns, int64_t heads, const Weights& weights, int64_t out)
-        : in(in), stride(stride), columns(columns), heads(heads), weights(weights), out(out) {}
+    HeadProduct(int64_t in, int64_t first, int64_t stride, int64_t sharing, int64_t columns, int64_t heads,
+                const Weights& weights, int64_t out)
+        : in(in), first(first), stride(stride), sharing(sharing), columns(columns), heads(heads), weights(weights),
+          out(out) {}
     void run(Program& p, int thread) override;
     Soon first_read(Program& p, int thread) const override;
 

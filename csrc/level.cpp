@@ -45,6 +45,7 @@ constexpr int NEAREST = 3, FOUND_ROWS = 0;
 #include "extend.h"
 #include "index.h"
 #include "delta_rule.h"
+#include "delta_channels.h"
 #include "delta_pending.h"
 
 #define TEXT_OF(x) #x

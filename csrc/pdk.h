@@ -85,7 +85,7 @@ typedef struct {
    A row with drafts does not write these. It leaves its tokens pending: token t of slot s is number s * pending + t of
    `inputs`, bf16 [columns of q, k and v], of the convolution; of `keys`, float [key_heads][key_dim], of length 1; of
    `deltas`, float [value_heads][value_dim], by which a state changes along the key; and of `decays`, float
-   [value_heads]. `pending` is the most tokens of such a row, at most PDK_PENDING; 0: no row has drafts, and the
+   [value_heads], or [value_heads][key_dim] where each row of a state has a decay. `pending` is the most tokens of such a row, at most PDK_PENDING; 0: no row has drafts, and the
    addresses are NULL. */
 #define PDK_PENDING 32
 typedef struct {
@@ -214,10 +214,10 @@ PDK_API int64_t pdk_op_norm(pdk_program* p, int64_t in, const float* norm, float
    heads together and of all keys together. */
 PDK_API int64_t pdk_op_place(pdk_program* p, int64_t heads, int64_t qkv, int64_t layer, const float* q_norm,
                              const float* k_norm, float eps, int64_t whole);
-/* Of each of `heads` heads: columns [head * stride, head * stride + columns) of `in` times the head's part of `w`, whose
-   layers lie one after the other. `out` has equally many columns of each head. */
-PDK_API int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t stride, int64_t columns, int64_t heads,
-                                    const pdk_weights* w, int64_t out);
+/* Of each of `heads` heads: `columns` columns of `in`, from first + head / sharing * stride on, times the head's part of
+   `w`, whose layers lie one after the other. `out` has equally many columns of each head. */
+PDK_API int64_t pdk_op_head_product(pdk_program* p, int64_t in, int64_t first, int64_t stride, int64_t sharing,
+                                    int64_t columns, int64_t heads, const pdk_weights* w, int64_t out);
 /* Multi-head latent attention: `heads` has one KV head of rank + rope columns, whose values are its keys (value_offset
    0). Queries are `absorbed` [heads][rank] with the last rope columns of `queries` [heads][nope + rope]; latents are
    `down` [rank + rope], the first columns normalised by `norm` [rank]. The rope columns of both are rotated: pairs are
@@ -248,8 +248,12 @@ PDK_API int64_t pdk_op_sigmoid(pdk_program* p, int64_t in, int64_t gates, int64_
    [value_heads][value_dim], b and a [value_heads]. conv [taps][columns of q, k and v]: depthwise convolution, then
    silu. decay, bias [value_heads]: a state decays by exp(decay * softplus(a + bias)). out [value_heads * value_dim] =
    the output, normalised by `norm` [value_dim], times silu(z). Rows that begin at position 0 begin with a state of
-   zero. Key and value dims are multiples of 16. A row without tokens only folds. */
-PDK_API int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, const float* conv,
+   zero. Key and value dims are multiples of 16. A row without tokens only folds.
+
+   `gates` -1: as above. Otherwise it is Kimi Delta Attention (arXiv:2510.26692), where each row of a state has a decay.
+   Columns of `in` are then q, k, v and b, and those of buffer `gates` are a [value_heads][key_dim] and z. bias is
+   [value_heads][key_dim], and the normalised output is multiplied by sigmoid(z). */
+PDK_API int64_t pdk_op_delta(pdk_program* p, const pdk_states* states, int64_t in, int64_t gates, const float* conv,
                              const float* decay, const float* bias, const float* norm, float eps, int64_t out);
 /* From logits [num_experts] to int64 buffer `experts` [top_k], best first, and their `weights` [top_k]. */
 PDK_API int64_t pdk_op_route(pdk_program* p, int64_t logits, const pdk_routing* how, int64_t experts, int64_t weights);

@@ -30,6 +30,19 @@ INLINE float exp1(float x) {
 }
 INLINE F silu(F x) { return x / (set1(1.0f) + exp(zero() - x)); }
 INLINE F sigmoid(F x) { return set1(1.0f) / (set1(1.0f) + exp(zero() - x)); }
+// log(1 + e^x), within a few units in the last place: with u = e^-|x| it is the larger of x and 0, plus the logarithm of
+// 1 + u, a series in u / (2 + u).
+INLINE F softplus(F x) {
+    const F u = exp(zero() - abs(x)), s = u / (u + set1(2.0f)), t = s * s;
+    F p = set1(1.0f / 13.0f);
+    p = fma(p, t, set1(1.0f / 11.0f));
+    p = fma(p, t, set1(1.0f / 9.0f));
+    p = fma(p, t, set1(1.0f / 7.0f));
+    p = fma(p, t, set1(1.0f / 5.0f));
+    p = fma(p, t, set1(1.0f / 3.0f));
+    p = fma(p, t, set1(1.0f));
+    return max(x, zero()) + (s + s) * p;
+}
 // x times half of 1 + tanh(u) is x * sigmoid(2 u).
 INLINE F gelu_tanh(F x) {
     const F twice = set1(1.5957691216f), cubic = set1(0.044715f);  // 2 * sqrt(2 / pi)

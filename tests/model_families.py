@@ -288,10 +288,12 @@ SPARSE = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen2_moe", "granitemoe", "olmoe
 """Families with experts and options of their own that run natively, those with most options first."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
+KIMI = "kimi_linear"
+"""The family with Kimi Delta Attention, latents that are not rotated, and experts."""
 
 
 def deep_hybrid(name: str) -> TinyFamily:
-    """Return one of `HYBRIDS` with three GatedDeltaNet layers before the attention layer."""
+    """Return one of `HYBRIDS`, or `KIMI`, with three recurrent layers before the attention layer."""
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
     changes = {"num_hidden_layers": 4, "layer_types": kinds, "max_position_embeddings": 2048}
     return dataclasses.replace(FAMILIES[name], changes=FAMILIES[name].changes | changes)

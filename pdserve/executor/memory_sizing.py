@@ -64,7 +64,8 @@ def _columns(op: Operation, hidden_size: int) -> int:
     if isinstance(op, MLASpec):
         return op.num_heads * (op.key_dim + op.latent_dim + op.kv_lora_rank + op.value_dim) + 2 * op.latent_dim
     if isinstance(op, GatedDeltaSpec):
-        return 4 * (2 * op.key_width + 2 * op.value_width)  # the projections, their convolution, and it in float32
+        by_channel = 16 * op.num_value_heads * op.key_dim if op.channel_decay else 0  # decays and decayed keys
+        return 4 * (2 * op.key_width + 2 * op.value_width) + by_channel  # projections, convolution, both in float32
     if isinstance(op, MLPSpec):
         return 3 * op.intermediate_size
     return op.top_k * (3 * op.intermediate_size + 2 * hidden_size) + 3 * op.shared_intermediate_size

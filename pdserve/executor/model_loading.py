@@ -187,7 +187,7 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
         decoder = _torch_decoder(wanted, choice)
         for op in (op for layer in decoder.layers for op in layer.operations):
             if isinstance(op, GatedDeltaNet):
-                op.kernels = make_delta_kernels(choice)
+                op.kernels = make_delta_kernels(choice, channel_decay=op.low_rank is not None)
         _fill(decoder, wanted)
     _LOG.info("attention backend: %s", choice)
     bind = partial(bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")
@@ -203,7 +203,7 @@ def _torch_decoder(wanted: ModelToLoad, choice: Choice) -> Decoder:
     kernels = make_kernels(choice)
     if choice in ("torch", "batch_invariant") or wanted.config.lora.is_on:
         return _empty_decoder(wanted, kernels)
-    formats = _kept_formats(wanted)
+    formats = kept_formats(wanted)
     if not formats:
         return _empty_decoder(wanted, kernels)
     from pdserve.model.packed_layers import keep_packed, packable  # imports triton
@@ -295,7 +295,10 @@ def bind_decoder(
         for i in mine
     ]
     begin = mine.start if first is None else first
-    return make_backends(attended, begin, pools, make, device, max_drafts, latents_maker(choice))
+    by_channel = model.spec.has_channel_decay
+    return make_backends(
+        attended, begin, pools, make, device, max_drafts, latents_maker(choice), channel_decay=by_channel
+    )
 
 
 def _bind_program(model: NativeDecoder, pools: Sequence[GroupPool], *, max_drafts: int = 0) -> AttentionBackend:

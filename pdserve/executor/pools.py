@@ -108,7 +108,9 @@ def size_pools(config: ServerConfig, demand: PoolDemand, agree: Agree | None) ->
         groups = sizes_of_many(one, min(max_rows, fitting), config.memory.max_mamba_cache_size or fitting)
     num_scratch_pages = max_rows * held.pages_for(demand.num_drafts)
     draft_bytes = num_scratch_pages * sum(group.page_bytes for group in draft_groups(held)) + groups.num_slots * sum(
-        pending_bytes(group, demand.num_drafts) for group in held.groups if group.kind is GroupKind.STATE
+        pending_bytes(group, demand.num_drafts, channel_decay=demand.spec.has_channel_decay)
+        for group in held.groups
+        if group.kind is GroupKind.STATE
     )
     num_tokens = pool_tokens(
         config.memory, held, device, context_length=demand.context_length, max_rows=max_rows,

@@ -22,6 +22,7 @@ from pdserve.model.fields import (
     MAX_LAYERS,
     MAX_WIDTH,
     ModelFacts,
+    named_field,
     option,
     read_count,
     read_mapping,
@@ -105,6 +106,11 @@ class ModelSpec(ModelFacts):
         return tuple(found)
 
     @property
+    def has_channel_decay(self) -> bool:
+        """Whether the recurrent layers have a decay for each row of a state; see `GatedDeltaSpec`."""
+        return any(isinstance(op, GatedDeltaSpec) and op.channel_decay for op in self.operations)
+
+    @property
     def reads_embeddings(self) -> bool:
         """Whether layers read the embeddings of the tokens beside the hidden states, which are given to the model."""
         return any(sublayer.embedding_norm is not None for layer in self.layers for sublayer in layer.sublayers)
@@ -173,7 +179,8 @@ def spec_from_config(
     config = {**family.defaults, **config}
     _refuse_unsupported(config, family, where)
     hidden_size = read_count(config, "hidden_size", where, most=MAX_WIDTH)
-    max_positions = read_count(config, "max_position_embeddings", where, default=family.max_positions)
+    positions = named_field(config, *family.max_positions_fields)
+    max_positions = read_count(config, positions, where, default=family.max_positions)
     rope = read_rope(config, max_positions, where, may_be_partial=family.may_be_partial)
     if freq_divisors is not None:
         rope = RopeSpec(theta=rope.theta, freq_divisors=freq_divisors)

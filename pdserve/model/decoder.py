@@ -86,7 +86,7 @@ class Decoder:
         elsewhere = (index for index in range(spec.num_layers) if index not in mine)
         self.params.ignore_under(spec.names.layers.format(layer=index) for index in elsewhere)
         self.params.ignore_under(spec.names.ignored)
-        self.params.rename_under(spec.names.renamed)
+        self.params.rename_under(spec.names.renamed_in(spec.num_layers))
         self.embedding: VocabEmbedding | None = None
         self.read_embedding: VocabEmbedding | None = None
         """What layers read beside hidden states; set by the owner of a model with `spec.reads_embeddings`."""

@@ -54,6 +54,11 @@ MAX_LAYERS, MAX_HEADS, MAX_HEAD_DIM, MAX_WIDTH = 4096, 1 << 16, 1 << 13, 1 << 22
 MAX_TOKEN_IDS = 1024
 
 
+def named_field(config: Mapping[str, Any], *names: str) -> str:
+    """Return the first of a field's `names` that the config has; the first of all where it has none."""
+    return next((name for name in names if config.get(name) is not None), names[0])
+
+
 def read_count(
     config: Mapping[str, Any],
     key: str,

@@ -1,7 +1,8 @@
 """`GatedDeltaNet`: the weights of a GatedDeltaNet layer and the projections around its recurrence.
 
 Tensor ranks split the value heads, and have the key heads that these share. Checkpoints store several projections in
-one tensor, in one of two orders; `ParamSlots.divide` gives each projection its rows.
+one tensor, in one of two orders; `ParamSlots.divide` gives each projection its rows. Those of Kimi Delta Attention have
+a tensor for each projection.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from torch import Tensor
 from pdserve.base.parallel import RankCoord, kv_heads_of, part_of
 from pdserve.model.attention.interface import LayerStates
 from pdserve.model.layer_spec import GatedDeltaSpec, LayerNames
-from pdserve.model.layers.dense import Outputs, column_linear, row_linear
+from pdserve.model.layers.dense import Linear, Outputs, column_linear, row_linear
 from pdserve.model.layers.gated_delta import (
     CONV_PLANES,
     DeltaRows,
+    OutputGate,
     causal_conv,
     gated_delta_rule,
     gated_norm,
@@ -35,7 +37,8 @@ class DeltaInputs:
     """Outputs of a layer's projections for N tokens, and the weights of its recurrence.
 
     `qkv` `[N, channels]`: q, k and v of this rank's heads. `b` and `a` `[N, num_value_heads]` give rate and decay.
-    `conv_weight` is `[channels, conv_kernel]`, `a_log` and `dt_bias` are float32 `[num_value_heads]`.
+    `conv_weight` is `[channels, conv_kernel]`, `a_log` and `dt_bias` are float32 `[num_value_heads]`. Where each row of
+    a state has a decay, `a` is `[N, num_value_heads * key_dim]` and `dt_bias` `[num_value_heads * key_dim]`.
     """
 
     qkv: Tensor
@@ -49,6 +52,11 @@ class DeltaInputs:
     key_dim: int
     value_dim: int
 
+    @property
+    def has_channel_decay(self) -> bool:
+        """Whether each row of a state has a decay of its own; see `GatedDeltaSpec`."""
+        return self.dt_bias.shape != self.a_log.shape
+
 
 class DeltaKernels(Protocol):
     """The arithmetic of the layer between its projections."""
@@ -60,8 +68,8 @@ class DeltaKernels(Protocol):
         """
         ...
 
-    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Return `weight * rms_norm(heads) * silu(z)` in the dtype of `z`; all have the shape that `mix` returns."""
+    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
+        """Return `weight * rms_norm(heads) * gate(z)` in the dtype of `z`; all have the shape that `mix` returns."""
         ...
 
 
@@ -78,19 +86,32 @@ class TorchDelta:
         q, k, v = torch.split(mixed, [key_width, key_width, mixed.shape[1] - 2 * key_width], -1)
         q, k = (part.view(len(part), inputs.num_key_heads, inputs.key_dim) for part in (q, k))
         v = v.view(len(v), inputs.num_value_heads, inputs.value_dim)
-        log_decay = log_decay_of(inputs.a, inputs.a_log, inputs.dt_bias)
+        a, a_log, dt_bias = inputs.a, inputs.a_log, inputs.dt_bias
+        if inputs.has_channel_decay:
+            a, dt_bias = (x.reshape(*x.shape[:-1], inputs.num_value_heads, inputs.key_dim) for x in (a, dt_bias))
+            a_log = a_log[:, None]
+        log_decay = log_decay_of(a, a_log, dt_bias)
         rate = in_whole_vectors(torch.sigmoid, inputs.b.float())
         return gated_delta_rule(q, k, v, log_decay, rate, planes["state"], rows, pending)
 
-    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
         """See `DeltaKernels.norm`."""
-        return gated_norm(heads, z, weight, eps).to(z.dtype)
+        return gated_norm(heads, z, weight, eps, gate).to(z.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class LowRankGates:
+    """The second halves of the projections a and z, from `key_dim` inputs each; see `GatedDeltaSpec.channel_decay`."""
+
+    a: Linear
+    z: Linear
 
 
 class GatedDeltaNet:
     """A GatedDeltaNet layer: this rank's value heads and the key heads that they share, with the projections.
 
-    `local` is the layer's index on this rank. A rank has one key head where there are fewer than ranks.
+    `local` is the layer's index on this rank. A rank has one key head where there are fewer than ranks. `low_rank` is
+    not None with a decay for each row of a state. The first halves of those projections are whole on each rank.
     """
 
     def __init__(
@@ -109,45 +130,63 @@ class GatedDeltaNet:
         keys, values = delta_head_shares(spec, parallel.coord)
         self.num_key_heads, self.num_value_heads = len(keys), len(values)
         self.key_dim, self.value_dim = spec.key_dim, spec.value_dim
-        _divide(spec, hidden_size, names, params)
-        q, k, v, z, b, a = _projections(spec, names)
-        key = _held(keys, spec.key_dim)
-        value = _held(values, spec.value_dim)
-        outputs = (
-            *(Outputs(name, spec.key_width, key) for name in (q, k)),
-            *(Outputs(name, spec.value_width, value) for name in (v, z)),
-            *(Outputs(name, spec.num_value_heads, values) for name in (b, a)),
-        )
+        key, value = _held(keys, spec.key_dim), _held(values, spec.value_dim)
+        self.low_rank: LowRankGates | None = None
+        if spec.channel_decay:
+            outputs = _kimi_outputs(spec, names, keys, values)
+            convs = names.delta_conv_q, names.delta_conv_k, names.delta_conv_v
+            gates = (
+                Outputs(names.delta_f_b, spec.num_value_heads * spec.key_dim, _held(values, spec.key_dim)),
+                Outputs(names.delta_g_b, spec.value_width, value),
+            )
+            a, z = (column_linear(kernels, params, (gate,), spec.key_dim, bias=False) for gate in gates)
+            self.low_rank = LowRankGates(a, z)
+        else:
+            _divide(spec, hidden_size, names, params)
+            outputs = _outputs(spec, names, keys, values)
+            convs = f"{names.delta_conv}.q", f"{names.delta_conv}.k", f"{names.delta_conv}.v"
         self.project = column_linear(kernels, params, outputs, hidden_size, bias=False)
-        """The projections q, k, v, z, b and a of this rank's heads, stacked in this order."""
-        convs = (
-            (f"{names.delta_conv}.{part}.weight", total, held)
-            for part, total, held in (
-                ("q", spec.key_width, key),
-                ("k", spec.key_width, key),
-                ("v", spec.value_width, value),
+        """The projections q, k, v, z, b and a of this rank's heads, stacked; with `low_rank` q, k, v, b, and the first
+        halves of a and z.
+        """
+        widths = ((spec.key_width, key), (spec.key_width, key), (spec.value_width, value))
+        taps = params.stacked(
+            *(
+                Param(f"{name}.weight", (total, 1, spec.conv_kernel), 0, held)
+                for name, (total, held) in zip(convs, widths, strict=True)
             )
         )
-        taps = params.stacked(*(Param(name, (total, 1, spec.conv_kernel), 0, held) for name, total, held in convs))
         self.conv_weight = taps.view(-1, spec.conv_kernel)
         """`[channels, conv_kernel]`; the channels are those of q, k and v."""
         heads = (spec.num_value_heads,)
-        self.a_log = params.stacked(Param(names.delta_a_log, heads, 0, values), dtype=torch.float32)
-        self.dt_bias = params.stacked(Param(names.delta_dt_bias, heads, 0, values), dtype=torch.float32)
+        decays, biases = Param(names.delta_a_log, heads, 0, values), Param(names.delta_dt_bias, heads, 0, values)
+        if spec.channel_decay:
+            decays = Param(names.delta_a_log, (1, 1, *heads, 1), 2, values)
+            width = spec.num_value_heads * spec.key_dim
+            biases = Param(names.delta_dt_bias, (width,), 0, _held(values, spec.key_dim))
+        self.a_log = params.stacked(decays, dtype=torch.float32).view(-1)
+        self.dt_bias = params.stacked(biases, dtype=torch.float32)
         self.norm_weight = params.new(f"{names.delta_norm}.weight", spec.value_dim)
-        self.out = row_linear(kernels, params, names.delta_out, hidden_size, outputs[2], bias=False, adds_bias=False)
+        heads_out = Outputs(names.delta_out, spec.value_width, value)
+        self.out = row_linear(kernels, params, names.delta_out, hidden_size, heads_out, bias=False, adds_bias=False)
 
     def __call__(self, x: Tensor, states: LayerStates) -> Tensor:
         """Map `[N, hidden]` to `[N, hidden]`, equal on all tensor ranks, and advance the states of the rows."""
-        value_width = self.num_value_heads * self.value_dim
-        widths = [len(self.conv_weight), value_width, self.num_value_heads, self.num_value_heads]
-        qkv, z, b, a = torch.split(self.project(x), widths, -1)
+        channels, num_heads = len(self.conv_weight), self.num_value_heads
+        gate: OutputGate = "silu"
+        if self.low_rank is None:
+            widths = [channels, num_heads * self.value_dim, num_heads, num_heads]
+            qkv, z, b, a = torch.split(self.project(x), widths, -1)
+        else:
+            widths, gate = [channels, num_heads, self.key_dim, self.key_dim], "sigmoid"
+            qkv, b, a, z = torch.split(self.project(x), widths, -1)
+            a, z = self.low_rank.a(a.contiguous()), self.low_rank.z(z.contiguous())
         inputs = DeltaInputs(
             qkv, b, a, self.conv_weight, self.a_log, self.dt_bias,
             self.num_key_heads, self.num_value_heads, self.key_dim, self.value_dim,
         )  # fmt: skip
         heads = self.kernels.mix(inputs, states)
-        normed = self.kernels.norm(heads, z.view(heads.shape), self.norm_weight, self.eps)
+        normed = self.kernels.norm(heads, z.view(heads.shape), self.norm_weight, self.eps, gate)
         return self._parallel.all_reduce(self.out(normed.flatten(1)))
 
 
@@ -169,6 +208,28 @@ def _projections(spec: GatedDeltaSpec, names: LayerNames) -> tuple[str, str, str
         return f"{qkvz}.q", f"{qkvz}.k", f"{qkvz}.v", f"{qkvz}.z", f"{ba}.b", f"{ba}.a"
     qkv = names.delta_qkv
     return f"{qkv}.q", f"{qkv}.k", f"{qkv}.v", names.delta_z, names.delta_b, names.delta_a
+
+
+def _outputs(spec: GatedDeltaSpec, names: LayerNames, keys: range, values: range) -> tuple[Outputs, ...]:
+    """Return the outputs q, k, v, z, b and a of this rank's heads."""
+    q, k, v, z, b, a = _projections(spec, names)
+    key, value = _held(keys, spec.key_dim), _held(values, spec.value_dim)
+    return (
+        *(Outputs(name, spec.key_width, key) for name in (q, k)),
+        *(Outputs(name, spec.value_width, value) for name in (v, z)),
+        *(Outputs(name, spec.num_value_heads, values) for name in (b, a)),
+    )
+
+
+def _kimi_outputs(spec: GatedDeltaSpec, names: LayerNames, keys: range, values: range) -> tuple[Outputs, ...]:
+    """Return the outputs q, k, v and b of this rank's heads, and the first halves of a and z."""
+    key, value = _held(keys, spec.key_dim), _held(values, spec.value_dim)
+    return (
+        *(Outputs(name, spec.key_width, key) for name in (names.q, names.k)),
+        Outputs(names.v, spec.value_width, value),
+        Outputs(names.delta_b, spec.num_value_heads, values),
+        *(Outputs(name, spec.key_dim, range(spec.key_dim)) for name in (names.delta_f_a, names.delta_g_a)),
+    )
 
 
 def _divide(spec: GatedDeltaSpec, hidden_size: int, names: LayerNames, params: ParamSlots) -> None:

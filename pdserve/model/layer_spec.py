@@ -81,6 +81,11 @@ class GatedDeltaSpec(ModelFacts):
 
     With `interleaved` the checkpoint has the projections `delta_qkvz` and `delta_ba` of `LayerNames`, whose rows are
     grouped by key head; without it `delta_qkv`, `delta_z`, `delta_b` and `delta_a`. Sizes are of the whole model.
+
+    With `channel_decay` it is Kimi Delta Attention (KDA, arXiv:2510.26692): each of the `key_dim` rows of a state has a
+    decay of its own. Decays are `delta_f_b` of `delta_f_a(x)`, and z is `delta_g_b` of `delta_g_a(x)`, which have
+    `key_dim` outputs. The output is multiplied by `sigmoid(z)`. The checkpoint has `q`, `k`, `v` and `delta_b`, and a
+    convolution for each of q, k and v.
     """
 
     num_key_heads: int
@@ -89,6 +94,7 @@ class GatedDeltaSpec(ModelFacts):
     value_dim: int
     conv_kernel: int
     interleaved: bool = False
+    channel_decay: bool = option(False)
 
     @property
     def key_width(self) -> int:
@@ -293,6 +299,13 @@ class LayerNames:
     delta_conv: str = "linear_attn.conv1d"
     delta_a_log: str = "linear_attn.A_log"
     delta_dt_bias: str = "linear_attn.dt_bias"
+    delta_conv_q: str = "self_attn.q_conv1d"
+    delta_conv_k: str = "self_attn.k_conv1d"
+    delta_conv_v: str = "self_attn.v_conv1d"
+    delta_f_a: str = "self_attn.f_a_proj"
+    delta_f_b: str = "self_attn.f_b_proj"
+    delta_g_a: str = "self_attn.g_a_proj"
+    delta_g_b: str = "self_attn.g_b_proj"
     delta_norm: str = "linear_attn.norm"
     delta_out: str = "linear_attn.out_proj"
     q_a: str = "self_attn.q_a_proj"
@@ -340,8 +353,8 @@ class WeightNames:
 
     `layers` is the prefix of a layer's names; `{layer}` stands for its index. `layer` are the names after it.
     `ignored`: prefixes of tensors that the model does not use, such as a vision tower's. `renamed`: pairs of prefixes;
-    a checkpoint may have either, and the names here have the second. `mtp`: names of the MTP module that a checkpoint
-    may have; None: no checkpoint of the family has one that pdserve reads.
+    a checkpoint may have either, and the names here have the second. `{layer}` in both stands for each layer. `mtp`:
+    names of the MTP module that a checkpoint may have; None: no checkpoint of the family has one that pdserve reads.
     """
 
     embedding: str = "model.embed_tokens"
@@ -352,3 +365,11 @@ class WeightNames:
     ignored: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     mtp: MTPNames | None = None
+
+    def renamed_in(self, num_layers: int) -> tuple[tuple[str, str], ...]:
+        """Return the pairs `renamed` of a model of `num_layers` layers."""
+        return tuple(
+            (old.format(layer=index), new.format(layer=index))
+            for old, new in self.renamed
+            for index in range(num_layers if "{layer}" in old else 1)
+        )

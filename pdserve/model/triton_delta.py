@@ -21,7 +21,7 @@ from pdserve.model.gpu.causal_conv import conv_chunks, conv_decode, conv_verify,
 from pdserve.model.gpu.gated_delta import delta_decode, delta_verify, fold_states, gated_rms_norm
 from pdserve.model.gpu.gated_delta_prefill import delta_prefill
 from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, FoldRows, StateChunks, StatePlanes, VerifyRows
-from pdserve.model.layers.gated_delta import PendingTokens
+from pdserve.model.layers.gated_delta import OutputGate, PendingTokens
 
 MAX_CHUNKS = 64
 """Chunks that are computed together, which bounds the temporary memory of a step."""
@@ -32,6 +32,7 @@ class TritonDelta:
 
     def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
         """See `DeltaKernels.mix`. Returns the dtype of `inputs.qkv`."""
+        assert not inputs.has_channel_decay, "torch computes layers with a decay for each row of a state"
         x, planes, pending = inputs.qkv, state_planes_of(states.planes), states.pending
         rows = states.rows.once("triton", lambda: split_rows(states.rows))
         mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -51,8 +52,9 @@ class TritonDelta:
             delta_prefill(*rule, chunks)
         return out
 
-    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
         """See `DeltaKernels.norm`."""
+        assert gate == "silu", gate
         return gated_rms_norm(heads, z, weight, eps)
 
 

@@ -61,12 +61,14 @@ def make_backends(
     device: torch.device,
     max_drafts: int = 0,
     make_latents: MakeLatents = LatentPages,
+    *,
+    channel_decay: bool = False,
 ) -> AttentionBackend:
     """Make the backends of a rank's layers over its pools, one for each group of the layout.
 
     `layers`: the attention of each of this rank's layers; None: the layer has none. `first`: the model's number of the
-    first of them. `max_drafts`: most draft tokens of a row. A rank with one kind of attention over token pages, and no
-    states, gets its backend itself.
+    first of them. `max_drafts`: most draft tokens of a row. `channel_decay`: see `GatedDeltaSpec`. A rank with one kind
+    of attention over token pages, and no states, gets its backend itself.
     """
     attended: dict[int, tuple[int, int]] = {}
     stateful: dict[int, tuple[int, int]] = {}
@@ -77,7 +79,7 @@ def make_backends(
         numbers = [number - first for number in pool.group.layers]
         if pool.group.space is PageSpace.SLOTS:
             stateful |= {local: (len(slots), at) for at, local in enumerate(numbers)}
-            slots.append(StateSlots(pool, device, max_drafts))
+            slots.append(StateSlots(pool, device, max_drafts, channel_decay=channel_decay))
             continue
         if pool.group.kind is GroupKind.INDEX:
             continue
@@ -142,6 +144,8 @@ class LayerBackends:
 
     def capturing(self) -> LayerBackends | None:
         """See `AttentionBackend.capturing`."""
+        if any(slots.channel_decay for slots in self._slots):
+            return None  # torch computes such layers, with tensors from the host
         return self if all(group.backend.capturing() is not None for group in self._groups) else None
 
     def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> GroupedCaptured:

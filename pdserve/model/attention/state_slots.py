@@ -31,10 +31,11 @@ def state_rows(host: HostRows, device: torch.device) -> StateRows:
     return StateRows(slots, starts, offsets, host, is_decode=bool((lengths == 1).all()))
 
 
-def pending_tokens(pool: GroupPool, max_drafts: int) -> list[PendingTokens | None]:
+def pending_tokens(pool: GroupPool, max_drafts: int, *, channel_decay: bool = False) -> list[PendingTokens | None]:
     """Allocate the pending tokens of each layer of a STATE group; None for each without drafts.
 
-    `max_drafts`: most draft tokens of a row. On CPU memory is committed on first touch.
+    `max_drafts`: most draft tokens of a row. `channel_decay`: see `GatedDeltaSpec`. On CPU memory is committed on first
+    touch.
 
     Raises:
         ConfigError: a row would have more than MAX_PENDING tokens.
@@ -47,7 +48,7 @@ def pending_tokens(pool: GroupPool, max_drafts: int) -> list[PendingTokens | Non
             f"{max_drafts} drafts of a row are more than the {MAX_PENDING - 1} that recurrent layers keep",
             field="speculative_num_draft_tokens",
         )
-    shapes, device = _pending_shapes(pool.group, max_drafts + 1), pool.pages_as_bytes.device
+    shapes, device = _pending_shapes(pool.group, max_drafts + 1, channel_decay), pool.pages_as_bytes.device
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(pool.num_pages + 1, *shape, dtype=dtype, device=device)
@@ -55,15 +56,15 @@ def pending_tokens(pool: GroupPool, max_drafts: int) -> list[PendingTokens | Non
     return [PendingTokens(*(empty(*shape) for shape in shapes)) for _ in layers]
 
 
-def pending_bytes(group: KVGroup, max_drafts: int) -> int:
+def pending_bytes(group: KVGroup, max_drafts: int, *, channel_decay: bool = False) -> int:
     """Return the bytes that `pending_tokens` takes for each slot of a STATE group, in all its layers."""
     if not max_drafts:
         return 0
-    shapes = _pending_shapes(group, max_drafts + 1)
+    shapes = _pending_shapes(group, max_drafts + 1, channel_decay)
     return group.num_layers * sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
 
 
-def _pending_shapes(group: KVGroup, most: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def _pending_shapes(group: KVGroup, most: int, channel_decay: bool) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of what a slot with `most` pending tokens has in each tensor of `PendingTokens`."""
     *convs, state = group.planes
     heads, channels = state.num_heads, sum(plane.num_heads * plane.rows for plane in convs)
@@ -72,7 +73,7 @@ def _pending_shapes(group: KVGroup, most: int) -> list[tuple[tuple[int, ...], to
         ((most, channels), torch_dtype(key.dtype)),
         ((most, key.num_heads, key.rows), torch.float32),
         ((most, heads, state.width), torch.float32),
-        ((most, heads), torch.float32),
+        ((most, heads, state.rows) if channel_decay else (most, heads), torch.float32),
     ]
 
 
@@ -87,11 +88,16 @@ def fold_rows(slots: IntArray, counts: IntArray) -> HostRows:
 
 
 class StateSlots:
-    """The state backend over one pool, whose pages are slots. `max_drafts`: most draft tokens of a row."""
+    """The state backend over one pool, whose pages are slots. `max_drafts`: most draft tokens of a row.
 
-    def __init__(self, pool: GroupPool, device: torch.device, max_drafts: int = 0) -> None:
-        self._device = device
-        self._pending = pending_tokens(pool, max_drafts)
+    `channel_decay`: see `GatedDeltaSpec`.
+    """
+
+    def __init__(
+        self, pool: GroupPool, device: torch.device, max_drafts: int = 0, *, channel_decay: bool = False
+    ) -> None:
+        self._device, self.channel_decay = device, channel_decay
+        self._pending = pending_tokens(pool, max_drafts, channel_decay=channel_decay)
         planes = pool.group.planes
         self._layers: list[Mapping[str, Tensor]] = [
             {plane.name: pool.plane(layer, index) for index, plane in enumerate(planes)}

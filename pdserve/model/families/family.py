@@ -44,7 +44,8 @@ class Family:
     """Models of one HF architecture.
 
     `read_layers(config, rope, where)` returns the layers of a model; its errors are ModelErrors that name the file
-    `where` and the field. `max_positions` is the context length of a config that names none. `layer_types`: values of
+    `where` and the field. `max_positions` is the context length of a config that names none, and
+    `max_positions_fields` are the names that the field may have. `layer_types`: values of
     the config's field of that name that `read_layers` knows. `activations`: values of `hidden_act` and
     `hidden_activation`. `only`: fields of the config for which this value alone is supported. `defaults` are values of
     fields that a config does not name. `norm_offset` is added to the weights of RMS norms. `read_scales(config, where)`
@@ -62,6 +63,7 @@ class Family:
     model_type: str
     max_positions: int
     read_layers: Callable[[HFConfig, RopeSpec, str], tuple[DecoderLayerSpec, ...]]
+    max_positions_fields: tuple[str, ...] = ("max_position_embeddings",)
     names: WeightNames = WeightNames()
     layer_types: frozenset[str] = FULL_LAYERS
     activations: frozenset[str] = frozenset({"silu"})

@@ -17,7 +17,7 @@ MTP_NAMES = MTPNames()
 """Names of the MTP module: one layer of full attention, with the feed-forward of the model's layers."""
 _PARTIAL = "partial_rotary_factor"
 _DEFAULT_PARTIAL = 0.25
-_MAX_CONV_KERNEL = 64
+MAX_CONV_KERNEL = 64
 
 
 def hybrid_layers(
@@ -79,7 +79,7 @@ def read_gated_delta(config: HFConfig, where: str, *, interleaved: bool) -> Gate
         num_value_heads=num_value_heads,
         key_dim=read_count(config, "linear_key_head_dim", where, default=128, most=MAX_HEAD_DIM),
         value_dim=read_count(config, "linear_value_head_dim", where, default=128, most=MAX_HEAD_DIM),
-        conv_kernel=read_count(config, "linear_conv_kernel_dim", where, default=4, least=2, most=_MAX_CONV_KERNEL),
+        conv_kernel=read_count(config, "linear_conv_kernel_dim", where, default=4, least=2, most=MAX_CONV_KERNEL),
         interleaved=interleaved,
     )
 

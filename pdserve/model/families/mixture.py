@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from pdserve.errors import ModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_num_layers
@@ -49,42 +50,48 @@ def read_local_experts(config: HFConfig, where: str, *, norm_top_k: bool) -> Moe
     )
 
 
-def read_top_k(config: HFConfig, where: str, num_experts: int) -> int:
+def read_top_k(config: HFConfig, where: str, num_experts: int, field: str = "num_experts_per_tok") -> int:
     """Read the experts of a token, at most `num_experts`. Raises ModelError."""
-    top_k = read_count(config, "num_experts_per_tok", where)
+    top_k = read_count(config, field, where)
     if top_k > num_experts:
-        raise ModelError(f"{where}: num_experts_per_tok is {top_k}, but there are {num_experts} experts")
+        raise ModelError(f"{where}: {field} is {top_k}, but there are {num_experts} experts")
     return top_k
 
 
-def read_grouped_moe(config: HFConfig, where: str) -> MoeSpec:
+_FIELDS = ("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob", "n_group")
+"""Fields of `read_grouped_moe` that configs name differently."""
+
+
+def read_grouped_moe(config: HFConfig, where: str, names: Mapping[str, str] | None = None) -> MoeSpec:
     """Read the experts of DeepSeek's configs: routed and shared ones, the former in groups.
 
-    Shared experts run as one that is as wide as all together.
+    Shared experts run as one that is as wide as all together. `names`: the config's names of fields that it does not
+    name as DeepSeek's configs do.
 
     Raises:
         ModelError: a number is out of range, there are fewer experts than a token is routed to, or the groups are not
             of equal size.
     """
-    num_experts = read_count(config, "n_routed_experts", where, most=MAX_HEADS)
+    fields = {name: (names or {}).get(name, name) for name in _FIELDS}
+    num_experts = read_count(config, fields["n_routed_experts"], where, most=MAX_HEADS)
     inner = read_count(config, "moe_intermediate_size", where, most=MAX_WIDTH)
-    num_shared = read_count(config, "n_shared_experts", where, default=0, least=0, most=MAX_HEADS)
+    num_shared = read_count(config, fields["n_shared_experts"], where, default=0, least=0, most=MAX_HEADS)
     moe = MoeSpec(
         num_experts=num_experts,
-        top_k=read_top_k(config, where, num_experts),
+        top_k=read_top_k(config, where, num_experts, fields["num_experts_per_tok"]),
         intermediate_size=inner,
-        norm_top_k=bool(config.get("norm_topk_prob", True)),
+        norm_top_k=bool(config.get(fields["norm_topk_prob"], True)),
         shared_intermediate_size=num_shared * inner,
         routed_scale=read_number(config, "routed_scaling_factor", where, default=1.0),
     )
-    num_groups = read_count(config, "n_group", where, default=1, most=num_experts)
+    num_groups = read_count(config, fields["n_group"], where, default=1, most=num_experts)
     top_groups = read_count(config, "topk_group", where, default=num_groups, most=num_groups)
     if num_experts % num_groups:
-        raise ModelError(f"{where}: n_group {num_groups} does not divide the {num_experts} experts")
+        raise ModelError(f"{where}: {fields['n_group']} {num_groups} does not divide the {num_experts} experts")
     if top_groups * (num_experts // num_groups) < moe.top_k:
         raise ModelError(
-            f"{where}: topk_group {top_groups} of {num_groups} groups have fewer than num_experts_per_tok "
-            f"{moe.top_k} experts"
+            f"{where}: topk_group {top_groups} of {num_groups} groups have fewer than "
+            f"{fields['num_experts_per_tok']} {moe.top_k} experts"
         )
     if top_groups == num_groups:  # no choice among groups
         return moe

@@ -18,7 +18,7 @@ from pdserve.model.fields import (
     read_number,
     read_texts,
 )
-from pdserve.model.layer_spec import DecoderLayerSpec, IndexSpec, MLASpec, MoeSpec, WeightNames
+from pdserve.model.layer_spec import DecoderLayerSpec, GatedDeltaSpec, IndexSpec, MLASpec, MoeSpec, WeightNames
 from pdserve.model.rope import RopeSpec, yarn_mscale
 
 NAMES = WeightNames(layer=SHARED_EXPERTS)
@@ -97,7 +97,7 @@ def read_sparse(config: HFConfig, where: str) -> tuple[bool, ...]:
 
 
 def latent_layers(
-    config: HFConfig, where: str, attentions: Sequence[MLASpec], moe: MoeSpec
+    config: HFConfig, where: str, attentions: Sequence[MLASpec | GatedDeltaSpec], moe: MoeSpec
 ) -> tuple[DecoderLayerSpec, ...]:
     """Return the layers with these attentions, and experts in those of `read_sparse`."""
     dense = read_mlp(config, where, bias=bool(config.get("mlp_bias", False)))

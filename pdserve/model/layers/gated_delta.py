@@ -2,7 +2,8 @@
 
 Each value head has a state `S` `[key_dim, value_dim]`, float32. A token with query q, key k, value v, log decay g and
 learning rate b does `S *= exp(g); S += outer(k, b * (v - S.T @ k)); out = S.T @ q`. A causal convolution over the
-last `conv_kernel` tokens comes before. Key head i serves the value heads `i * r ... i * r + r - 1`.
+last `conv_kernel` tokens comes before. Key head i serves the value heads `i * r ... i * r + r - 1`. In Kimi Delta
+Attention (arXiv:2510.26692) g has a value for each row of S.
 
 Prompt tokens are computed in blocks of at most `BLOCK` tokens, which end at positions that are multiples of `BLOCK`.
 Within a block the updates become one triangular solve (the UT transform, arXiv:2406.06484). All other tokens, which
@@ -22,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.forward_batch import HostRows, IntArray, to_device
+from pdserve.model.layers.channel_decay import decayed_scores
 
 BLOCK = 64
 """Most tokens of a block."""
@@ -50,6 +53,7 @@ class PendingTokens:
     `inputs` `[slots, P, channels]`: inputs of the convolution, in the dtype of its planes. float32: `keys`
     `[slots, P, key_heads, key_dim]`, of norm 1; `deltas` `[slots, P, value_heads, value_dim]`: a token adds the outer
     product of key and delta to the state; `decays` `[slots, P, value_heads]`: the state is multiplied by it before.
+    Where each row of a state has a decay, `decays` is `[slots, P, value_heads, key_dim]`.
     """
 
     inputs: Tensor
@@ -277,7 +281,7 @@ def _folded(states: Tensor, rows: DeltaRows, pending: PendingTokens | None) -> T
         for i, fold in enumerate(rows.folds):
             keys, deltas, decays = (x[fold.slots, i] for x in pending.changes)
             keys = keys.repeat_interleave(deltas.shape[1] // keys.shape[1], 1)
-            states[fold.rows] = _changed(states[fold.rows].mul_(decays[..., None, None]), keys, deltas)
+            states[fold.rows] = _changed(_decayed(states[fold.rows], decays), keys, deltas)
     return states
 
 
@@ -294,9 +298,9 @@ def gated_delta_rule(
     """Apply the gated delta rule to the N tokens of `rows`, and store the new states.
 
     `q` and `k` are `[N, key_heads, key_dim]`, `v` `[N, value_heads, value_dim]`, `log_decay` (at most 0) and `rate`
-    `[N, value_heads]`, all float32. Queries and keys get norm 1; queries are scaled by `key_dim ** -0.5`. `plane` are
-    the states, float32 `[slots, value_heads, key_dim, value_dim]`. With `pending` the rows first fold its tokens, and
-    rows with drafts leave theirs.
+    `[N, value_heads]`, all float32. Where each row of a state has a decay, `log_decay` is `[N, value_heads, key_dim]`.
+    Queries and keys get norm 1; queries are scaled by `key_dim ** -0.5`. `plane` are the states, float32 `[slots,
+    value_heads, key_dim, value_dim]`. With `pending` the rows first fold its tokens, and rows with drafts leave theirs.
 
     Returns:
         float32 `[N, value_heads, value_dim]`.
@@ -341,26 +345,31 @@ def advance_block(
     """Advance n states `[n, heads, key_dim, value_dim]` by a block of C tokens each.
 
     `q` and `k` are `[n, C, heads, key_dim]`, `v` `[n, C, heads, value_dim]`, `log_decay` and `rate` `[n, C, heads]`.
-    Tokens that are all zeros change nothing.
+    `log_decay` may be `[n, C, heads, key_dim]`. Tokens that are all zeros change nothing.
 
     Returns:
         The outputs `[n, C, heads, value_dim]` and the new states.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     log_decay, rate = log_decay.transpose(1, 2), rate.transpose(1, 2)[..., None]
-    since_begin = log_decay.cumsum(-1)
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    between = (since_begin[..., :, None] - since_begin[..., None, :]).masked_fill(hidden, float("-inf")).exp()
-    decay = since_begin.exp()[..., None]
     rated = k * rate
-    system = (rated @ k.mT) * between
+    if log_decay.dim() == 4:
+        since_begin, scores, system = decayed_scores(q, rated, k, log_decay)
+        decay = since_begin.exp()
+        to_end, kept = (since_begin[..., -1:, :] - since_begin).exp(), decay[..., -1, :, None]
+    else:
+        since_begin = log_decay.cumsum(-1)
+        hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        between = (since_begin[..., :, None] - since_begin[..., None, :]).masked_fill(hidden, float("-inf")).exp()
+        decay = since_begin.exp()[..., None]
+        scores, system = (q @ k.mT) * between, (rated @ k.mT) * between
+        to_end, kept = (since_begin[..., -1:] - since_begin).exp()[..., None], decay[..., -1:, :]
     right = torch.cat((v * rate, rated * decay), -1)
     solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
     values, reads = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     delta = values - reads @ states
-    out = (q * decay) @ states + ((q @ k.mT) * between) @ delta
-    to_end = (since_begin[..., -1:] - since_begin).exp()[..., None]
-    states = states * decay[..., -1:, :] + (k * to_end).mT @ delta
+    out = (q * decay) @ states + scores @ delta
+    states = states * kept + (k * to_end).mT @ delta
     return out.transpose(1, 2), states
 
 
@@ -368,7 +377,7 @@ def advance_block(
 class Advanced:
     """A recurrent step of n states: outputs `[n, heads, value_dim]`, new states, and what `PendingTokens` keeps.
 
-    `delta` is `[n, heads, value_dim]`, `decay` `[n, heads]`.
+    `delta` is `[n, heads, value_dim]`, `decay` `[n, heads]` or `[n, heads, key_dim]`.
     """
 
     out: Tensor
@@ -380,10 +389,15 @@ class Advanced:
 def advance_step(states: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, rate: Tensor) -> Advanced:
     """Advance n states by one token each, as `advance_block` without its dimension C. Overwrites `states`."""
     decay = log_decay.exp()
-    states = states.mul_(decay[..., None, None])
+    states = _decayed(states, decay)
     delta = (v - (k[..., None, :] @ states)[..., 0, :]) * rate[..., None]
     states = _changed(states, k, delta)
     return Advanced((q[..., None, :] @ states)[..., 0, :], states, delta, decay)
+
+
+def _decayed(states: Tensor, decay: Tensor) -> Tensor:
+    """Multiply the rows of states by `decay`, `[n, heads]` or `[n, heads, key_dim]`. Overwrites `states`."""
+    return states.mul_(decay.view(*states.shape[:2], -1, 1))
 
 
 def _changed(states: Tensor, k: Tensor, delta: Tensor) -> Tensor:
@@ -393,7 +407,10 @@ def _changed(states: Tensor, k: Tensor, delta: Tensor) -> Tensor:
 
 
 def log_decay_of(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
-    """Return the log decay `-exp(a_log) * softplus(a + dt_bias)` of `[N, value_heads]`: float32, at most 0."""
+    """Return the log decay `-exp(a_log) * softplus(a + dt_bias)` of `[N, value_heads]`: float32, at most 0.
+
+    With a decay for each row of a state `a` is `[N, value_heads, key_dim]`, and the others broadcast.
+    """
     return -a_log.float().exp() * in_whole_vectors(F.softplus, a.float() + dt_bias.float())
 
 
@@ -408,11 +425,15 @@ def in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(F.pad(x.reshape(-1), (0, -x.numel() % _VECTOR)))[: x.numel()].view(x.shape)
 
 
-def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `weight * rms_norm(x) * silu(z)` over the last dimension, float32; `x` and `z` have one shape."""
+OutputGate = Literal["silu", "sigmoid"]
+"""What the gate z of an output becomes."""
+
+
+def gated_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
+    """Return `weight * rms_norm(x) * gate(z)` over the last dimension, float32; `x` and `z` have one shape."""
     x = x.float()
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x * scale * weight.float() * F.silu(z.float())
+    return x * scale * weight.float() * (F.silu(z.float()) if gate == "silu" else torch.sigmoid(z.float()))
 
 
 def _normalised(heads: Tensor) -> Tensor:

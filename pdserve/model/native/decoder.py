@@ -193,8 +193,9 @@ class NativeDecoder:
         that of its stage. Raises ConfigError where layers with a state keep fewer drafts.
         """
         states = [pool for pool in pools if pool.group.space is PageSpace.SLOTS]
-        self._pending = {pool: pending_tokens(pool, max_drafts) for pool in states}
         model, spec = self._model, self._model.spec
+        by_channel = spec.has_channel_decay
+        self._pending = {pool: pending_tokens(pool, max_drafts, channel_decay=by_channel) for pool in states}
         self._program = program = LatentProgram(self._threads, self._level)
         program.adapted = self._adapted
         self._x = program.buffer(spec.hidden_size)
@@ -416,9 +417,9 @@ class NativeDecoder:
     def _record_delta(self, local: int, sublayer: Sublayer, weights: PackedDelta) -> None:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
         pool, index = self._places[local]
-        self._delta_ops.append(self._program.num_ops + 1)
         pending, norm = self._pending[pool][index], norm_of(sublayer.norm)
         mixed = record_delta(self._program, self._buffer, self._x, norm, weights, pool, index, pending)
+        self._delta_ops.append(self._program.num_ops - 1)
         self._kv_write_ends.append(self._program.num_ops)
         self._record_output(sublayer, mixed, weights.out)
 

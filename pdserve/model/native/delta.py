@@ -18,7 +18,8 @@ DELTA_UNIT = 16
 class DeltaShape:
     """A layer's heads on this rank: key heads of `key_dim`, value heads of `value_dim`, a convolution of `taps` tokens.
 
-    Key head i serves the value heads `i * r` to `i * r + r - 1`, r being `num_value_heads / num_key_heads`.
+    Key head i serves the value heads `i * r` to `i * r + r - 1`, r being `num_value_heads / num_key_heads`. With
+    `channel_decay` each row of a state has a decay; see `GatedDeltaSpec`.
     """
 
     num_key_heads: int
@@ -26,6 +27,7 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     taps: int
+    channel_decay: bool = False
 
     @property
     def conv_width(self) -> int:
@@ -38,9 +40,19 @@ class DeltaShape:
         return self.num_value_heads * self.value_dim
 
     @property
+    def num_decays(self) -> int:
+        """Decays of a token."""
+        return self.num_value_heads * (self.key_dim if self.channel_decay else 1)
+
+    @property
     def width(self) -> int:
-        """Items of a token's input: Q, K, V, z, b and a."""
-        return self.conv_width + self.value_width + 2 * self.num_value_heads
+        """Items of a token's input: Q, K, V, z, b and a. With `channel_decay` they are Q, K, V and b."""
+        return self.conv_width + self.num_value_heads + (0 if self.channel_decay else self.gate_width)
+
+    @property
+    def gate_width(self) -> int:
+        """Items of a token's a and z, which with `channel_decay` are an input of their own."""
+        return self.num_decays + self.value_width
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +96,8 @@ class DeltaStates:
         pending, first = self.pending, (len(self.state), self.pending.most)
         of_inputs, of_keys = (shape.conv_width,), (shape.num_key_heads, shape.key_dim)
         of_deltas, of_decays = (shape.num_value_heads, shape.value_dim), (shape.num_value_heads,)
+        if shape.channel_decay:
+            of_decays += (shape.key_dim,)
         tensors = (pending.inputs, pending.keys, pending.deltas, pending.decays)
         for tensor, expected in zip(tensors, (of_inputs, of_keys, of_deltas, of_decays), strict=True):
             assert tensor.shape == first + expected and tensor.is_contiguous(), (tensor.shape, first, expected)

@@ -33,21 +33,25 @@ MakeBuffer = Callable[[str, int], Buffer]
 class LatentProgram(Program):
     """A program that has the operations of MLA layers too."""
 
-    def head_product(self, source: Buffer, weights: Packed, out: Buffer, *, num_heads: int) -> None:
+    def head_product(
+        self, source: Buffer, weights: Packed, out: Buffer, *, num_heads: int, first: int = 0, sharing: int = 1
+    ) -> None:
         """Record: `out` = for each head, its items of `source` times its layer of `weights`.
 
-        `source` and `out` have equally many items of each head. The inputs of a head are its first `weights.num_in`.
+        From item `first` on `source` has equally many items for each `sharing` heads, and `out` for each head. The
+        inputs of a head are the first `weights.num_in` of its items.
         """
         assert len(weights.data) == num_heads and weights.bias is None and weights.num_parts == 1
-        stride = source.width // num_heads
-        assert source.width % num_heads == 0 and weights.num_in <= stride
+        stride, rest = divmod((source.width - first) * sharing, num_heads)
+        assert first >= 0 and rest == 0 and num_heads % sharing == 0 and weights.num_in <= stride
         assert out.width == num_heads * weights.num_out and out.dtype == source.dtype == torch.float32
         assert not source.of_samples and not out.of_samples
         self._op(
             self._library.pdk_op_head_product(
-                self._handle, source.number, stride, weights.num_in, num_heads, self._weights(weights), out.number
+                self._handle, source.number, first, stride, sharing, weights.num_in, num_heads,
+                self._weights(weights), out.number,
             )
-        )
+        )  # fmt: skip
 
     def place_latents(
         self,

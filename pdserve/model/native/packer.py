@@ -16,8 +16,8 @@ from torch import Tensor
 from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
-from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked
+from pdserve.model.gated_delta_net import GatedDeltaNet, LowRankGates
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
 from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
@@ -72,11 +72,12 @@ class PackedMLA:
 
 @dataclasses.dataclass(frozen=True)
 class PackedDelta:
-    """Packed projections of a `GatedDeltaNet`."""
+    """Packed projections of a `GatedDeltaNet`. `gates`, always bf16: those of `LowRankGates`, a layer for each head."""
 
     op: GatedDeltaNet
     project: Packed
     out: Packed
+    gates: Packed | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +155,8 @@ class Packer:
             rest = self.linear(op.q), self.linear(op.kv_a), *self.kv_b(op), self.linear(op.out)
             return PackedMLA(op, q_a, *rest, None if index is None else self.index(index))
         if isinstance(op, GatedDeltaNet):
-            return PackedDelta(op, self.linear(op.project), self.linear(op.out))
+            gates = None if op.low_rank is None else self.low_rank(op, op.low_rank)
+            return PackedDelta(op, self.linear(op.project), self.linear(op.out), gates)
         if isinstance(op, DenseMLP):
             gate_up, down = self.feed_forward(op.gate_up, op.down)
             if not op.group.spans_replicas:
@@ -197,6 +199,23 @@ class Packer:
 
         self.params.when_given([op.kv_b], take)
         return absorb, project
+
+    def low_rank(self, op: GatedDeltaNet, low_rank: LowRankGates) -> Packed:
+        """Pack the second halves of the projections a and z: see `PackedDelta`. Drops the originals."""
+        assert op.key_dim == op.value_dim, "a and z have equally wide heads"
+        count, dim, layers = op.num_value_heads, op.key_dim, (low_rank.a, low_rank.z)
+        packed = open_packed(self.arena, "bf16", dim, dim, count=2 * count)
+
+        def take() -> None:
+            with self.packing():
+                for part, layer in enumerate(layers):
+                    for head, weight in enumerate(layer.weight.view(count, dim, dim)):
+                        packed.put(weight, index=part * count + head)
+                    self.params.release_weights(layer.weight, packed.num_bytes // 2)
+                    layer.release_weights()
+
+        self.params.when_given([layer.weight for layer in layers], take)
+        return packed
 
     def experts(self, experts: Experts) -> tuple[Packed, Packed]:
         """Pack all experts' gate and up, and down. Drops the originals."""

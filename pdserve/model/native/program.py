@@ -256,25 +256,31 @@ class Program:
         norm: Tensor,
         eps: float,
         out: Buffer,
+        gates: Buffer | None = None,
     ) -> None:
         """Record: `out` `[value_width]` = a GatedDeltaNet layer between its projections; see `pdk_op_delta`.
 
         `source` has Q, K, V, z, b and a. `conv` is `[conv_width, taps]`, `decay` and `bias` `[num_value_heads]`, `norm`
-        `[value_dim]`. A state decays by `exp(decay * softplus(a + bias))`. Rows that begin at position 0 ignore what
-        their slots hold. All layers have states with equally many pending tokens.
+        `[value_dim]`. A state decays by `exp(decay * softplus(a + bias))`. With `channel_decay` of `shape`, `source`
+        begins with Q, K, V and b, `gates` has a and z, and `bias` is `[num_value_heads * key_dim]`. Rows that begin at
+        position 0 ignore what their slots hold. All layers have states with equally many pending tokens.
         """
-        assert source.width == shape.width and out.width == shape.value_width
+        by_channel = shape.channel_decay
+        assert source.width >= shape.width if by_channel else source.width == shape.width
+        assert gates.width == shape.gate_width if gates is not None and by_channel else gates is None
         assert conv.shape == (shape.conv_width, shape.taps) and norm.shape == (shape.value_dim,)
-        assert decay.shape == bias.shape == (shape.num_value_heads,)
+        assert decay.shape == (shape.num_value_heads,) and bias.shape == (shape.num_decays,)
+        assert out.width == shape.value_width
         self._kept.append(states)
         assert self._max_pending in (None, states.max_pending), "layers keep equally many pending tokens"
         self._max_pending = states.max_pending
         vectors = (self._keep(x.float().contiguous()) for x in (conv.t(), decay, bias, norm))
         self._op(
             self._library.pdk_op_delta(
-                self._handle, ctypes.byref(states.pointers(shape)), source.number, *vectors, eps, out.number
+                self._handle, ctypes.byref(states.pointers(shape)), source.number,
+                -1 if gates is None else gates.number, *vectors, eps, out.number,
             )
-        )
+        )  # fmt: skip
 
     def route(
         self, logits: Buffer, experts: Buffer, weights: Buffer, moe: MoeSpec, correction: Tensor | None = None

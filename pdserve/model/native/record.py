@@ -11,7 +11,7 @@ from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
 from pdserve.model.native.delta import DeltaShape, DeltaStates
-from pdserve.model.native.latents import MakeBuffer
+from pdserve.model.native.latents import LatentProgram, MakeBuffer
 from pdserve.model.native.packer import PackedDelta, PackedMoe
 from pdserve.model.native.program import Program
 from pdserve.model.native.resources import Buffer
@@ -21,7 +21,7 @@ Norm = tuple[Tensor | None, float]
 
 
 def record_delta(
-    program: Program,
+    program: LatentProgram,
     buffer: MakeBuffer,
     x: Buffer,
     norm: Norm,
@@ -30,19 +30,28 @@ def record_delta(
     index: int,
     pending: PendingTokens | None,
 ) -> Buffer:
-    """Record the projection of a GatedDeltaNet layer, then its recurrence, and return the recurrence's output.
+    """Record the projections of a GatedDeltaNet layer, then its recurrence, and return the recurrence's output.
 
     `pool` has the states; the layer is `index` there. `pending`: tokens that the states do not cover yet.
     """
     op, (weight, eps) = weights.op, norm
     planes = {plane.name: pool.plane(index, number) for number, plane in enumerate(pool.group.planes)}
     conv_q, conv_k, conv_v = (planes[name] for name in CONV_PLANES)
-    shape = DeltaShape(op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1])
-    inputs, mixed = buffer("delta", shape.width), buffer("mixed", shape.value_width)
+    shape = DeltaShape(
+        op.num_key_heads, op.num_value_heads, op.key_dim, op.value_dim, op.conv_weight.shape[1],
+        channel_decay=op.low_rank is not None,
+    )  # fmt: skip
+    inputs, mixed = buffer("delta", weights.project.num_out), buffer("mixed", shape.value_width)
     program.linear(x, weights.project, inputs, norm=weight, eps=eps)
+    gates: Buffer | None = None
+    if weights.gates is not None:
+        gates, num_heads = buffer("gates", shape.gate_width), op.num_value_heads
+        program.head_product(
+            inputs, weights.gates, gates, num_heads=2 * num_heads, first=shape.width, sharing=num_heads
+        )
     program.delta(
         inputs, shape, DeltaStates((conv_q, conv_k, conv_v), planes["state"], pending),
-        op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed,
+        op.conv_weight, -op.a_log.float().exp(), op.dt_bias, op.norm_weight, op.eps, mixed, gates,
     )  # fmt: skip
     return mixed
 

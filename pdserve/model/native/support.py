@@ -37,4 +37,6 @@ def _cannot_compute(op: Operation) -> str | None:
             return f"{op.index.num_heads} index heads share a key, more than {MAX_GROUP}"
     if isinstance(op, GatedDeltaSpec) and (op.key_dim % DELTA_UNIT or op.value_dim % DELTA_UNIT):
         return f"key heads of {op.key_dim} and value heads of {op.value_dim} are not multiples of {DELTA_UNIT}"
+    if isinstance(op, GatedDeltaSpec) and op.channel_decay and op.key_dim != op.value_dim:
+        return f"key heads of {op.key_dim} and value heads of {op.value_dim} differ"
     return None

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.groups import ParallelConfig
-from tests.model_families import DENSE, SPARSE
+from tests.model_families import DENSE, KIMI, SPARSE
 from tests.share import rest_slow
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_checks import check_ranks, check_transfer
@@ -29,10 +29,13 @@ SPLITS = {
             ("gemma2", "pp2"),
             ("gpt_oss", "tp2"),
             ("glm4_moe", "ep2"),
+            (KIMI, "tp2"),
+            (KIMI, "pp2"),
+            (KIMI, "ep2"),
             *((name, "tp2") for name in (*DENSE, *SPARSE[1:])),
             *((name, "ep2") for name in SPARSE if name != "glm4_moe"),
         ],
-        keep=4,
+        keep=5,
     ),
 )
 def test_a_split_model_computes_what_the_whole_one_does(
@@ -43,7 +46,15 @@ def test_a_split_model_computes_what_the_whole_one_does(
 
 @pytest.mark.parametrize(
     ("name", "sizes"),
-    rest_slow([("gemma3_text", (2, 1)), *((name, sizes) for name in (*DENSE, *SPARSE) for sizes in ((2, 1), (1, 2)))]),
+    rest_slow(
+        [
+            ("gemma3_text", (2, 1)),
+            (KIMI, (2, 1)),
+            (KIMI, (1, 2)),
+            *((name, sizes) for name in (*DENSE, *SPARSE) for sizes in ((2, 1), (1, 2))),
+        ],
+        keep=3,
+    ),
 )
 def test_ranks_that_receive_pages_go_on_with_the_whole_models_tokens(
     name: str, sizes: tuple[int, int], gang: Gang, family_checkpoint: Callable[[str], Path]

@@ -25,9 +25,9 @@ from pdserve.model.attention.interface import StateBackend
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import ForwardBatch
 from pdserve.model.parallel import SingleRank
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI
 from tests.tiny import VOCAB_SIZE
-from tests.unit.executor.test_native_hybrid import HEADS
+from tests.unit.executor.test_native_hybrid import with_heads
 from tests.unit.model.draft_kit import LONGEST, MAX_DRAFTS, NUM_SLOTS, PROMPTS, SLOTS, Row, check_drafts, host_rows
 from tests.unit.model.native_kit import needs_kernels
 
@@ -44,8 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def make(name: str) -> Path:
         if name not in made:
             made[name] = tmp_path_factory.mktemp("drafts") / name
-            family = FAMILIES[name]
-            dataclasses.replace(family, changes={**family.changes, **HEADS}).write(made[name])
+            with_heads(name).write(made[name])
         return made[name]
 
     return make
@@ -125,7 +124,7 @@ class ModelEngine:
     ("name", "quantization", "at_once", "seed"),
     [
         ("qwen3_next", None, False, 0), ("qwen3_5_text", "int8", False, 1), ("qwen3_5_moe_text", None, True, 2),
-        ("qwen3_next", None, True, 3),
+        ("qwen3_next", None, True, 3), (KIMI, None, False, 4),
     ],
 )  # fmt: skip
 def test_a_model_by_the_kernels_gives_the_bits_of_single_steps(
@@ -138,9 +137,10 @@ def test_a_model_by_the_kernels_gives_the_bits_of_single_steps(
     check_drafts(single, drafted, seed, folds=seed % 2 == 0)
 
 
-def test_a_model_by_torch_gives_what_single_steps_give(checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["qwen3_next", KIMI])
+def test_a_model_by_torch_gives_what_single_steps_give(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Up to rounding: torch's matrix products depend on the number of rows."""
-    path = checkpoint("qwen3_next")
+    path = checkpoint(name)
     single, drafted = (ModelEngine(loaded_model(path, "float32", "torch")) for _ in range(2))
 
     def alike(got: Tensor, wanted: Tensor) -> bool:

@@ -17,7 +17,7 @@ from pdserve.memory.layout import GroupKind, PageSpace
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.parallel import SingleRank
 from tests.driver import GREEDY, Driver, build, random_prompt
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI, TinyFamily
 from tests.model_pair import running_models
 from tests.reference import load_reference, reference_logits
 from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
@@ -29,11 +29,16 @@ from tests.unit.executor.test_native_experts import ROUNDING, apart
 from tests.unit.model.native_kit import LEVELS_HERE, needs_kernels
 
 pytestmark = needs_kernels
-HEADS = {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
-"""Heads that the kernels can compute."""
-RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+RECURRENT = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", KIMI)
 NAMES = (*RECURRENT, *WINDOW_FAMILIES)
 PROMPT, NUM_NEW, TOP = random_prompt(300, VOCAB_SIZE), 6, 10
+
+
+def with_heads(name: str) -> TinyFamily:
+    """Return a family with heads of its recurrent layers that the kernels can compute."""
+    family = FAMILIES[name]
+    heads = {"linear_head_dim": 16} if name == KIMI else {"linear_key_head_dim": 32, "linear_value_head_dim": 16}
+    return dataclasses.replace(family, changes={**family.changes, **heads})
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +50,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         if name not in made:
             made[name] = tmp_path_factory.mktemp("native") / name
             if name in RECURRENT:
-                family = FAMILIES[name]
-                dataclasses.replace(family, changes={**family.changes, **HEADS}).write(made[name])
+                with_heads(name).write(made[name])
             else:
                 make_tiny(name, made[name], eos_token_id=None, **WINDOW_FAMILIES[name])
         return made[name]
@@ -184,7 +188,7 @@ def test_one_call_decodes_what_several_do(
     assert len(calls) == 19
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", "qwen3"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5_text", KIMI, "qwen3"])
 def test_a_pair_gives_the_monolith_s_tokens(name: str, checkpoint: Callable[[str], Path]) -> None:
     """Chunks end at multiples of 64; with retractions, and states and window pages that travel."""
     path, answers = checkpoint(name), []
@@ -203,6 +207,7 @@ def test_a_pair_gives_the_monolith_s_tokens(name: str, checkpoint: Callable[[str
     [
         (ParallelShape(tp_size=2), "qwen3_next"),
         (ParallelShape(pp_size=2), "qwen3_5_text"),
+        (ParallelShape(tp_size=2), KIMI),
         (ParallelShape(tp_size=2, pp_size=2), "qwen3_5_moe_text"),
         (ParallelShape(tp_size=2, pp_size=2), "qwen3"),
     ],

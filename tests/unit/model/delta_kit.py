@@ -17,10 +17,18 @@ from pdserve.model.layer_spec import GatedDeltaSpec
 from tests.unit.model.triton_kit import DEVICE
 
 
-def delta_spec(heads: tuple[int, int], key_dim: int, value_dim: int, taps: int = 4) -> GatedDeltaSpec:
+def delta_spec(
+    heads: tuple[int, int], key_dim: int, value_dim: int, taps: int = 4, *, channel_decay: bool = False
+) -> GatedDeltaSpec:
     return GatedDeltaSpec(
-        num_key_heads=heads[0], num_value_heads=heads[1], key_dim=key_dim, value_dim=value_dim, conv_kernel=taps
+        num_key_heads=heads[0], num_value_heads=heads[1], key_dim=key_dim, value_dim=value_dim, conv_kernel=taps,
+        channel_decay=channel_decay,
     )  # fmt: skip
+
+
+def num_decays(spec: GatedDeltaSpec) -> int:
+    """Decays of a token."""
+    return spec.num_value_heads * (spec.key_dim if spec.channel_decay else 1)
 
 
 def state_pool(spec: GatedDeltaSpec, num_slots: int, dtype: torch.dtype) -> GroupPool:
@@ -42,13 +50,13 @@ def planes_of(pool: GroupPool, layer: int) -> list[Tensor]:
 def inputs_of(spec: GatedDeltaSpec, num_tokens: int, dtype: torch.dtype, seed: int) -> DeltaInputs:
     """Random inputs whose rows lie apart; decays from almost none to almost all."""
     generator = torch.Generator().manual_seed(seed)
-    channels, heads = 2 * spec.key_width + spec.value_width, spec.num_value_heads
-    wide = torch.randn(num_tokens, channels + 2 * heads + 3, generator=generator).to(DEVICE, dtype)
-    qkv, b, a, _ = wide.split((channels, heads, heads, 3), 1)
+    channels, heads, decays = 2 * spec.key_width + spec.value_width, spec.num_value_heads, num_decays(spec)
+    wide = torch.randn(num_tokens, channels + heads + decays + 3, generator=generator).to(DEVICE, dtype)
+    qkv, b, a, _ = wide.split((channels, heads, decays, 3), 1)
     weight = torch.randn(channels, spec.conv_kernel, generator=generator).to(DEVICE, dtype)
     return DeltaInputs(
         qkv, b, a, weight,
-        a_log=torch.linspace(-3.0, 2.0, heads, device=DEVICE), dt_bias=torch.linspace(-2.0, 1.0, heads, device=DEVICE),
+        a_log=torch.linspace(-3.0, 2.0, heads, device=DEVICE), dt_bias=torch.linspace(-2.0, 1.0, decays, device=DEVICE),
         num_key_heads=spec.num_key_heads, num_value_heads=heads, key_dim=spec.key_dim, value_dim=spec.value_dim,
     )  # fmt: skip
 
@@ -113,11 +121,12 @@ def _ruled(inputs: DeltaInputs, mixed: Tensor, state: Tensor) -> tuple[Tensor, T
     q, k = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
     v = v.unflatten(1, (inputs.num_value_heads, -1))
     steps = torch.nn.functional.softplus(inputs.a.double().cpu() + inputs.dt_bias.double().cpu())
-    decay = (-inputs.a_log.double().cpu().exp() * steps).exp()
+    steps = steps.view(len(mixed), inputs.num_value_heads, -1)
+    decay = (-inputs.a_log.double().cpu().exp()[:, None] * steps).exp()
     rate = inputs.b.double().cpu().sigmoid()
     outs = []
     for token in range(len(mixed)):
-        state = state * decay[token, :, None, None]
+        state = state * decay[token, :, :, None]
         update = (v[token] - torch.einsum("hkv,hk->hv", state, k[token])) * rate[token, :, None]
         state = state + k[token][:, :, None] * update[:, None, :]
         outs.append(torch.einsum("hkv,hk->hv", state, q[token]) * inputs.key_dim**-0.5)

@@ -20,7 +20,7 @@ from pdserve.model.attention.state_slots import StateSlots, fold_rows, state_row
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.gated_delta_net import DeltaInputs, DeltaKernels
 from pdserve.model.layer_spec import GatedDeltaSpec
-from tests.unit.model.delta_kit import planes_of, state_pool
+from tests.unit.model.delta_kit import num_decays, planes_of, state_pool
 
 PROMPTS = (70, 1, 3)
 SLOTS = (3, 0, 2)
@@ -100,12 +100,12 @@ class DeltaEngine:
     def __init__(self, spec: GatedDeltaSpec, dtype: torch.dtype, kernels: DeltaKernels, device: str = "cpu") -> None:
         self._spec, self._dtype, self._kernels, self._device = spec, dtype, kernels, torch.device(device)
         generator = torch.Generator().manual_seed(7)
-        channels, heads = 2 * spec.key_width + spec.value_width, spec.num_value_heads
+        channels, heads, decays = 2 * spec.key_width + spec.value_width, spec.num_value_heads, num_decays(spec)
         self._weight = torch.randn(channels, spec.conv_kernel, generator=generator).to(device, dtype)
-        self._decay, self._bias = (torch.randn(heads, generator=generator).to(device) for _ in range(2))
+        self._decay, self._bias = (torch.randn(count, generator=generator).to(device) for count in (heads, decays))
         self._pool = state_pool(spec, NUM_SLOTS, dtype)
-        self._states = StateSlots(self._pool, self._device, MAX_DRAFTS)
-        self._widths = [channels, heads, heads]
+        self._states = StateSlots(self._pool, self._device, MAX_DRAFTS, channel_decay=spec.channel_decay)
+        self._widths = [channels, heads, decays]
 
     def inputs(self, num_tokens: int) -> Tensor:
         return torch.randn(num_tokens, sum(self._widths)).to(self._device, self._dtype)

@@ -43,6 +43,7 @@ pytestmark = needs_kernels
 SHAPES = [
     DeltaShape(1, 1, 16, 16, 4), DeltaShape(2, 4, 32, 48, 3), DeltaShape(3, 3, 128, 128, 4),
     DeltaShape(1, 3, 80, 32, 2), DeltaShape(2, 4, 48, 112, 4),
+    *(DeltaShape(*sizes, channel_decay=True) for sizes in ((3, 3, 128, 128, 4), (2, 2, 16, 16, 3), (1, 2, 144, 48, 4))),
 ]  # fmt: skip
 EPS = 1e-6
 IN_CHUNKS, DECODED = 0.02, 1e-5
@@ -62,11 +63,15 @@ class Layer:
     @staticmethod
     def of(shape: DeltaShape) -> Layer:
         """Random weights, with states that last for tens of tokens."""
-        heads = shape.num_value_heads
         return Layer(
-            shape, torch.randn(shape.conv_width, shape.taps) * 0.5, -torch.rand(heads) * 0.1, torch.randn(heads),
-            torch.rand(shape.value_dim) + 0.5,
+            shape, torch.randn(shape.conv_width, shape.taps) * 0.5, -torch.rand(shape.num_value_heads) * 0.1,
+            torch.randn(shape.num_decays), torch.rand(shape.value_dim) + 0.5,
         )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        """Items of a token's inputs."""
+        return self.shape.width + (self.shape.gate_width if self.shape.channel_decay else 0)
 
     def states(self, num_slots: int) -> DeltaStates:
         """A pool of slots in one memory, full of NaN, with the layer in the middle of each slot."""
@@ -85,13 +90,15 @@ class Layer:
             planes.append(values.as_strided((num_slots, *shape), strides, start // item))
         return DeltaStates((planes[0], planes[1], planes[2]), planes[3])
 
-    def program(self, level: str, threads: int, states: DeltaStates) -> tuple[Program, Buffer, Buffer]:
-        """A program of the layer alone, with its input and output."""
+    def program(self, level: str, threads: int, states: DeltaStates) -> tuple[Program, list[Buffer], Buffer]:
+        """A program of the layer alone, with its inputs and its output."""
         p = Program(Threads(threads), level)
-        source, out = p.buffer(self.shape.width), p.buffer(self.shape.value_width)
+        sources, out = [p.buffer(self.shape.width)], p.buffer(self.shape.value_width)
+        if self.shape.channel_decay:
+            sources.append(p.buffer(self.shape.gate_width))
         vectors = (fenced(vector) for vector in (self.conv, self.decay, self.bias, self.norm))
-        p.delta(source, self.shape, states, *vectors, EPS, out)
-        return p, source, out
+        p.delta(sources[0], self.shape, states, *vectors, EPS, out, *sources[1:])
+        return p, sources, out
 
 
 def stated(rows: Sequence[tuple[int, int]], slots: Sequence[int], prompts: Sequence[int] | None = None) -> ForwardBatch:
@@ -103,11 +110,12 @@ def stated(rows: Sequence[tuple[int, int]], slots: Sequence[int], prompts: Seque
     )
 
 
-def run(p: Program, source: Buffer, out: Buffer, batch: ForwardBatch, x: Tensor) -> Tensor:
+def run(p: Program, sources: Sequence[Buffer], out: Buffer, batch: ForwardBatch, x: Tensor) -> Tensor:
     """One step, with poison behind its buffers."""
     p.reserve(len(x) + 1, 0)
     p.begin(batch)
-    put(p, source, x)
+    for source, part in zip(sources, x.split([source.width for source in sources], 1), strict=True):
+        put(p, source, part)
     poison(p, out, len(x))
     p.run(0, p.num_ops)
     return taken(p, out, len(x)).clone()
@@ -117,7 +125,10 @@ def recurrence(layer: Layer, x: Tensor, kept: Tensor, state: Tensor) -> tuple[Te
     """The layer in float64, token by token. Returns outputs, `kept` `[channels, taps - 1]`, and the state."""
     of, x = layer.shape, x.double()
     keys, values, heads = of.num_key_heads * of.key_dim, of.value_width, of.num_value_heads
-    mixed, z, b, a = x.split((of.conv_width, values, heads, heads), 1)
+    if of.channel_decay:
+        mixed, b, a, z = x.split((of.conv_width, heads, of.num_decays, values), 1)
+    else:
+        mixed, z, b, a = x.split((of.conv_width, values, heads, heads), 1)
     inputs = torch.cat((kept.double().t(), mixed.bfloat16().double()))
     windows = inputs.unfold(0, of.taps, 1)
     convolved = F.silu((windows * layer.conv.double()).sum(-1))
@@ -127,15 +138,17 @@ def recurrence(layer: Layer, x: Tensor, kept: Tensor, state: Tensor) -> tuple[Te
         for part in (half.view(len(x), -1, of.key_dim) for half in convolved[:, : 2 * keys].split(keys, 1))
     )
     q, v = q * of.key_dim**-0.5, convolved[:, 2 * keys :].view(len(x), heads, -1)
-    decay, beta = (layer.decay.double() * F.softplus(a + layer.bias.double())).exp(), b.sigmoid()
+    steps, beta = F.softplus(a + layer.bias.double()).view(len(x), heads, -1), b.sigmoid()
+    decay = (layer.decay.double()[:, None] * steps).exp()
     state, out = state.double(), torch.empty(len(x), heads, of.value_dim, dtype=torch.float64)
     for t in range(len(x)):
-        state = state * decay[t][:, None, None]
+        state = state * decay[t][:, :, None]
         delta = (v[t] - torch.einsum("hkv,hk->hv", state, k[t])) * beta[t][:, None]
         state = state + k[t][:, :, None] * delta[:, None]
         out[t] = torch.einsum("hkv,hk->hv", state, q[t])
     normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + EPS) * layer.norm.double()
-    return (normed.flatten(1) * F.silu(z)).float(), inputs[len(inputs) - of.taps + 1 :].t(), state
+    gate = z.sigmoid() if of.channel_decay else F.silu(z)
+    return (normed.flatten(1) * gate).float(), inputs[len(inputs) - of.taps + 1 :].t(), state
 
 
 def in_slot(states: DeltaStates, slot: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +185,7 @@ def test_delta(level: str, shape: DeltaShape, rows: list[tuple[int, int]], kind:
     before = [tuple(part.clone() for part in in_slot(states, slot)) for slot in range(num_slots)]
     prompts = {"prompt": None, "decoded": [0] * len(rows), "both": [(start + end) // 2 for start, end in rows]}[kind]
     lengths = [end - start for start, end in rows]
-    x = torch.randn(sum(lengths), shape.width)
+    x = torch.randn(sum(lengths), layer.width)
     got = run(*layer.program(level, threads, states), stated(rows, slots, prompts), x)
     allowed = DECODED if kind == "decoded" else IN_CHUNKS
     for (start, _), slot, own, part in zip(rows, slots, x.split(lengths), got.split(lengths), strict=True):
@@ -186,11 +199,11 @@ def test_delta(level: str, shape: DeltaShape, rows: list[tuple[int, int]], kind:
 
 
 @levels
-@pytest.mark.parametrize("shape", SHAPES[1:4], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[1:4], SHAPES[5], SHAPES[7]], ids=str)
 def test_chunks_on_the_grid_threads_and_company_leave_every_bit_as_it_is(level: str, shape: DeltaShape) -> None:
     """A prompt of 300 tokens, then tokens that are decoded one by one, or again in one row as after a retraction."""
     layer, prompt, total = Layer.of(shape), 300, 306
-    x, others = torch.randn(total, shape.width), torch.randn(210, shape.width)
+    x, others = torch.randn(total, layer.width), torch.randn(210, layer.width)
     results = []
     for threads, cuts, beside in (
         (1, (0, prompt, *range(prompt + 1, total + 1)), False),
@@ -216,11 +229,12 @@ def test_chunks_on_the_grid_threads_and_company_leave_every_bit_as_it_is(level: 
 
 
 @levels
-def test_strong_decay_and_large_inputs_stay_finite(level: str) -> None:
+@pytest.mark.parametrize("shape", [SHAPES[1], DeltaShape(2, 4, 32, 48, 3, channel_decay=True)], ids=str)
+def test_strong_decay_and_large_inputs_stay_finite(level: str, shape: DeltaShape) -> None:
     """Decays whose products underflow, gates that saturate, and inputs of zero, whose keys have no direction."""
-    layer = dataclasses.replace(Layer.of(SHAPES[1]), decay=torch.full((4,), -16.0))
+    layer = dataclasses.replace(Layer.of(shape), decay=torch.full((4,), -16.0))
     states = layer.states(1)
-    x = torch.randn(200, layer.shape.width) * 30
+    x = torch.randn(200, layer.width) * 30
     x[50:60] = 0.0
     got = run(*layer.program(level, 2, states), stated([(0, 200)], [0], [150]), x)
     wanted, _, state = recurrence(layer, x, torch.zeros(layer.shape.conv_width, 2), torch.zeros(4, 32, 48))
@@ -237,9 +251,12 @@ class NativeEngine:
             torch.full((NUM_SLOTS, most, shape.conv_width), torch.nan, dtype=torch.bfloat16),
             torch.full((NUM_SLOTS, most, shape.num_key_heads, shape.key_dim), torch.nan),
             torch.full((NUM_SLOTS, most, shape.num_value_heads, shape.value_dim), torch.nan),
-            torch.full((NUM_SLOTS, most, shape.num_value_heads), torch.nan),
+            torch.full((NUM_SLOTS, most, shape.num_decays), torch.nan),
         )
-        self._width, self._states = shape.width, dataclasses.replace(layer.states(NUM_SLOTS), pending=pending)
+        if shape.channel_decay:
+            decays = pending.decays.view(NUM_SLOTS, most, shape.num_value_heads, shape.key_dim)
+            pending = dataclasses.replace(pending, decays=decays)
+        self._width, self._states = layer.width, dataclasses.replace(layer.states(NUM_SLOTS), pending=pending)
         self.program = layer.program(level, threads, self._states)
 
     def inputs(self, num_tokens: int) -> Tensor:
@@ -260,12 +277,13 @@ class NativeEngine:
 
 
 @levels
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(6))
 def test_rows_with_drafts_leave_the_bits_of_single_steps(level: str, seed: int) -> None:
     """See `draft_kit`; on one thread, and on several."""
     shapes = [
         DeltaShape(2, 4, 32, 48, 4), DeltaShape(1, 3, 80, 112, 2), DeltaShape(2, 2, 128, 128, 4),
-        DeltaShape(1, 2, 16, 16, 1),
+        DeltaShape(1, 2, 16, 16, 1), DeltaShape(2, 2, 128, 128, 4, channel_decay=True),
+        DeltaShape(1, 2, 48, 112, 2, channel_decay=True),
     ]  # fmt: skip
     torch.manual_seed(seed)
     layer = Layer.of(shapes[seed])
@@ -273,10 +291,11 @@ def test_rows_with_drafts_leave_the_bits_of_single_steps(level: str, seed: int) 
 
 
 @levels
-def test_a_row_of_several_known_tokens_folds_first(level: str) -> None:
+@pytest.mark.parametrize("channel_decay", [False, True])
+def test_a_row_of_several_known_tokens_folds_first(level: str, channel_decay: bool) -> None:
     """No plan has such a row behind a row with drafts; the operation takes it."""
     torch.manual_seed(1)
-    layer = Layer.of(DeltaShape(2, 4, 32, 48, 4))
+    layer = Layer.of(DeltaShape(2, 4, 32, 48, 4, channel_decay=channel_decay))
     single, drafted = NativeEngine(layer, level, 1), NativeEngine(layer, level, 2)
     x = [single.inputs(LONGEST) for _ in PROMPTS]
     expected = outputs(single, one_by_one([76, 1, 3]), x)
@@ -289,13 +308,13 @@ def test_a_row_of_several_known_tokens_folds_first(level: str) -> None:
 
 def test_a_program_without_pending_tokens_takes_no_drafts() -> None:
     layer = Layer.of(SHAPES[0])
-    program, source, out = layer.program(LEVELS_HERE[0], 1, layer.states(4))
+    program, sources, out = layer.program(LEVELS_HERE[0], 1, layer.states(4))
     host = host_rows([Row(1, 1, 1)])
     with pytest.raises(AssertionError):
         run(
             program,
-            source,
+            sources,
             out,
             dataclasses.replace(stated([(1, 3)], []), host=host),
-            torch.randn(2, layer.shape.width),
+            torch.randn(2, layer.width),
         )

@@ -78,6 +78,23 @@ def test_each_head_has_weights_of_its_own(
     assert torch.equal(*found), "in any split over threads"
 
 
+@levels
+def test_heads_may_share_their_inputs_behind_others(level: str) -> None:
+    torch.manual_seed(0)
+    heads, sharing, inputs, outputs, first, rows = 6, 3, 48, 16, 20, 18
+    weights, x = torch.randn(heads, outputs, inputs).bfloat16(), torch.randn(rows, first + 2 * inputs)
+    p = LatentProgram(Threads(2), level)
+    source, out = p.buffer(x.shape[1]), p.buffer(heads * outputs)
+    p.head_product(source, by_head(weights), out, num_heads=heads, first=first, sharing=sharing)
+    begin(p, rows)
+    put(p, source, x)
+    poison(p, out, rows)
+    p.run(0, 1)
+    shared = x[:, first:].view(rows, 2, inputs).repeat_interleave(sharing, 1)
+    wanted = torch.einsum("thi,hoi->tho", shared.bfloat16().float(), weights.float())
+    assert relative(taken(p, out, rows), wanted.flatten(1)) < 0.004
+
+
 class Layer:
     """A program of one MLA layer behind its projections, the second of two in its pool."""
 

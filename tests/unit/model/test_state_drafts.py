@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -18,7 +20,10 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("seed", range(6))
 def test_torch_gives_the_bits_of_single_steps(dtype: torch.dtype, seed: int) -> None:
-    spec = [delta_spec((2, 4), 16, 16), delta_spec((1, 2), 24, 40), delta_spec((2, 2), 32, 32, taps=2)][seed % 3]
+    spec = [
+        delta_spec((2, 4), 16, 16), delta_spec((1, 2), 24, 40), delta_spec((2, 2), 32, 32, taps=2),
+        delta_spec((2, 2), 16, 16, channel_decay=True), delta_spec((1, 2), 24, 40, channel_decay=True),
+    ][seed % 5]  # fmt: skip
     single, drafted = (DeltaEngine(spec, dtype, TorchDelta()) for _ in range(2))
     check_drafts(single, drafted, seed, folds=seed % 2 == 0)
 
@@ -37,6 +42,8 @@ def test_a_row_with_more_drafts_than_the_layers_keep_is_refused() -> None:
 
 def test_the_bytes_of_pending_tokens_are_those_allocated() -> None:
     pool = state_pool(delta_spec((2, 4), 16, 32), 5, torch.bfloat16)
-    for drafts in (0, 1, 7):
-        tensors = [x for layer in pending_tokens(pool, drafts) if layer for x in vars(layer).values()]
-        assert sum(x.nbytes for x in tensors) == pending_bytes(pool.group, drafts) * (pool.num_pages + 1)
+    for drafts, by_channel in itertools.product((0, 1, 7), (False, True)):
+        layers = pending_tokens(pool, drafts, channel_decay=by_channel)
+        tensors = [x for layer in layers if layer for x in vars(layer).values()]
+        expected = pending_bytes(pool.group, drafts, channel_decay=by_channel)
+        assert sum(x.nbytes for x in tensors) == expected * (pool.num_pages + 1)
