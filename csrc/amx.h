@@ -118,7 +118,7 @@ INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
 constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
 constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // more keys would overflow the first-level cache
 constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights that stay in the first-level cache
-constexpr int64_t PART = 256;                                 // inputs unpacked at a time: 16 KiB of a block
+constexpr int64_t UNPACKED = 256;                                 // inputs unpacked at a time: 16 KiB of a block
 
 // As in tile.h. The last tile ends with the last row and may overlap the previous tile. int8 is multiplied without
 // tiles: its inputs have a scale per 32, and moving partial sums out of a tile costs the time that it saves.
@@ -161,8 +161,8 @@ class Multiplier {
                      const uint8_t* next, float* out, int64_t stride, Beside& beside) const {
         const int64_t last = count - size_;
         const auto meanwhile = [&] { beside.step(); };
-        for (int64_t q = 0; q < w.k; q += PART) {
-            const int64_t end = q + PART < w.k ? q + PART : w.k, k = end - q;
+        for (int64_t q = 0; q < w.k; q += UNPACKED) {
+            const int64_t end = q + UNPACKED < w.k ? q + UNPACKED : w.k, k = end - q;
             const bf16* from = x.half + row * w.k + q;
             unpack(w, block, q, end, unpacked, next);
             if (count <= TILE) {

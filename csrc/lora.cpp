@@ -124,13 +124,14 @@ void Lora::lower(Program& p, int64_t site, const Source& source, const Operand& 
         const Weights a = half_weights(layer.a, layer.low / BLOCK, layer.inputs);
         const Operand x = half_operand(inputs, layer.inputs);
         gather(p, source, gated, piece, x, wide);
-        p.kernels.linear(a, x, piece.count, 0, a.blocks, {Store::write, lows, layer.low, layer.low, {}}, {});
+        p.kernels.linear(a, x, piece.count, 0, a.blocks, {Store::write, lows, layer.low, layer.low, {}}, {},
+                         p.scratch[thread]->as<uint8_t>());
         p.kernels.prepare(lows, layer.low, layer.low, nullptr, 0.0f, low(layer, piece.part, piece.first), 0, piece.count);
     }
 }
 
 void Lora::change(Program& p, int64_t site, const TokenRange& range, int64_t blocks, int64_t first, int64_t last,
-                  Output& out) {
+                  Output& out, int thread) {
     if (range.first_part == range.last_part) return;
     const int64_t width = blocks * BLOCK;
     out.changes = changes_->as<float>(), out.places = places_.data() + range.first, out.change_width = width;
@@ -145,7 +146,8 @@ void Lora::change(Program& p, int64_t site, const TokenRange& range, int64_t blo
             continue;
         }
         const Weights b = half_weights(layer.b, blocks, layer.low);
-        p.kernels.linear(b, low(layer, i, part.first), part.count, first, last, {Store::write, to, width, width, {}}, {});
+        p.kernels.linear(b, low(layer, i, part.first), part.count, first, last, {Store::write, to, width, width, {}}, {},
+                         p.scratch[thread]->as<uint8_t>());
     }
 }
 

@@ -41,7 +41,7 @@ class Lora {
     const std::vector<TokenRange>& ranges() const { return ranges_; }
     // Computes blocks [first, last) of the changes of a range's tokens, and sets `out` to add them.
     void change(Program& p, int64_t site, const TokenRange& range, int64_t blocks, int64_t first, int64_t last,
-                Output& out);
+                Output& out, int thread);
 
   private:
     // Tokens [first, first + count) of `tokens_`, which have one adapter and are in one range.

@@ -98,7 +98,7 @@ void Product::change(Program& p, int thread, const Operand& x, int64_t first, in
         Output part = to;
         if (store == Store::gated) part.next = from(to.next, range.first);
         else part.to = to.to + range.first * to.stride;
-        p.lora.change(p, site, range, weights.blocks, wide * first, wide * last, part);
+        p.lora.change(p, site, range, weights.blocks, wide * first, wide * last, part, thread);
         const Soon then = &range == &ranges.back() ? soon(p, thread) : Soon{};
         p.kernels.linear(weights, from(x, range.first), range.count, first, last, part, then,
                          p.scratch[thread]->as<uint8_t>());

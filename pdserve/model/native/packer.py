@@ -17,7 +17,7 @@ from pdserve.model.attention.interface import Heads
 from pdserve.model.decoder import Attention, Decoder
 from pdserve.model.forward_batch import ForwardBatch, IntArray
 from pdserve.model.gated_delta_net import GatedDeltaNet, LowRankGates
-from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked, within
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, common_format, quantize, stacked
 from pdserve.model.layer_spec import Activation, MoeSpec
 from pdserve.model.layers.dense import DenseMLP, FeedForward, Linear, VocabEmbedding
 from pdserve.model.layers.expert_parallel import ExpertParallelMoe
