@@ -9,7 +9,7 @@ greedy decode steps by the CPU kernels in bfloat16, in turns:
 
 - `plain`: without a drafter.
 - `off`: with the drafter, for steps that ask for no drafts. They are deferred (`executor/deferred_drafter.py`).
-- `1 draft`, `3 drafts`: with the drafter, for steps that ask for that number of drafts of each row, which no step verifies.
+- `1 draft`, `3 drafts`: with the drafter, for steps that ask for 1 or 3 drafts of each row, which no step verifies.
 
 The difference of the last two is the time of two passes of the drafter. The report has it beside the cost that the
 scheduler takes a pass for (`model/drafting/cost.py`).
