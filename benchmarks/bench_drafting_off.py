@@ -9,7 +9,7 @@ greedy decode steps by the CPU kernels in bfloat16, in turns:
 
 - `plain`: without a drafter.
 - `off`: with the drafter, for steps that ask for no drafts. They are deferred (`executor/deferred_drafter.py`).
-- `1 draft`, `3 drafts`: with the drafter, for steps that ask for so many drafts of each row, which no step verifies.
+- `1 draft`, `3 drafts`: with the drafter, for steps that ask for 1 or 3 drafts of each row, which no step verifies.
 
 The difference of the last two is the time of two passes of the drafter. The report has it beside the cost that the
 scheduler takes a pass for (`model/drafting/cost.py`).
@@ -31,7 +31,7 @@ from benchmarks.bench_cpu_step import PAGE_TOKENS, TOKEN, VOCAB_SIZE, write_conf
 from benchmarks.kernels import CLOCKS
 from benchmarks.report import markdown_table, ratios, spread_of
 from pdserve.config.groups import KernelConfig, MemoryConfig, ModelConfig, ServerConfig
-from pdserve.config.speculative_group import SpeculativeConfig
+from pdserve.config.speculative_group import SpeculativeAlgorithm, SpeculativeConfig
 from pdserve.executor.factory import LoadedEngine, build_executor
 from pdserve.executor.interface import BatchPlan, BatchRow, run
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -49,7 +49,7 @@ class Rows:
     ) -> None:
         """`num_steps`: most steps in all. `shape`: a model, or without `draft_model` its config alone."""
         per_row = -(-(context + num_steps + 2) // PAGE_TOKENS)
-        algorithm = None if kind == PLAIN else "NEXTN" if draft_model is None else "EAGLE3"
+        algorithm: SpeculativeAlgorithm | None = None if kind == PLAIN else "NEXTN" if draft_model is None else "EAGLE3"
         self._built: LoadedEngine = build_executor(
             ServerConfig(
                 model=ModelConfig(

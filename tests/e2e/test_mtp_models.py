@@ -1,7 +1,9 @@
 """MTP modules of hybrids in real pairs: answers are those without speculation, token by token and bit by bit.
 
 The CPU kernels compute a verify step with the bits of decode steps, recurrent layers included. Requests are those of
-`test_speculation`: greedy and drawn, with penalties, biases, grammars, stops and log probabilities.
+`test_speculation`: greedy and drawn, with penalties, biases, grammars, stops and log probabilities. Where a prompt is
+cut changes the last bits of a recurrent state, so each prompt is computed whole. Greedy answers with retractions and
+behind prefix hits are in `tests/unit/model/test_mtp_streams.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import pytest
 
 from tests.e2e.harness import Server, assert_idle, generate_all, running_monolith, running_pair
 from tests.e2e.test_draft_models import check, three_tokens
-from tests.e2e.test_speculation import COMMON, LITTLE, bodies, check_stop_strings, check_streams
+from tests.e2e.test_speculation import bodies, check_stop_strings
 from tests.mtp import write_with_mtp
 from tests.tiny import EOS_ID
 from tests.unit.model.native_kit import needs_kernels
@@ -23,6 +25,11 @@ pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.timeout(300)]
 Answers = list[dict[str, Any]]
 NAMES = ("qwen3_5_text", "qwen3_next")
 NEXTN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--no-speculative-adaptive")
+WHOLE = (
+    "--dtype", "bfloat16", "--max-total-tokens", "16384", "--disable-radix-cache", "--chunked-prefill-size", "-1",
+    "--prefill-saturation-tokens", "-1",
+)  # fmt: skip
+"""No prompt is cut."""
 AGREES = 0.05
 """Share of the layers' outputs: so small that some of the drafts of greedy requests are right."""
 
@@ -37,7 +44,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[Server]:
     """A monolith without speculation."""
-    with running_monolith(str(model), *COMMON) as server:
+    with running_monolith(str(model), *WHOLE) as server:
         yield server
         assert_idle(server)
 
@@ -50,25 +57,18 @@ def expected(plain: Server) -> Answers:
 
 def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
     """Draft KV, the first drafts and the hidden state are sent."""
-    with running_pair(str(model), *COMMON, *NEXTN) as pair:
+    with running_pair(str(model), *WHOLE, *NEXTN) as pair:
         assert three_tokens(pair)[0] == 1, "the first step of decode verifies a draft"
         check(pair, expected)
         check_stop_strings(plain, pair)
-        check_streams(plain, pair)
         counters = pair.decode.state()["counters"]
         assert 0 < counters["spec_accepted_tokens"] < counters["spec_draft_tokens"], "right and wrong drafts"
 
 
-def test_a_pair_short_of_memory(model: Path, expected: Answers) -> None:
-    with running_pair(str(model), *COMMON, *NEXTN, decode_flags=LITTLE) as pair:
-        check(pair, expected)
-        assert pair.decode.counter("requests_retracted") > 0
-
-
 def test_two_ranks(model: Path) -> None:
     """Sums of two ranks have other bits than those of one, so a pair without speculation answers first."""
-    with running_pair(str(model), *COMMON, "--tp-size", "2") as pair:
+    with running_pair(str(model), *WHOLE, "--tp-size", "2") as pair:
         expected = generate_all(pair.url, bodies())
-    with running_pair(str(model), *COMMON, *NEXTN, "--tp-size", "2") as pair:
+    with running_pair(str(model), *WHOLE, *NEXTN, "--tp-size", "2") as pair:
         check(pair, expected)
         assert pair.decode.counter("spec_accepted_tokens") > 0
