@@ -24,7 +24,7 @@ FEW_TOKENS = 384
 """Tokens of a pool that is too small for the load of `LONG` tokens each."""
 
 
-@pytest.mark.parametrize("chunk", [64, -1])
+@pytest.mark.parametrize("chunk", [64, pytest.param(-1, marks=pytest.mark.slow)])
 def test_a_monolith_gives_transformers_tokens(chunk: int, hybrid_checkpoint: Callable[[str], Path]) -> None:
     path, prompts = hybrid_checkpoint(KIMI), prompts_of((*LENGTHS, 64, 5))
     expected = deep_hybrid(KIMI).reference_tokens(path, prompts, NEW_TOKENS)
