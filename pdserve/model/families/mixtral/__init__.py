@@ -5,6 +5,7 @@ from __future__ import annotations
 from pdserve.errors import ModelError
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -44,6 +45,12 @@ MIXTRAL = Family(
             expert_up="block_sparse_moe.experts.{expert}.w3",
             expert_down="block_sparse_moe.experts.{expert}.w2",
         )
+    ),
+    gguf=GgufFormat(
+        architecture="llama",
+        matches=lambda facts, names: bool(facts.get("expert_count")),
+        keys={"num_local_experts": "expert_count"},
+        rotates_pairs=True,
     ),
 )
 FAMILIES = (MIXTRAL,)
