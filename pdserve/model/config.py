@@ -375,7 +375,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family, where: str) -
         known = ", ".join(sorted(family.layer_types))
         raise UnsupportedModelError(f"{where}: layer_types has {', '.join(other)}; supported: {known}")
     for name in ("hidden_act", "hidden_activation"):
-        if config.get(name) is not None and config[name] not in family.activations:
+        if config.get(name) is not None and config[name] not in tuple(family.activations):  # any JSON value may be here
             known = ", ".join(sorted(family.activations))
             raise UnsupportedModelError(f"{where}: {name} {config[name]!r} is not supported; supported: {known}")
     for name, only in family.only.items():

@@ -133,6 +133,7 @@ def test_eos_ids_come_from_both_files() -> None:
         (MOE | {"num_experts": None}, "num_experts"),
         (MOE | {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window"),
         ({"hidden_act": "gelu"}, "gelu"),
+        ({"hidden_act": {"name": "gelu"}}, "hidden_act"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq"),
         ({"hidden_size": None}, "hidden_size"),
         ({"vocab_size": 10**12}, "vocab_size"),
