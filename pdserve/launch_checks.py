@@ -280,7 +280,7 @@ def _check_draft(config: ServerConfig, target: Path, draft: Path) -> None:
 def check_checkpoint(config: ServerConfig, path: Path) -> None:
     """Check architecture, split and context length of the model at `path`; of a .gguf file the architecture only.
 
-    The engine checks the rest of a .gguf file, whose metadata takes seconds to read.
+    The engine checks the rest of a .gguf file, whose reader imports torch.
 
     Raises:
         ConfigError: the model cannot be split so, or its context is shorter.

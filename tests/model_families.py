@@ -6,6 +6,7 @@ prints the table of docs/models.md; `--write` updates the page.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import sys
@@ -16,6 +17,11 @@ from typing import Any
 
 import torch
 
+from pdserve.base.parallel import ParallelShape
+from pdserve.errors import ConfigError
+from pdserve.model.config import ModelSpec, check_spec, read_model_spec
+from pdserve.model.families import FAMILIES as NATIVE
+from pdserve.model.native.support import cannot_run
 from tests.tiny import VOCAB_SIZE, tiny_tokenizer
 
 _BASE = {
@@ -313,9 +319,34 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 BEGIN, END = "<!-- table: begin -->\n", "<!-- table: end -->\n"
 
 
+HEAD = (
+    "model_type", "architecture", "runs", "KV groups", "state_type", "chunked prefill", "native ranks", "quantized",
+    "gguf", "tested",
+)  # fmt: skip
+_REAL_SERVERS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", *HYBRIDS, *DENSE, *SPARSE, "qwen3_moe")
+"""Families whose native pairs run as real servers with unequal ranks, in `tests/e2e`."""
+_IN_PROCESS = (*LATENT, *HYBRIDS, *DENSE, *SPARSE, "llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral")
+"""Families whose native pairs run in one process, in `tests/unit`."""
+
+
+def native_ranks(spec: ModelSpec) -> str:
+    """Return the ways in which ranks can share a model natively, those that `check_spec` accepts for two ranks."""
+    ways = {
+        "TP": (ParallelShape(tp_size=2), 1, 1),
+        "PP": (ParallelShape(pp_size=2), 1, 1),
+        "EP": (ParallelShape(tp_size=2), 2, 1),
+        "DPA": (ParallelShape(), 1, 2),
+    }
+    found = []
+    for name, (shape, ep_size, num_sharing) in ways.items():
+        with contextlib.suppress(ConfigError):
+            check_spec(spec, shape, ep_size, num_sharing)
+            found.append(name)
+    return ", ".join(found)
+
+
 def table_row(family: TinyFamily, directory: Path) -> str:
     """Return the line of a family in the table. `directory` gets its checkpoint."""
-    from pdserve.model.families import FAMILIES as NATIVE
     from pdserve.model.hf.config import read_source
     from pdserve.model.hf.model import load_transformers_model
     from pdserve.model.parallel import SingleRank
@@ -327,19 +358,31 @@ def table_row(family: TinyFamily, directory: Path) -> str:
     model = load_transformers_model(
         source, found, "float32", torch.device("cpu"), SingleRank(), load_format="auto", seed=0
     )
-    groups = ", ".join(group.kind.name for group in layout.groups)
-    native = "native, transformers" if family.architecture in NATIVE else "transformers"
-    chunks = "yes" if model.can_split_prompts else "no: one chunk for each prompt"
-    return (
-        f"| `{family.model_type}` | `{family.architecture}` | {native} | {groups} | {layout.state_type} | {chunks} |\n"
-    )
+    native = NATIVE.get(family.architecture)
+    runs, ranks, quantized, gguf, tested = "transformers", "", "no", "", "transformers"
+    if native is not None:
+        spec = read_model_spec(directory)
+        reason = cannot_run(spec, torch.bfloat16, torch.device("cpu"))  # heads of tiny hybrids are too small for them
+        only_torch = reason is not None and family.name not in HYBRIDS
+        runs = "native (torch), transformers" if only_torch else "native, transformers"
+        ranks, quantized = native_ranks(spec), "yes"
+        gguf = "" if native.gguf is None else f"`{native.gguf.architecture}`"
+        tested += ", pair" * (family.name in _IN_PROCESS) + ", servers" * (family.name in _REAL_SERVERS)
+    fields = (
+        f"`{family.model_type}`", f"`{family.architecture}`", runs,
+        ", ".join(group.kind.name for group in layout.groups), layout.state_type,
+        "yes" if model.can_split_prompts else "no: one chunk for each prompt", ranks, quantized, gguf, tested,
+    )  # fmt: skip
+    return _line(fields)
+
+
+def _line(fields: Sequence[str]) -> str:
+    return f"| {' | '.join(fields)} |\n"
 
 
 def table() -> str:
     """Return the table of docs/models.md."""
-    head = (
-        "| model_type | architecture | runs | KV groups | state_type | chunked prefill |\n|---|---|---|---|---|---|\n"
-    )
+    head = _line(HEAD) + f"|{'---|' * len(HEAD)}\n"
     with tempfile.TemporaryDirectory() as directory:
         return head + "".join(table_row(family, Path(directory) / name) for name, family in FAMILIES.items())
 

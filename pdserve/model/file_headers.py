@@ -1,7 +1,7 @@
 """Checks the headers of weight files in milliseconds, before torch is imported: GGUF and safetensors.
 
 Called by the launchers. It finds files that are of another kind, cut short, or only pointers of Git LFS. Loaders read
-the rest later; the metadata of a GGUF file with a large vocabulary takes seconds.
+the rest later.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import IO
 from pdserve.errors import ModelError
 from pdserve.model.families import FAMILIES
 
-ARCHITECTURES = {family.gguf: name for name, family in FAMILIES.items() if family.gguf is not None}
-"""HF architectures, by the name in a gguf file."""
+ARCHITECTURES = tuple(dict.fromkeys(family.gguf.architecture for family in FAMILIES.values() if family.gguf))
+"""Names of architectures in gguf files."""
 _LFS = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 """Limit of the safetensors format."""

@@ -261,7 +261,7 @@ def _gguf(path: Path, spec: ModelSpec, on_progress: OnProgress) -> Iterator[tupl
     num_bytes, total = 0, path.stat().st_size
     for source in gguf_file.sources(path, spec):
         yield source.name, source
-        num_bytes += int(source.tensor.n_bytes)
+        num_bytes += source.num_bytes
         on_progress(num_bytes, total)
 
 

@@ -176,8 +176,8 @@ def limit_memory() -> tuple[int, int]:
 
 def make_sound(folder: Path) -> None:
     """A tiny checkpoint, as a directory and as a gguf file."""
+    from tests.gguf_files import write_gguf
     from tests.tiny import make_tiny
-    from tests.unit.model.test_gguf import write_gguf
 
     if not (folder / "model.gguf").is_file():
         make_tiny("llama", folder, num_hidden_layers=1)

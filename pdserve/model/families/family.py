@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from pdserve.errors import ModelError, UnsupportedModelError
@@ -40,6 +40,28 @@ class Scales:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class GgufFormat:
+    """What gguf files of a family have that is not alike in all of them.
+
+    `architecture`: its name there. Several families may have one name; the first whose `matches(facts, names)` is true
+    reads the file. `facts` is the file's metadata, whose keys lack the architecture, and `names` are those of its
+    tensors. `keys`: fields of the HF config, by key of the metadata, beside those that all families have.
+    `config(facts)` returns further fields; `rope_parameters` there are added to those that all families have.
+
+    `names`: HF names of tensors of a layer, by gguf name without `.weight` and `.bias`, beside those that follow from
+    `Family.names`. With `rotates_pairs` llama.cpp's converter has reordered the rows of Q and K for a rotation of
+    neighbouring dimensions. `Family.norm_offset` is part of the norms' weights.
+    """
+
+    architecture: str
+    matches: Callable[[HFConfig, Collection[str]], bool] = lambda facts, names: True
+    keys: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Callable[[HFConfig], HFConfig] = lambda facts: {}
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    rotates_pairs: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """Models of one HF architecture.
 
@@ -52,11 +74,8 @@ class Family:
     returns the scales of embeddings and logits.
     `unread_layers`: the config's field with the number of layers that a checkpoint has behind those of the model, and
     which are not read; None: there are none. `may_be_partial`: a part of each head may be rotated. With `text_config`
-    the fields are those of that object, as in vision-language models. `gguf`: name of the architecture in gguf files;
-    None: such files are not read. With `gguf_rotates_pairs` llama.cpp has reordered the rows of Q and K for a rotation
-    of pairs. `gguf_names`: HF names of tensors of a layer, by gguf name, where they are not those of other families.
-    `norm_offset` is part of the weights there. `gguf_config(facts)` returns fields of the HF config from the file's
-    metadata, whose keys lack the architecture.
+    the fields are those of that object, as in vision-language models. `gguf`: what its gguf files have; None: such
+    files are not read.
     """
 
     architecture: str
@@ -74,10 +93,7 @@ class Family:
     unread_layers: str | None = None
     may_be_partial: bool = False
     text_config: bool = False
-    gguf: str | None = None
-    gguf_rotates_pairs: bool = False
-    gguf_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    gguf_config: Callable[[HFConfig], HFConfig] = lambda facts: {}
+    gguf: GgufFormat | None = None
 
 
 def read_num_layers(config: HFConfig, where: str) -> int:

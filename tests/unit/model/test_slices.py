@@ -27,8 +27,8 @@ from pdserve.model.parallel import SingleRank
 from pdserve.model.params import fingerprint_of
 from pdserve.model.placement import first_placement, slots_of
 from pdserve.model.torch_parallel import open_parallel
+from tests.gguf_files import write_gguf
 from tests.tiny import Family, make_tiny
-from tests.unit.model.test_gguf import write_gguf
 
 CPU = torch.device("cpu")
 SHAPES = [ParallelShape(tp_size=tp, pp_size=pp) for tp, pp in ((1, 1), (2, 1), (4, 1), (1, 3), (2, 2), (4, 3))]

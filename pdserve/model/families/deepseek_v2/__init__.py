@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 from pdserve.errors import UnsupportedModelError
-from pdserve.model.families.family import Family, HFConfig
+from pdserve.model.families.family import Family, GgufFormat, HFConfig
 from pdserve.model.families.mixture import read_grouped_moe
-from pdserve.model.families.mla import NAMES, deepseek_layers, read_mla
+from pdserve.model.families.mla import NAMES, deepseek_layers, gguf_config, has_sigmoid_scores, read_mla
 from pdserve.model.layer_spec import DecoderLayerSpec, MoeSpec
 from pdserve.model.rope import RopeSpec
 
@@ -28,6 +28,11 @@ def _moe(config: HFConfig, where: str) -> MoeSpec:
     return moe if method == _BY_GROUP else dataclasses.replace(moe, num_groups=1, top_groups=1)
 
 
+def _gguf_config(facts: HFConfig) -> HFConfig:
+    config = gguf_config(facts)
+    return {**config, "topk_method": _GREEDY if config["n_group"] == 1 else _BY_GROUP}
+
+
 FAMILIES = (
     Family(
         architecture="DeepseekV2ForCausalLM",
@@ -36,6 +41,11 @@ FAMILIES = (
         read_layers=_layers,
         names=NAMES,
         only={"scoring_func": "softmax", "norm_topk_prob": False, "moe_layer_freq": 1},
+        gguf=GgufFormat(
+            architecture="deepseek2",
+            matches=lambda facts, names: not has_sigmoid_scores(facts, names),
+            config=_gguf_config,
+        ),
         defaults={"n_routed_experts": 64, "n_shared_experts": 2, "first_k_dense_replace": 0},
     ),
 )

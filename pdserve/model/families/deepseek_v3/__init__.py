@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from pdserve.model.families.family import Family, HFConfig
+from pdserve.model.families.family import Family, GgufFormat, HFConfig
 from pdserve.model.families.mixture import MTP_NAMES, read_grouped_moe
-from pdserve.model.families.mla import NAMES, deepseek_layers, read_mla
+from pdserve.model.families.mla import NAMES, deepseek_layers, gguf_config, has_sigmoid_scores, read_mla
 from pdserve.model.layer_spec import DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
@@ -37,5 +37,6 @@ FAMILIES = (
         defaults=DEFAULTS,
         only=ONLY,
         unread_layers="num_nextn_predict_layers",
+        gguf=GgufFormat(architecture="deepseek2", matches=has_sigmoid_scores, config=gguf_config),
     ),
 )

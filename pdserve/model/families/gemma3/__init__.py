@@ -6,7 +6,7 @@ Of a vision-language checkpoint the text model is loaded.
 from __future__ import annotations
 
 from pdserve.model.families import gemma
-from pdserve.model.families.family import WINDOW_LAYERS, Family, HFConfig, read_layer_kinds, read_window
+from pdserve.model.families.family import WINDOW_LAYERS, Family, GgufFormat, HFConfig, read_layer_kinds, read_window
 from pdserve.model.fields import read_count
 from pdserve.model.layer_spec import DecoderLayerSpec, WeightNames
 from pdserve.model.rope import RopeSpec, has_ropes_by_kind, read_rope_of_kind
@@ -44,11 +44,6 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return tuple(kinds[has_window] for has_window in read_layer_kinds(config, where, every))
 
 
-_GGUF_NAMES = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
 _27B_LAYERS = 62
 """Layers of the one size whose scores have another scale than the size of a head gives: gguf files do not name it."""
 
@@ -62,11 +57,22 @@ def _gguf_config(facts: HFConfig) -> HFConfig:
         "query_pre_attn_scalar": hidden // heads
         if has_own_scale
         else facts.get("attention.key_length", hidden // heads),
-        "final_logit_softcapping": facts.get("final_logit_softcapping"),
     }
 
 
-def _family(architecture: str, model_type: str, *, text_config: bool = False, gguf: str | None = None) -> Family:
+_GGUF = GgufFormat(
+    architecture="gemma3",
+    keys={"final_logit_softcapping": "final_logit_softcapping"},
+    config=_gguf_config,
+    names={
+        "post_attention_norm": "post_attention_layernorm",
+        "ffn_norm": "pre_feedforward_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+)
+
+
+def _family(architecture: str, model_type: str, *, text_config: bool = False, gguf: GgufFormat | None = None) -> Family:
     return Family(
         architecture=architecture,
         model_type=model_type,
@@ -93,12 +99,10 @@ def _family(architecture: str, model_type: str, *, text_config: bool = False, gg
         read_scales=gemma.read_scales,
         text_config=text_config,
         gguf=gguf,
-        gguf_names=_GGUF_NAMES,
-        gguf_config=_gguf_config,
     )  # fmt: skip
 
 
 FAMILIES = (
-    _family("Gemma3ForCausalLM", "gemma3_text", gguf="gemma3"),
+    _family("Gemma3ForCausalLM", "gemma3_text", gguf=_GGUF),
     _family("Gemma3ForConditionalGeneration", "gemma3", text_config=True),
 )

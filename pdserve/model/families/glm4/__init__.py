@@ -9,6 +9,7 @@ import dataclasses
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -44,6 +45,21 @@ def _glm4_layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderL
     return (layer,) * read_num_layers(config, where)
 
 
+def _gguf_config(facts: HFConfig) -> HFConfig:
+    rotated, head_dim = facts.get("rope.dimension_count"), facts["attention.key_length"]
+    return {} if rotated is None else {_PARTIAL: rotated / head_dim}
+
+
+_GGUF = GgufFormat(
+    architecture="glm4",
+    config=_gguf_config,
+    names={
+        "post_attention_norm": "post_self_attn_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_up": "mlp.gate_up_proj",
+        "post_ffw_norm": "post_mlp_layernorm",
+    },
+)
 FAMILIES = tuple(
     Family(
         architecture=architecture,
@@ -52,9 +68,10 @@ FAMILIES = tuple(
         read_layers=read_layers,
         defaults=_DEFAULTS,
         may_be_partial=True,
+        gguf=gguf,
     )
-    for architecture, model_type, read_layers in (
-        ("GlmForCausalLM", "glm", _glm_layers),
-        ("Glm4ForCausalLM", "glm4", _glm4_layers),
+    for architecture, model_type, read_layers, gguf in (
+        ("GlmForCausalLM", "glm", _glm_layers, None),
+        ("Glm4ForCausalLM", "glm4", _glm4_layers, _GGUF),
     )
 )

@@ -7,6 +7,7 @@ import dataclasses
 from pdserve.model.families.family import (
     WINDOW_LAYERS,
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -67,5 +68,11 @@ FAMILIES = (
             "num_experts_per_tok": 4, "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0,
             "rope_parameters": _YARN,
         },
+        gguf=GgufFormat(
+            architecture="gpt-oss",
+            keys={"sliding_window": "attention.sliding_window", "intermediate_size": "expert_feed_forward_length"},
+            config=lambda facts: {"rope_parameters": {"truncate": False}},
+            names={"post_attention_norm": "post_attention_layernorm"},
+        ),
     ),
 )  # fmt: skip

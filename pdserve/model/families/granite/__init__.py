@@ -6,6 +6,7 @@ import dataclasses
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     Scales,
     pre_norm_layer,
@@ -55,6 +56,16 @@ FAMILIES = (
         max_positions=2048,
         read_layers=_layers,
         read_scales=_scales,
+        gguf=GgufFormat(
+            architecture="granite",
+            keys={
+                "attention_multiplier": "attention.scale",
+                "embedding_multiplier": "embedding_scale",
+                "residual_multiplier": "residual_scale",
+                "logits_scaling": "logit_scale",
+            },
+            rotates_pairs=True,
+        ),
     ),
     Family(
         architecture="GraniteMoeForCausalLM",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -28,7 +29,8 @@ LLAMA = Family(
     model_type="llama",
     max_positions=2048,
     read_layers=_layers,
-    gguf="llama",
-    gguf_rotates_pairs=True,
+    gguf=GgufFormat(
+        architecture="llama", matches=lambda facts, names: not facts.get("expert_count"), rotates_pairs=True
+    ),
 )
 FAMILIES = (LLAMA,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -29,5 +30,11 @@ MIXTRAL = Family(
     read_layers=_layers,
     names=WeightNames(layer=BLOCK_SPARSE),
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    gguf=GgufFormat(
+        architecture="llama",
+        matches=lambda facts, names: bool(facts.get("expert_count")),
+        keys={"num_local_experts": "expert_count"},
+        rotates_pairs=True,
+    ),
 )
 FAMILIES = (MIXTRAL,)

@@ -10,6 +10,7 @@ import dataclasses
 from pdserve.model.families.family import (
     WINDOW_LAYERS,
     Family,
+    GgufFormat,
     HFConfig,
     read_attention,
     read_layer_kinds,
@@ -52,12 +53,25 @@ def _olmo3_layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[Decoder
     return tuple(kinds[has_window] for has_window in read_layer_kinds(config, where, 4))
 
 
+_GGUF_NAMES = {"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+
+
+def _gguf_config(facts: HFConfig) -> HFConfig:
+    pattern = facts.get("attention.sliding_window_pattern")
+    return {} if pattern is None else {"layer_types": ["sliding_attention" if x else "full_attention" for x in pattern]}
+
+
 FAMILIES = (
     Family(
         architecture="Olmo2ForCausalLM",
         model_type="olmo2",
         max_positions=_MAX_POSITIONS,
         read_layers=_olmo2_layers,
+        gguf=GgufFormat(
+            architecture="olmo2",
+            matches=lambda facts, names: not facts.get("attention.sliding_window"),
+            names=_GGUF_NAMES,
+        ),
         defaults={"rms_norm_eps": 1e-5},
     ),
     Family(
@@ -65,6 +79,13 @@ FAMILIES = (
         model_type="olmo3",
         max_positions=_MAX_POSITIONS,
         read_layers=_olmo3_layers,
+        gguf=GgufFormat(
+            architecture="olmo2",
+            matches=lambda facts, names: bool(facts.get("attention.sliding_window")),
+            keys={"sliding_window": "attention.sliding_window"},
+            config=_gguf_config,
+            names=_GGUF_NAMES,
+        ),
         layer_types=WINDOW_LAYERS,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": _THETA3},
     ),

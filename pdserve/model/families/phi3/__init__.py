@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -21,6 +22,15 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
     return (pre_norm_layer(attention, read_mlp(config, where)),) * read_num_layers(config, where)
 
 
+def _gguf_config(facts: HFConfig) -> HFConfig:
+    """Return the share of a head that is rotated, and the window, which is 0 in files of models without windows."""
+    head_dim = facts["embedding_length"] // facts["attention.head_count"]
+    return {
+        "partial_rotary_factor": facts.get("rope.dimension_count", head_dim) / head_dim,
+        "sliding_window": facts.get("attention.sliding_window") or None,
+    }
+
+
 FAMILIES = (
     Family(
         architecture="Phi3ForCausalLM",
@@ -29,5 +39,6 @@ FAMILIES = (
         read_layers=_layers,
         defaults={"rms_norm_eps": 1e-5},
         may_be_partial=True,
+        gguf=GgufFormat(architecture="phi3", config=_gguf_config, names={"ffn_up": "mlp.gate_up_proj"}),
     ),
 )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pdserve.model.families.family import WINDOW_LAYERS, Family, HFConfig, layers_with_windows, read_attention
+from pdserve.model.families.family import (
+    WINDOW_LAYERS,
+    Family,
+    GgufFormat,
+    HFConfig,
+    layers_with_windows,
+    read_attention,
+)
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
@@ -20,6 +27,6 @@ QWEN2 = Family(
     max_positions=32768,
     read_layers=_layers,
     layer_types=WINDOW_LAYERS,
-    gguf="qwen2",
+    gguf=GgufFormat(architecture="qwen2"),
 )
 FAMILIES = (QWEN2,)

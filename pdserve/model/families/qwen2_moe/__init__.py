@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 
-from pdserve.model.families.family import Family, HFConfig, read_attention, read_mlp, read_moe, refuse_windows
+from pdserve.model.families.family import (
+    Family,
+    GgufFormat,
+    HFConfig,
+    read_attention,
+    read_mlp,
+    read_moe,
+    refuse_windows,
+)
 from pdserve.model.families.mixture import sparse_layers
 from pdserve.model.fields import MAX_WIDTH, read_count
 from pdserve.model.layer_spec import DecoderLayerSpec
@@ -25,6 +33,11 @@ FAMILIES = (
         model_type="qwen2_moe",
         max_positions=32768,
         read_layers=_layers,
+        gguf=GgufFormat(
+            architecture="qwen2moe",
+            keys={"shared_expert_intermediate_size": "expert_shared_feed_forward_length"},
+            config=lambda facts: {"norm_topk_prob": False},
+        ),
         defaults={"shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4},
     ),
 )

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from pdserve.model.families.family import WINDOW_LAYERS, Family, HFConfig, layers_with_windows, read_attention
+from pdserve.model.families.family import (
+    WINDOW_LAYERS,
+    Family,
+    GgufFormat,
+    HFConfig,
+    layers_with_windows,
+    read_attention,
+)
 from pdserve.model.layer_spec import AttentionSpec, DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
 
@@ -24,6 +31,6 @@ QWEN3 = Family(
     max_positions=32768,
     read_layers=_layers,
     layer_types=WINDOW_LAYERS,
-    gguf="qwen3",
+    gguf=GgufFormat(architecture="qwen3"),
 )
 FAMILIES = (QWEN3,)

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from pdserve.model.families.family import Family, HFConfig, read_attention, read_mlp, read_moe, refuse_windows
+from pdserve.model.families.family import (
+    Family,
+    GgufFormat,
+    HFConfig,
+    read_attention,
+    read_mlp,
+    read_moe,
+    refuse_windows,
+)
 from pdserve.model.families.mixture import sparse_layers
 from pdserve.model.layer_spec import DecoderLayerSpec
 from pdserve.model.rope import RopeSpec
@@ -20,6 +28,6 @@ QWEN3_MOE = Family(
     model_type="qwen3_moe",
     max_positions=32768,
     read_layers=_layers,
-    gguf="qwen3moe",
+    gguf=GgufFormat(architecture="qwen3moe"),
 )
 FAMILIES = (QWEN3_MOE,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pdserve.model.families.family import (
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -29,5 +30,11 @@ def _layers(config: HFConfig, rope: RopeSpec, where: str) -> tuple[DecoderLayerS
 
 
 FAMILIES = (
-    Family(architecture="SeedOssForCausalLM", model_type="seed_oss", max_positions=524288, read_layers=_layers),
+    Family(
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        max_positions=524288,
+        read_layers=_layers,
+        gguf=GgufFormat(architecture="seed_oss", names={"post_attention_norm": "post_attention_layernorm"}),
+    ),
 )

@@ -8,6 +8,7 @@ from pdserve.errors import ModelError
 from pdserve.model.families.family import (
     WINDOW_LAYERS,
     Family,
+    GgufFormat,
     HFConfig,
     pre_norm_layer,
     read_attention,
@@ -57,6 +58,7 @@ FAMILIES = (
         max_positions=32768,
         read_layers=_layers,
         layer_types=WINDOW_LAYERS,
+        gguf=GgufFormat(architecture="smollm3", rotates_pairs=True),
         defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
     ),
 )
