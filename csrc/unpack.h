@@ -21,11 +21,13 @@ INLINE void put_scaled(bf16* to, P codes, F first_scale, F last_scale) {
 static void unpack_fp8(const Weights& w, int64_t block, int64_t first, int64_t last, bf16* to, const uint8_t* next) {
     const uint8_t* at = w.data + block * block_bytes(w) + first * BLOCK;
     const float* scale = w.scale + block * block_scales(w);
+    scale += first / w.group * BLOCK;
     F s[4];
-    for (int64_t q = first; q < last; q += 4, at += 128, to += 128) {
-        if (q == first || q % w.group == 0) {
+    for (int64_t q = first, left = 0; q < last; q += 4, at += 128, to += 128, left -= 4) {
+        if (left == 0) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + q / w.group * BLOCK + 8 * i) * set1(E4M3_UNIT);
+            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + 8 * i) * set1(E4M3_UNIT);
+            scale += BLOCK, left = q == first ? w.group - first % w.group : w.group;
         }
         fetch_next(next, q * BLOCK), fetch_next(next, q * BLOCK + 64);
         const P x = pairs(at), y = pairs(at + 64);
