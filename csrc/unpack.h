@@ -1,7 +1,8 @@
-// Blocks of FP8 and MXFP4 weights, unpacked to the layout of bf16. Included by level.cpp only. kernels.h describes both.
+// Blocks of FP8 and MXFP4 weights, unpacked to the layout of bf16. Included by level.cpp only. kernels.h has both
+// formats.
 //
-// A block is unpacked once for all rows of a pass: whole, or with AMX and few rows a part at a time. It has the bits of the dequantized weight in bf16, so a
-// product has the bits of one with bf16 weights.
+// A block is unpacked once for all rows of a pass: whole, or with AMX and few rows a part at a time. It has the bits of
+// the dequantized weight in bf16, so a product has the bits of one with bf16 weights.
 #pragma once
 
 constexpr float E4M3_UNIT = 256.0f;  // low_e4m3 and high_e4m3 give values that are smaller by this
