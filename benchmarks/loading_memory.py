@@ -113,8 +113,8 @@ def write_q4_0(directory: Path) -> Path:
         if values.ndim < 2:
             writer.add_tensor(tensor.name, values.astype("float32"))
             continue
-        kind = Kind.Q8_0 if tensor.name == "token_embd.weight" else Kind.Q4_0
-        writer.add_tensor(tensor.name, gguf.quantize(values, kind), raw_dtype=kind)
+        form = Kind.Q8_0 if tensor.name == "token_embd.weight" else Kind.Q4_0
+        writer.add_tensor(tensor.name, gguf.quantize(values, form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -162,7 +162,8 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
             if (unpacks) next = nullptr;
             const bool in_parts = unpacks && multiplier.in_parts(now);
             for (int64_t i = 0; unpacks && !in_parts && i < wide; i++)
-                unpack(w, block + i, 0, w.k, (bf16*)scratch + i * w.k * BLOCK, read_next ? read_next + i * bytes : nullptr);
+                unpack(w, block + i, 0, w.k, (bf16*)scratch + i * w.k * BLOCK,
+                       read_next ? read_next + i * bytes : nullptr);
             const int64_t at_block = unpacks ? 0 : block;
             by_tiles(now, most, !multiplier.tiles, [&](int64_t at, int64_t count, int64_t left) {
                 const int64_t row = begin + at;

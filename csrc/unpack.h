@@ -1,7 +1,8 @@
-// Blocks of FP8 and MXFP4 weights, unpacked to the layout of bf16. Included by level.cpp only. kernels.h describes both.
+// Blocks of FP8 and MXFP4 weights, unpacked to the layout of bf16. Included by level.cpp only. kernels.h has both
+// formats.
 //
-// A block is unpacked once for all rows of a pass: whole, or with AMX and few rows a part at a time. It has the bits of the dequantized weight in bf16, so a
-// product has the bits of one with bf16 weights.
+// A block is unpacked once for all rows of a pass: whole, or with AMX and few rows a part at a time. It has the bits of
+// the dequantized weight in bf16, so a product has the bits of one with bf16 weights.
 #pragma once
 
 constexpr float E4M3_UNIT = 256.0f;  // low_e4m3 and high_e4m3 give values that are smaller by this
@@ -21,11 +22,13 @@ INLINE void put_scaled(bf16* to, P codes, F first_scale, F last_scale) {
 static void unpack_fp8(const Weights& w, int64_t block, int64_t first, int64_t last, bf16* to, const uint8_t* next) {
     const uint8_t* at = w.data + block * block_bytes(w) + first * BLOCK;
     const float* scale = w.scale + block * block_scales(w);
+    scale += first / w.group * BLOCK;
     F s[4];
-    for (int64_t q = first; q < last; q += 4, at += 128, to += 128) {
-        if (q == first || q % w.group == 0) {
+    for (int64_t q = first, left = 0; q < last; q += 4, at += 128, to += 128, left -= 4) {
+        if (left == 0) {
 #pragma GCC unroll 4
-            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + q / w.group * BLOCK + 8 * i) * set1(E4M3_UNIT);
+            for (int i = 0; i < 4; i++) s[i] = load_twice(scale + 8 * i) * set1(E4M3_UNIT);
+            scale += BLOCK, left = q == first ? w.group - first % w.group : w.group;
         }
         fetch_next(next, q * BLOCK), fetch_next(next, q * BLOCK + 64);
         const P x = pairs(at), y = pairs(at + 64);

@@ -95,7 +95,7 @@ def _pack_linear(params: ParamSlots, linear: Linear, form: GroupFormat, device: 
     params.keep_quantized(weight)
 
     def take() -> None:
-        packed = PackedWeight.empty(form, 1, *weight.shape, device)
+        packed = PackedWeight.empty(form, 1, weight.shape[0], weight.shape[1], device)
         packed.put(0, stacked(params.take_quantized(weight), form))
         params.release_weights(weight, packed.num_bytes)
         linear.release_weights()
@@ -117,7 +117,7 @@ def _pack_experts(
     def take() -> None:
         made = []
         for whole, form in zip(wholes, forms, strict=True):
-            packed = PackedWeight.empty(form, *whole.shape, device)
+            packed = PackedWeight.empty(form, len(whole), whole.shape[1], whole.shape[2], device)
             parts = params.take_quantized(whole)
             each = len(parts) // len(whole)
             for index in range(len(whole)):

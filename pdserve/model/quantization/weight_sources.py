@@ -347,7 +347,7 @@ class _Mxfp4MatrixSource:
         packed = self.values.read((rows, slice(blocks.start * half, min(blocks.stop * half, self.values.shape[1]))))
         exponent = self.scale.read((rows, blocks)).to(torch.int32) - _E8M0_BIAS
         codes = torch.nn.functional.pad(_codes_of(packed), (0, -2 * packed.shape[1] % _MX_BLOCK))
-        return codes.unflatten(1, (-1, _MX_BLOCK)), exponent, group_of
+        return codes.reshape(len(codes), -1, _MX_BLOCK), exponent, group_of
 
 
 def _codes_of(packed: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ The checkpoints are written by `tests.quantized`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -351,13 +352,18 @@ def test_formats_that_hold_several_weights() -> None:
     four, eight = GroupFormat(4, 128), GroupFormat(8, 32, has_mins=True)
     assert common_format([four, four]) == four
     assert common_format([four, eight]) == GroupFormat(8, 32, has_mins=True)
+    fp8, mxfp4 = GroupFormat(8, 128, is_float=True), GroupFormat(4, 32, is_float=True)
+    assert common_format([fp8, dataclasses.replace(fp8, group=64)]) == dataclasses.replace(fp8, group=64)
+    assert common_format([fp8, mxfp4]) is None and common_format([fp8, GroupFormat(8, 128)]) is None
     assert within(four, range(256, 512)) == four
     assert within(four, range(64, 192)) == GroupFormat(4, 64)
     assert within(four, range(48, 96)) == GroupFormat(4, 128), "all in one group"
     assert within(four, range(48, 196)) is None
     torch.manual_seed(0)
     rows = [quantize(torch.randn(3, 256), each) for each in (GroupFormat(4, 128), GroupFormat(8, 64))]
-    both: QuantizedWeight = stacked(rows, common_format([GroupFormat(4, 128), GroupFormat(8, 64)]))
+    common = common_format([GroupFormat(4, 128), GroupFormat(8, 64)])
+    assert common is not None
+    both: QuantizedWeight = stacked(rows, common)
     assert torch.equal(both.dequantized(), torch.cat([each.dequantized() for each in rows]))
     with_mins = stacked(rows, GroupFormat(8, 32, has_mins=True))
     torch.testing.assert_close(with_mins.dequantized(), both.dequantized(), rtol=1e-6, atol=1e-6)

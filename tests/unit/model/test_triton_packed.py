@@ -13,6 +13,7 @@ from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu import packed_gemm
 from pdserve.model.gpu.packed_gemm import PackedWeight
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
+from pdserve.model.layer_spec import ExpertActivation
 from pdserve.model.layers.kernels import FastKernels
 from tests.driver import Driver, build, random_prompt
 from tests.model_families import FAMILIES
@@ -49,7 +50,8 @@ def weight_of(format: GroupFormat, num_out: int, num_in: int, seed: int = 0) -> 
 
 def packed_of(format: GroupFormat, *weights: QuantizedWeight) -> PackedWeight:
     """The weights on the device."""
-    made = PackedWeight.empty(format, len(weights), *weights[0].values.shape, torch.device(DEVICE))
+    num_out, num_in = weights[0].values.shape
+    made = PackedWeight.empty(format, len(weights), num_out, num_in, torch.device(DEVICE))
     for index, weight in enumerate(weights):
         made.put(index, weight)
     return made
@@ -78,7 +80,7 @@ def test_linear(format: GroupFormat, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[1], FORMATS[-1]], ids=str)
 @pytest.mark.parametrize("act", ["silu", "gpt_oss"])
-def test_experts(format: GroupFormat, act: str) -> None:
+def test_experts(format: GroupFormat, act: ExpertActivation) -> None:
     """With biases; with experts that no row has, and more rows than a tile."""
     num_experts, hidden, inner, top_k = 5, 64, 96, 2
     wide = [weight_of(format, 2 * inner, hidden, seed) for seed in range(num_experts)]
@@ -87,13 +89,12 @@ def test_experts(format: GroupFormat, act: str) -> None:
     biases = torch.randn(num_experts, 2 * inner, device=DEVICE), torch.randn(num_experts, hidden, device=DEVICE)
     plain = [torch.stack([each.dequantized() for each in every]).to(DEVICE) for every in (wide, deep)]
     limit = 1.5 if act == "gpt_oss" else None
-    kind = "gpt_oss" if act == "gpt_oss" else "silu"
-    held = ExpertWeights(*plain, *biases, kind, limit)
+    held = ExpertWeights(plain[0], plain[1], biases[0], biases[1], act, limit)
     for tokens in (1, 60):
         x, slots = torch.randn(tokens, hidden, device=DEVICE), torch.randint(0, 4, (tokens * top_k,), device=DEVICE)
-        got = packed_gemm.expert_rows(x, slots, gate_up, down, *biases, kind, limit)
+        got = packed_gemm.expert_rows(x, slots, gate_up, down, *biases, act, limit)
         close(got, FastKernels().experts(x, slots, held))
-    assert packed_gemm.expert_rows(x[:0], slots[:0], gate_up, down, *biases, kind, limit).shape == (0, hidden)
+    assert packed_gemm.expert_rows(x[:0], slots[:0], gate_up, down, *biases, act, limit).shape == (0, hidden)
 
 
 def test_bytes_and_an_odd_number_of_inputs() -> None:
