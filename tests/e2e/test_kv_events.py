@@ -61,13 +61,13 @@ def follow(server: Server) -> Subscriber:
 
 
 def catch_up(server: Server, reader: Subscriber) -> None:
-    """Read until the copy has as many pages as the server; each must have its parents."""
-    num_cached = server.state()["memory"]["pages_cached"]
+    """Read all batches of an idle server; then the copy has as many pages, each with its parents."""
     for _ in range(100):
-        if len(reader.follower.copy.prompts()) == num_cached:
-            return
+        state = server.state()
+        if (state["facts"]["kv_events_queued"], state["facts"]["kv_events_batches"]) == (0, reader.follower.next_seq):
+            break
         reader.poll(0.2)
-    raise AssertionError(f"{len(reader.follower.copy.prompts())} of {num_cached} pages")
+    assert len(reader.follower.copy.prompts()) == state["memory"]["pages_cached"]
 
 
 def check(server: Server, url: str, first: Subscriber) -> None:

@@ -158,7 +158,7 @@ class ArrayReaders(Readers):
     wire_form: WireForm = "array"
 
 
-BOUNDS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+BOUNDS = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestMaps = Readers.TestCase
 TestMaps.settings = BOUNDS
 TestArrays = ArrayReaders.TestCase
