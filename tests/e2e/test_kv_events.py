@@ -130,7 +130,7 @@ def test_each_replica_publishes_on_its_port(tiny_checkpoint: Callable[[Family], 
     with running_monolith(str(tiny_checkpoint("llama")), *flags) as server:
         for prompt in prompts(8):
             generate(server.url, prompt)
-        replicas = server.state()["replicas"]
+        replicas = server.state()["internal_states"]
         assert len({replica["facts"]["kv_events_endpoint"] for replica in replicas}) == 2
         for replica in replicas:
             reader = Subscriber(replica["facts"]["kv_events_endpoint"], replica["facts"]["kv_events_replay_endpoint"])
