@@ -127,7 +127,7 @@ class KVEventPublisher:
     @staticmethod
     def _address(socket: zmq.Socket[bytes]) -> str:
         """Return the endpoint, with the port that the kernel chose where the configured one is 0."""
-        return socket.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode()
+        return socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     # ------------------------------------------------------------------ the thread
 

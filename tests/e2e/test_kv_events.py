@@ -61,13 +61,13 @@ def follow(server: Server) -> Subscriber:
 
 
 def catch_up(server: Server, reader: Subscriber) -> None:
-    """Read until the copy has as many pages as the server; each must have its parents."""
-    num_cached = server.state()["memory"]["pages_cached"]
+    """Read all batches of an idle server; then the copy has as many pages, each with its parents."""
     for _ in range(100):
-        if len(reader.follower.copy.prompts()) == num_cached:
-            return
+        state = server.state()
+        if (state["facts"]["kv_events_queued"], state["facts"]["kv_events_batches"]) == (0, reader.follower.next_seq):
+            break
         reader.poll(0.2)
-    raise AssertionError(f"{len(reader.follower.copy.prompts())} of {num_cached} pages")
+    assert len(reader.follower.copy.prompts()) == state["memory"]["pages_cached"]
 
 
 def check(server: Server, url: str, first: Subscriber) -> None:
@@ -130,7 +130,7 @@ def test_each_replica_publishes_on_its_port(tiny_checkpoint: Callable[[Family], 
     with running_monolith(str(tiny_checkpoint("llama")), *flags) as server:
         for prompt in prompts(8):
             generate(server.url, prompt)
-        replicas = server.state()["replicas"]
+        replicas = server.state()["internal_states"]
         assert len({replica["facts"]["kv_events_endpoint"] for replica in replicas}) == 2
         for replica in replicas:
             reader = Subscriber(replica["facts"]["kv_events_endpoint"], replica["facts"]["kv_events_replay_endpoint"])

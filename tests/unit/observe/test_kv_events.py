@@ -158,7 +158,7 @@ class ArrayReaders(Readers):
     wire_form: WireForm = "array"
 
 
-BOUNDS = settings(max_examples=40, stateful_step_count=40, deadline=None)
+BOUNDS = settings(max_examples=25, stateful_step_count=40, deadline=None)
 TestMaps = Readers.TestCase
 TestMaps.settings = BOUNDS
 TestArrays = ArrayReaders.TestCase
@@ -336,6 +336,7 @@ def test_a_snapshot_is_cut_into_batches_and_the_buffer_is_bounded() -> None:
     assert len(batches) == 3 and isinstance(events_of(batches[0].payload)[0], AllBlocksCleared)
     assert len(followed(batches).prompts()) == 3000
     assert [batch.seq for batch in batches] == [1, 2, 3] and stream.next_seq == 4
+    tree, sink, _ = make()
     few = EventStream(NAMESPACE, GROUPS, buffer_steps=1)
     for page in range(3):
         tree.clear()
