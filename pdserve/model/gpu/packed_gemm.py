@@ -16,11 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.model.expert_math import ExpertActivation, clamped_gate
+from pdserve.model.expert_math import clamped_gate
 from pdserve.model.gpu import elementwise
 from pdserve.model.gpu.experts import Sorted, find_tile, sort_rows
 from pdserve.model.gpu.runtime import chaining, power_of_2
 from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight
+from pdserve.model.layer_spec import ExpertActivation
 
 _FEW_ROWS, _MANY_ROWS, _OUTS, _MAX_DEPTH = 16, 64, 32, 128
 _E2M1_UNIT, _E4M3_UNIT = tl.constexpr(2.0**126), tl.constexpr(2.0**120)

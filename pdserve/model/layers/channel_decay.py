@@ -43,9 +43,11 @@ def _scores_in_parts(readers: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
     Returns:
         `[2, n, heads, C / PART, PART, PART]`.
     """
-    in_parts = (readers.shape[-2] // PART, PART)
-    keys, decays = (x.unflatten(-2, in_parts) for x in (k, log_decay.exp()))
-    columns = readers.unflatten(-2, in_parts).movedim(0, -1)
+    num_parts = readers.shape[-2] // PART
+    keys, decays, queries = (
+        x.reshape(*x.shape[:-2], num_parts, PART, x.shape[-1]) for x in (k, log_decay.exp(), readers)
+    )
+    columns = queries.movedim(0, -1)
     decayed, scores = torch.empty_like(keys), columns.new_zeros(*columns.shape[:-2], PART, 2)
     for token in range(PART):
         decayed[..., :token, :] *= decays[..., token : token + 1, :]

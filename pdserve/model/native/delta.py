@@ -95,9 +95,8 @@ class DeltaStates:
             return None, None, None, None
         pending, first = self.pending, (len(self.state), self.pending.most)
         of_inputs, of_keys = (shape.conv_width,), (shape.num_key_heads, shape.key_dim)
-        of_deltas, of_decays = (shape.num_value_heads, shape.value_dim), (shape.num_value_heads,)
-        if shape.channel_decay:
-            of_decays += (shape.key_dim,)
+        of_deltas = (shape.num_value_heads, shape.value_dim)
+        of_decays = (shape.num_value_heads, *((shape.key_dim,) if shape.channel_decay else ()))
         tensors = (pending.inputs, pending.keys, pending.deltas, pending.decays)
         for tensor, expected in zip(tensors, (of_inputs, of_keys, of_deltas, of_decays), strict=True):
             assert tensor.shape == first + expected and tensor.is_contiguous(), (tensor.shape, first, expected)
