@@ -82,10 +82,11 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer. `head` replaces the model's own, see `beside`. `formats`: those of quantized weights that
-    are packed as they are, by their names in the checkpoint.
+    of each layer. `head` replaces the model's own, see `beside`. `formats`: those of quantized weights that are packed
+    as they are, by their names in the checkpoint.
 
-    With `packs_embedding` embeddings that the checkpoint has quantized stay so, and nothing else may read them.
+    With `packs_embedding` the program reads embeddings in their packed form where the checkpoint has them as integers,
+    and where they are the head in bf16. The originals are released, so nothing else may read them.
     """
 
     def __init__(
