@@ -74,6 +74,25 @@ def test_packed_weights_of_families_with_options(family: str, also: tuple[str, .
     assert samples == wanted_samples and num_bytes < plain_bytes
 
 
+@pytest.mark.parametrize(
+    ("family", "also"),
+    [
+        (
+            "deepseek_v32",
+            ("model.layers.0.self_attn.indexer.wq_b.weight", "model.layers.0.self_attn.indexer.wk.weight"),
+        ),
+        ("kimi_linear", ()),
+    ],
+)
+def test_fp8_beside_weights_that_are_always_bfloat16(family: str, also: tuple[str, ...], tmp_path: Path) -> None:
+    """The parts of `kv_b`, the weights of index heads, and the second halves of low-rank gates are dequantized."""
+    path = tmp_path / "quantized"
+    plain = write_quantized(written_family(family, tmp_path), path, SCHEMES["fp8, channel"], also)
+    mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
+    wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
+    assert torch.equal(mine, wanted) and samples == wanted_samples and num_bytes < plain_bytes
+
+
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])
 def test_any_family_is_rounded_to_eight_bits(family: str, tmp_path: Path) -> None:
     """With experts that have biases, and with latents."""
