@@ -353,7 +353,8 @@ def test_layers_that_have_no_adapters_are_refused_by_name(
     family: str, modules: tuple[str, ...], tmp_path: Path
 ) -> None:
     """Multi-head latent attention, its index, GatedDeltaNet, Kimi Delta Attention, and experts."""
-    base = FAMILIES[family].write(tmp_path / "base")
+    base = tmp_path / "base"
+    FAMILIES[family].write(base)
     targets = lora_targets(read_spec(base), ParallelShape(tp_size=1, pp_size=1).coord(0))
     for module in modules:
         path = write_adapter(tmp_path / module, base, modules=(module,))
