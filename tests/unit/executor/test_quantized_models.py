@@ -12,7 +12,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import Quantization
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI
 from tests.quantized import SCHEMES, edit_config, make_groups, write_mxfp4, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
@@ -32,7 +32,8 @@ def written_family(name: str, directory: Path) -> Path:
     """A bfloat16 checkpoint of a family whose weights are whole groups."""
     family = FAMILIES[name]
     experts = {"moe_intermediate_size": 64} if "moe_intermediate_size" in family.changes else {}
-    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts}).write(directory / "tiny")
+    heads = {"linear_head_dim": 16} if name == KIMI else {}  # the kernels have no smaller ones
+    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts, **heads}).write(directory / "tiny")
     edit_config(directory / "tiny", dtype="bfloat16")
     return directory / "tiny"
 
@@ -81,7 +82,7 @@ def test_packed_weights_of_families_with_options(family: str, also: tuple[str, .
             "deepseek_v32",
             ("model.layers.0.self_attn.indexer.wq_b.weight", "model.layers.0.self_attn.indexer.wk.weight"),
         ),
-        ("kimi_linear", ()),
+        (KIMI, ()),
     ],
 )
 def test_fp8_beside_weights_that_are_always_bfloat16(family: str, also: tuple[str, ...], tmp_path: Path) -> None:
