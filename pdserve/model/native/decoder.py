@@ -34,7 +34,7 @@ from torch import Tensor
 from pdserve.base.parallel import layers_of
 from pdserve.memory.layout import PageSpace
 from pdserve.model.attention.interface import StepAttention
-from pdserve.model.attention.page_gather import GroupPool, places_in
+from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.state_slots import fold_rows, pending_tokens
 from pdserve.model.config import ModelSpec
 from pdserve.model.decoder import Attention, Decoder, Sublayer
@@ -45,27 +45,20 @@ from pdserve.model.layers.dense import FeedForward, Linear, WholeQKNorm
 from pdserve.model.layers.gated_delta import PendingTokens
 from pdserve.model.lora import Adapters, LoraTarget
 from pdserve.model.mla import MLA
-from pdserve.model.native.latents import (
-    LatentProgram,
-    LayerHeads,
-    index_shape,
-    latent_shape,
-    norm_of,
-    record_latents,
-)
+from pdserve.model.native.latents import LatentProgram, norm_of, record_latents
 from pdserve.model.native.lora import LoraSites
+from pdserve.model.native.modules import PackedLinear
 from pdserve.model.native.packer import (
     PackedAttention,
     PackedDelta,
-    PackedLinear,
     PackedMLA,
     PackedMLP,
     PackedOperation,
     PackedOutside,
     Packer,
 )
-from pdserve.model.native.record import RoutingBuffers, record_delta, record_moe
-from pdserve.model.native.resources import Buffer, HeadShape, Threads
+from pdserve.model.native.record import LayerPlaces, RoutingBuffers, record_delta, record_moe
+from pdserve.model.native.resources import Buffer, Threads
 from pdserve.model.native.sampling import NativeChooser
 from pdserve.model.native.weights import Arena, Format, Packed
 from pdserve.model.parallel import Parallel
@@ -89,10 +82,11 @@ class NativeDecoder:
     """Implements `Model` by CPU kernels. Takes ownership of `model`: no other caller may use it afterwards.
 
     `bind` must be called after all weights are loaded and before `forward`. `packing` is a context around the packing
-    of each layer. `head` replaces the model's own, see `beside`. `formats`: those of quantized weights that
-    are packed as they are, by their names in the checkpoint.
+    of each layer. `head` replaces the model's own, see `beside`. `formats`: those of quantized weights that are packed
+    as they are, by their names in the checkpoint.
 
-    With `packs_embedding` embeddings that the checkpoint has quantized stay so, and nothing else may read them.
+    With `packs_embedding` the program reads embeddings in their packed form where the checkpoint has them as integers,
+    and where they are the head in bf16. The originals are released, so nothing else may read them.
     """
 
     def __init__(
@@ -123,7 +117,6 @@ class NativeDecoder:
         self._tapped: tuple[int, ...] = ()
         self._taps: dict[int, Buffer] = {}
         self._pending: dict[GroupPool, list[PendingTokens | None]] = {}
-        self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
         self._buffers: dict[tuple[str, int], Buffer] = {}
         self._layers = [[packer.operation(op) for op in layer.operations] for layer in model.layers]
         embedding = model.embedding if packs_embedding and self._embeds_itself else None
@@ -208,12 +201,12 @@ class NativeDecoder:
         coord = self.parallel.coord
         if first is None:
             first = layers_of(spec.num_layers, coord.shape.pp_size, coord.pp_rank).start
-        self._places, self._index_places = (places_in(pools, first, of_index=of_index) for of_index in (False, True))
+        self._places = places = LayerPlaces(program, model.rotaries, pools, first)
         for local, layer in enumerate(model.layers):
             for op in layer.operations:
                 if isinstance(op, Attention | MLA):
-                    self._heads_of(local, op)
-                    self._index_of(local, op)
+                    places.heads_of(local, op)
+                    places.index_of(local, op)
         embedding = model.embedding
         if self._embedding is not None:
             assert embedding is not None
@@ -363,7 +356,7 @@ class NativeDecoder:
             self._record_attention(local, sublayer, weights)
             return
         if isinstance(weights, PackedMLA):
-            place, index = self._heads_of(local, weights.op), self._index_of(local, weights.op)
+            place, index = self._places.heads_of(local, weights.op), self._places.index_of(local, weights.op)
             mixed = record_latents(self._program, self._buffer, self._x, norm_of(sublayer.norm), weights, place, index)
             self._kv_write_ends.append(mixed.written)
             self._record_output(sublayer, mixed.buffer, weights.out)
@@ -392,7 +385,7 @@ class NativeDecoder:
         """Record the projections of one layer's heads, and attention between them."""
         program, op, offset = self._program, weights.op, self._model.spec.norm_offset
         weight, eps = norm_of(sublayer.norm)
-        (heads, index), width = self._heads_of(local, op), op.num_heads * op.spec.head_dim
+        (heads, index), width = self._places.heads_of(local, op), op.num_heads * op.spec.head_dim
         qkv, mixed = self._buffer("qkv", weights.qkv.num_out), self._buffer("mixed", width)
         of_embeddings, embedding_norm = weights.of_embeddings, sublayer.embedding_norm
         if of_embeddings is not None and embedding_norm is not None:
@@ -416,7 +409,7 @@ class NativeDecoder:
 
     def _record_delta(self, local: int, sublayer: Sublayer, weights: PackedDelta) -> None:
         """Record the projections of a GatedDeltaNet layer, and its recurrence between them."""
-        pool, index = self._places[local]
+        pool, index = self._places.of(local)
         pending, norm = self._pending[pool][index], norm_of(sublayer.norm)
         mixed = record_delta(self._program, self._buffer, self._x, norm, weights, pool, index, pending)
         self._delta_ops.append(self._program.num_ops - 1)
@@ -440,38 +433,6 @@ class NativeDecoder:
             self._add_sync_point(partial(self._reduce_part, reduce, None if adds else self._x))
         if adds:
             self._program.add(self._part, self._x, norm=weight, eps=eps, scale=sublayer.residual_scale)
-
-    def _heads_of(self, local: int, op: Attention | MLA) -> LayerHeads:
-        """Return the program's heads of a layer."""
-        pool, index = self._places[local]
-        group = pool.group
-        if isinstance(op, MLA):
-            shape = latent_shape(group, op)
-        else:
-            of_window = group.space is PageSpace.WINDOW
-            shape = HeadShape(
-                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
-                op.spec.scale, kv_dtype=group.dtype,
-            )  # fmt: skip
-        return LayerHeads(self._add_heads(pool, shape, op.rotary), index)
-
-    def _index_of(self, local: int, op: Attention | MLA) -> LayerHeads | None:
-        """Return the program's heads of a layer's index; None without one."""
-        if isinstance(op, Attention) or op.index is None:
-            return None
-        pool, index = self._index_places[local]
-        return LayerHeads(self._add_heads(pool, index_shape(pool.group, op.index), op.rotary), index)
-
-    def _add_heads(self, pool: GroupPool, shape: HeadShape, rotary: int | None) -> int:
-        """Return the program's number of heads; layers with equal heads over one pool share it."""
-        key = (pool, shape, rotary)
-        if key not in self._heads:
-            number = self._program.add_heads(shape, pool.pages)
-            if rotary is not None:
-                angles = self._model.rotaries[rotary]
-                self._program.angles(angles.inverse, angles.factor, heads=number)
-            self._heads[key] = number
-        return self._heads[key]
 
     def _buffer(self, role: str, width: int) -> Buffer:
         """Return the buffer of a role; layers of equal width share it."""

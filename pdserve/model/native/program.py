@@ -128,6 +128,7 @@ class Program:
     def embed_packed(self, out: Buffer, rows: Packed, *, scale: float = 1.0) -> None:
         """Record: `out` = the weights of the outputs of `rows` that are the step's tokens; in bf16 or integers."""
         assert rows.num_in == out.width and rows.num_parts == 1
+        assert rows.data.dtype == torch.bfloat16 or rows.inputs == "int8", "floats of 4 or 8 bits are not looked up"
         self._op(self._library.pdk_op_embed_packed(self._handle, out.number, self._weights(rows), out.width, scale))
 
     def angles(self, inverse: Tensor, factor: float, *, heads: int = 0) -> None:

@@ -1,23 +1,79 @@
-"""Records GatedDeltaNet layers and layers with experts as operations of a `Program`. Called by `NativeDecoder`."""
+"""Records GatedDeltaNet layers, layers with experts and the heads of attention in a `Program`, for `NativeDecoder`."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.model.attention.page_gather import GroupPool
+from pdserve.memory.layout import PageSpace
+from pdserve.model.attention.page_gather import GroupPool, places_in
+from pdserve.model.decoder import Attention
 from pdserve.model.layer_spec import MoeSpec
 from pdserve.model.layers.gated_delta import CONV_PLANES, PendingTokens
+from pdserve.model.layers.kernels import Rotary
+from pdserve.model.mla import MLA
 from pdserve.model.native.delta import DeltaShape, DeltaStates
-from pdserve.model.native.latents import LatentProgram, MakeBuffer
+from pdserve.model.native.latents import LatentProgram, LayerHeads, MakeBuffer, index_shape, latent_shape
 from pdserve.model.native.packer import PackedDelta, PackedMoe
 from pdserve.model.native.program import Program
-from pdserve.model.native.resources import Buffer
+from pdserve.model.native.resources import Buffer, HeadShape
 
 Norm = tuple[Tensor | None, float]
 """Weights of the RMS norm of the inputs, or None, and its epsilon."""
+
+
+class LayerPlaces:
+    """Where the layers of a rank lie in its pools, and the program's heads of those that attend.
+
+    `rotaries`: those of the model. `first`: the number in the layout of the rank's first layer. Layers are counted from
+    it.
+    """
+
+    def __init__(
+        self, program: LatentProgram, rotaries: Sequence[Rotary], pools: Sequence[GroupPool], first: int
+    ) -> None:
+        self._program, self._rotaries = program, rotaries
+        self._places, self._index_places = (places_in(pools, first, of_index=of_index) for of_index in (False, True))
+        self._heads: dict[tuple[GroupPool, HeadShape, int | None], int] = {}
+
+    def of(self, layer: int) -> tuple[GroupPool, int]:
+        """Return the pool of a layer's KV or states, and the layer's number there."""
+        return self._places[layer]
+
+    def heads_of(self, layer: int, op: Attention | MLA) -> LayerHeads:
+        """Return the program's heads of a layer."""
+        pool, index = self._places[layer]
+        group = pool.group
+        if isinstance(op, MLA):
+            shape = latent_shape(group, op)
+        else:
+            of_window = group.space is PageSpace.WINDOW
+            shape = HeadShape(
+                group.num_layers, op.num_heads, group.num_kv_heads, group.page_tokens, group.head_dim, of_window,
+                op.spec.scale, kv_dtype=group.dtype,
+            )  # fmt: skip
+        return LayerHeads(self._add_heads(pool, shape, op.rotary), index)
+
+    def index_of(self, layer: int, op: Attention | MLA) -> LayerHeads | None:
+        """Return the program's heads of a layer's index (DSA); None without one."""
+        if isinstance(op, Attention) or op.index is None:
+            return None
+        pool, index = self._index_places[layer]
+        return LayerHeads(self._add_heads(pool, index_shape(pool.group, op.index), op.rotary), index)
+
+    def _add_heads(self, pool: GroupPool, shape: HeadShape, rotary: int | None) -> int:
+        """Return the program's number of heads; layers with equal heads over one pool share it."""
+        key = (pool, shape, rotary)
+        if key not in self._heads:
+            number = self._program.add_heads(shape, pool.pages)
+            if rotary is not None:
+                angles = self._rotaries[rotary]
+                self._program.angles(angles.inverse, angles.factor, heads=number)
+            self._heads[key] = number
+        return self._heads[key]
 
 
 def record_delta(

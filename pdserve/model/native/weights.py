@@ -19,7 +19,7 @@ from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
 BLOCK = 32
 """Outputs computed together; a partial block is padded with zeros."""
 Format = Literal["bf16", "int8"] | GroupFormat
-"""Number format of packed weights. Inputs of the products are bf16 for bf16 weights, and 8 bits for all others."""
+"""Number format of packed weights. `inputs_of` gives that of the inputs of their products."""
 _BF16, _INT8, _GROUP4, _GROUP8, _FP8, _MXFP4 = range(6)
 _MXFP4_LINES = 17
 """Rows of 32 bytes of 32 inputs of a block in MXFP4: exponents, and half a byte for each weight."""
@@ -117,7 +117,7 @@ class Packed:
         assert bias is None or (self.bias is not None and bias.shape == (self.num_out,)), "opened without a bias"
         wide = None if bias is None else bias.float().contiguous()
         if weight.is_float and weight.bits == 4:
-            assert len(torch.unique(weight.scale.frexp().mantissa)) == 1, "scales of MXFP4 are powers of two"
+            assert bool((weight.scale.frexp().mantissa == 0.5).all()), "scales of MXFP4 are powers of two"
         values, scale = weight.values.contiguous(), weight.scale.contiguous()
         mins = None if weight.mins is None else weight.mins.contiguous()
         each, block = num_rows // self.num_parts, index * self.data.shape[1]
@@ -200,7 +200,7 @@ def is_int8(format: GroupFormat, num_in: int) -> bool:
 
 
 def inputs_of(format: Format) -> Literal["bf16", "int8"]:
-    """Return the number format of the inputs of products with such weights."""
+    """Return the number format of the inputs of products with such weights: bf16 for bf16 and floats, else 8 bits."""
     return "bf16" if format == "bf16" or (isinstance(format, GroupFormat) and format.is_float) else "int8"
 
 

@@ -339,6 +339,29 @@ def on_rank_config(adapted: Adapted, lora: LoraConfig, **model: Any) -> None:
     build_executor(config, max_rows=2)
 
 
+@pytest.mark.parametrize(
+    ("family", "modules"),
+    [
+        ("deepseek_v32", ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")),
+        ("deepseek_v32", ("wq_b", "wk", "weights_proj")),
+        ("qwen3_next", ("in_proj_qkvz", "in_proj_ba", "out_proj")),
+        ("kimi_linear", ("f_a_proj", "g_b_proj", "b_proj", "v_proj")),
+        ("mixtral", ("w1", "w2", "w3", "gate")),
+    ],
+)
+def test_layers_that_have_no_adapters_are_refused_by_name(
+    family: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Multi-head latent attention, its index, GatedDeltaNet, Kimi Delta Attention, and experts."""
+    base = tmp_path / "base"
+    FAMILIES[family].write(base)
+    targets = lora_targets(read_spec(base), ParallelShape(tp_size=1, pp_size=1).coord(0))
+    for module in modules:
+        path = write_adapter(tmp_path / module, base, modules=(module,))
+        with pytest.raises(ModelError, match=rf"\.{module}\.lora_A\.weight changes no linear layer"):
+            read_adapter(path, "a", 1, targets, torch.float32, torch.device("cpu"), max_rank=8)
+
+
 def test_other_ways_to_run_a_model_take_no_adapters(adapted: Adapted) -> None:
     with pytest.raises(ConfigError, match=r"--enable-lora does not fit a model through transformers"):
         on_rank_config(adapted, LoraConfig(enable_lora=True), model_impl="transformers")

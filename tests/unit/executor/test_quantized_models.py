@@ -12,7 +12,7 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.config.groups import Quantization
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI
 from tests.quantized import SCHEMES, edit_config, make_groups, write_mxfp4, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
@@ -32,7 +32,8 @@ def written_family(name: str, directory: Path) -> Path:
     """A bfloat16 checkpoint of a family whose weights are whole groups."""
     family = FAMILIES[name]
     experts = {"moe_intermediate_size": 64} if "moe_intermediate_size" in family.changes else {}
-    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts}).write(directory / "tiny")
+    heads = {"linear_head_dim": 16} if name == KIMI else {}  # the kernels have no smaller ones
+    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts, **heads}).write(directory / "tiny")
     edit_config(directory / "tiny", dtype="bfloat16")
     return directory / "tiny"
 
@@ -72,6 +73,25 @@ def test_packed_weights_of_families_with_options(family: str, also: tuple[str, .
     wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
     assert divergence(mine, wanted) < 0.02
     assert samples == wanted_samples and num_bytes < plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "also"),
+    [
+        (
+            "deepseek_v32",
+            ("model.layers.0.self_attn.indexer.wq_b.weight", "model.layers.0.self_attn.indexer.wk.weight"),
+        ),
+        (KIMI, ()),
+    ],
+)
+def test_fp8_beside_weights_that_are_always_bfloat16(family: str, also: tuple[str, ...], tmp_path: Path) -> None:
+    """The parts of `kv_b`, the weights of index heads, and the second halves of low-rank gates are dequantized."""
+    path = tmp_path / "quantized"
+    plain = write_quantized(written_family(family, tmp_path), path, SCHEMES["fp8, channel"], also)
+    mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
+    wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
+    assert torch.equal(mine, wanted) and samples == wanted_samples and num_bytes < plain_bytes
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt_oss", "deepseek_v3"])

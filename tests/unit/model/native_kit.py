@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pdserve.base.native import LEVELS, Unavailable, library, supports
 from pdserve.model.forward_batch import ForwardBatch, HostRows
-from pdserve.model.native.weights import BLOCK, Format
+from pdserve.model.native.weights import BLOCK, Format, inputs_of
 
 
 def missing() -> str | None:
@@ -86,7 +86,7 @@ def known_pages(batch: ForwardBatch, num_pages: int, page_tokens: int, dim: int)
 
 def rounded(x: Tensor, format: Format) -> Tensor:
     """Inputs `[rows, in]` of a product as the kernels have them: bf16, or 8 bits with a scale per 32 columns."""
-    if format == "bf16":
+    if inputs_of(format) == "bf16":
         return x.bfloat16().float()
     groups = F.pad(x, (0, -x.shape[1] % BLOCK)).view(len(x), -1, BLOCK)
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pdserve.model.forward_batch import ForwardBatch
-from pdserve.model.grouped_weights import GroupFormat, quantize
+from pdserve.model.grouped_weights import GroupFormat, QuantizedWeight, quantize
 from pdserve.model.lora import LoraAdapter
 from pdserve.model.native import ops
 from pdserve.model.native.lora import LoraSite, pack_adapter
-from pdserve.model.native.weights import Arena, Format, Packed, pack
+from pdserve.model.native.weights import Arena, Format, Packed, open_packed, pack
 from tests.unit.model.native_kit import batch_of, needs_kernels, rms, rounded, rounded_weight
 from tests.unit.model.native_programs import TOLERANCE, levels, poison, program, put, relative, taken
 
@@ -24,8 +24,9 @@ assert ops  # registers the operations of torch
 HIDDEN, INNER, PARTS = 96, 80, (48, 16, 16)
 LAYERS = {"q": (48, HIDDEN), "k": (16, HIDDEN), "v": (16, HIDDEN), "gate": (INNER, HIDDEN), "up": (INNER, HIDDEN),
           "down": (HIDDEN, INNER)}  # fmt: skip
-FORMATS: tuple[Format, ...] = ("bf16", "int8", GroupFormat(4, 32))
+FORMATS: tuple[Format, ...] = ("bf16", "int8", GroupFormat(4, 32), GroupFormat(8, 1024, is_float=True))
 EPS = 1e-5
+formats = pytest.mark.parametrize("format", FORMATS, ids=["bf16", "int8", "int4", "fp8"])
 
 
 def adapter(rank: int, *names: str) -> LoraAdapter:
@@ -39,6 +40,29 @@ def adapter(rank: int, *names: str) -> LoraAdapter:
     return LoraAdapter(f"rank {rank}", rank, rank, "", weights)
 
 
+def fp8(weight: Tensor) -> QuantizedWeight:
+    """A weight in FP8 with a scale per output."""
+    scale = weight.float().abs().amax(1, keepdim=True) / 448
+    codes = (weight.float() / scale).to(torch.float8_e4m3fn).view(torch.uint8)
+    return QuantizedWeight(codes, scale, None, torch.zeros(weight.shape[1], dtype=torch.int64), 8, is_float=True)
+
+
+def known_weight(weight: Tensor, format: Format) -> Tensor:
+    """A weight `[out, in]` as the kernels multiply with it."""
+    if not isinstance(format, GroupFormat):
+        return rounded_weight(weight, format)
+    return fp8(weight).dequantized().bfloat16().float() if format.is_float else quantize(weight, format).dequantized()
+
+
+def packed(arena: Arena, format: Format, weight: Tensor, *, num_parts: int = 1) -> Packed:
+    """Pack a weight in any of `FORMATS`."""
+    if not (isinstance(format, GroupFormat) and format.is_float):
+        return pack(arena, format, weight, num_parts=num_parts)
+    layer = open_packed(arena, format, *weight.shape, num_parts=num_parts)
+    layer.put_values(fp8(weight))
+    return layer
+
+
 WHOLE, LARGE, FEW = adapter(8, *LAYERS), adapter(40, *LAYERS), adapter(3, "k", "up")
 
 
@@ -49,17 +73,12 @@ class Layers:
         torch.manual_seed(0)
         self.weights = {name: (torch.randn(shape) * shape[1] ** -0.5).bfloat16() for name, shape in LAYERS.items()}
         self.format = format
-        self._rounded_weights = {
-            name: quantize(weight, format).dequantized()
-            if isinstance(format, GroupFormat)
-            else rounded_weight(weight, format)
-            for name, weight in self.weights.items()
-        }
+        self._rounded_weights = {name: known_weight(weight, format) for name, weight in self.weights.items()}
         self.norm = torch.rand(HIDDEN) + 0.5
         arena = Arena()
-        qkv = pack(arena, format, torch.cat([self.weights[name] for name in "qkv"]))
-        gate_up = pack(arena, format, torch.cat([self.weights["gate"], self.weights["up"]]), num_parts=2)
-        down = pack(arena, format, self.weights["down"])
+        qkv = packed(arena, format, torch.cat([self.weights[name] for name in "qkv"]))
+        gate_up = packed(arena, format, torch.cat([self.weights["gate"], self.weights["up"]]), num_parts=2)
+        down = packed(arena, format, self.weights["down"])
         self._sites = [site(qkv, "q", "k", "v"), site(gate_up, "gate", "up"), site(down, "down")]
         self.adapters = {each.rank: pack_adapter(self._sites, each) for each in (WHOLE, LARGE, FEW)}
         self.program = p = program(level, threads)
@@ -121,7 +140,7 @@ def mixed_rows() -> list[tuple[Tensor, int | None]]:
 
 
 @levels
-@pytest.mark.parametrize("format", FORMATS, ids=["bf16", "int8", "int4"])
+@formats
 def test_rows_of_several_adapters_equal_torch(level: str, format: Format) -> None:
     layers, rows = Layers(level, 2, format), mixed_rows()
     originals = {None: None, 8: WHOLE, 40: LARGE, 3: FEW}
@@ -131,7 +150,7 @@ def test_rows_of_several_adapters_equal_torch(level: str, format: Format) -> Non
 
 
 @levels
-@pytest.mark.parametrize("format", FORMATS, ids=["bf16", "int8", "int4"])
+@formats
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_row_has_the_bits_that_it_has_alone(level: str, format: Format, threads: int) -> None:
     """Also a row without an adapter, whose step alone has none."""
