@@ -85,7 +85,9 @@ class LoadedEngine:
     @property
     def draft_pass_cost(self) -> float:
         """Time of a pass of the drafter's model, relative to a step of one token; 0: no model drafts."""
-        return 0.0 if self.drafter is None else pass_cost(self.drafter.num_weights, self.spec, self.device.type)
+        if self.drafter is None:
+            return 0.0
+        return pass_cost(self.drafter.num_weights, self.spec, self.device.type, self.coord.shape.tp_size)
 
     @property
     def max_total_tokens(self) -> int:

@@ -79,13 +79,16 @@ class PrefillManager:
             self._chunk(long, rows, budget - spent)
             return rows
         for req in self.active.values():
-            budget -= self._chunk(req, rows, budget)
+            budget -= self._chunk(req, rows, budget, may_wait=bool(rows))
         for req in self._candidates():
             if budget <= 0 or (whole and rows and req.seq_len > budget):
                 break
             if not self.start(req):
                 break
-            budget -= self._chunk(req, rows, _num_unplanned(req) if whole else budget)
+            taken = self._chunk(req, rows, _num_unplanned(req) if whole else budget, may_wait=bool(rows))
+            if not taken:
+                break
+            budget -= taken
         return rows
 
     @property
@@ -206,6 +209,7 @@ class PrefillManager:
         that one has started, half of `budget` is reserved for it.
         """
         spent = 0
+        may_wait = budget >= self._context.limits.state_grid
         partial: Req | None = None
         for req in self.active.values():
             if req is long:
@@ -214,7 +218,9 @@ class PrefillManager:
                 spent += self._chunk(req, rows, budget)
             else:
                 partial = partial or req
-        most = budget if partial is None else budget - min(_num_unplanned(partial), budget // 2)
+        most = budget
+        if partial is not None and self._length(partial, budget // 2, may_wait=may_wait):
+            most -= min(_num_unplanned(partial), budget // 2)
         for req in self._candidates():
             if spent >= most:
                 break
@@ -226,7 +232,7 @@ class PrefillManager:
             elif partial is None and missing <= _num_unplanned(long) // 2:
                 partial = req
         if partial is not None and spent < budget and (partial.rid in self.active or self._start_alone(partial)):
-            spent += self._chunk(partial, rows, budget - spent)
+            spent += self._chunk(partial, rows, budget - spent, may_wait=may_wait)
         return spent
 
     def _start_alone(self, req: Req) -> bool:
@@ -293,14 +299,12 @@ class PrefillManager:
     def _num_cached(self, req: Req) -> int:
         return self._context.memory.match_prefix(*self._prefix(req))
 
-    def _chunk(self, req: Req, rows: list[BatchRow], budget: int) -> int:
-        """Add the next chunk of at most `budget` tokens; returns its length. A cut chunk ends at a page boundary, or
-        where the prefix cache keeps a state.
+    def _chunk(self, req: Req, rows: list[BatchRow], budget: int, *, may_wait: bool = False) -> int:
+        """Add the next chunk of at most `budget` tokens; returns its length, see `_length`. A cut chunk also ends where
+        the prefix cache keeps a state.
         """
         assert req.row is not None
-        take = min(_num_unplanned(req), budget)
-        if take < _num_unplanned(req):
-            take = self._aligned(req.planned, take)
+        take = self._length(req, budget, may_wait=may_wait)
         if take <= 0:
             return 0
         end = req.planned + take
@@ -313,16 +317,23 @@ class PrefillManager:
         take, req.planned = end - req.planned, end
         return take
 
-    def _aligned(self, start: int, num_tokens: int) -> int:
-        """Return at most `num_tokens`, so that a chunk from `start` ends on the grid of states, else on a page, else
-        anywhere.
+    def _length(self, req: Req, budget: int, *, may_wait: bool) -> int:
+        """Return the tokens of the next chunk, at most `budget`. A cut chunk ends on the grid of states.
+
+        Where the budget does not reach the grid: 0 if the request `may_wait` for a later step, else the chunk ends on a
+        page, or anywhere.
         """
+        num_left = _num_unplanned(req)
+        if num_left <= budget:
+            return num_left
         layout, grid = self._context.memory.layout, self._context.limits.state_grid
-        end = start + num_tokens
-        if grid and end - end % grid > start:
-            return end - end % grid - start
-        aligned = layout.round_down(end) - start
-        return aligned if aligned > 0 else num_tokens
+        end = req.planned + budget
+        if grid:
+            on_grid = end - end % grid - req.planned
+            if on_grid > 0 or may_wait:
+                return max(on_grid, 0)
+        aligned = layout.round_down(end) - req.planned
+        return aligned if aligned > 0 else budget
 
 
 def _num_unplanned(req: Req) -> int:

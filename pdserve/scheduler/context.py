@@ -120,7 +120,8 @@ class StepLimits:
     eos_token_ids: frozenset[int] = frozenset()
     state_grid: int = 0
     """Multiples of this number are where the prefix cache keeps recurrent states, and where prompts of models with
-    states are cut; whole pages. 0: no model with states.
+    states are cut; whole pages. A step that takes less than two grid lengths of prompts also cuts them elsewhere. 0: no
+    model with states.
     """
     num_stages: int = 1
     """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""

@@ -1,9 +1,9 @@
 """MTP modules of hybrids in real pairs: answers are those without speculation, token by token and bit by bit.
 
 The CPU kernels compute a verify step with the bits of decode steps, recurrent layers included. Requests are those of
-`test_speculation`: greedy and drawn, with penalties, biases, grammars, stops and log probabilities. Where a prompt is
-cut changes the last bits of a recurrent state, so each prompt is computed whole. Greedy answers with retractions and
-behind prefix hits are in `tests/unit/model/test_mtp_streams.py`.
+`test_speculation`: greedy and drawn, with penalties, biases, grammars, stops and log probabilities. Prompts are cut, at
+multiples of 64 positions, and continue from cached states. Greedy answers with retractions are in
+`tests/unit/model/test_mtp_streams.py`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ pytestmark = [needs_kernels, pytest.mark.slow, pytest.mark.timeout(300)]
 Answers = list[dict[str, Any]]
 NAMES = ("qwen3_5_text", "qwen3_next")
 NEXTN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--no-speculative-adaptive")
-WHOLE = (
-    "--dtype", "bfloat16", "--max-total-tokens", "16384", "--disable-radix-cache", "--chunked-prefill-size", "-1",
-    "--prefill-saturation-tokens", "-1",
-)  # fmt: skip
-"""No prompt is cut."""
+COMMON = ("--dtype", "bfloat16", "--max-total-tokens", "16384", "--chunked-prefill-size", "128")
+"""The smallest chunks that end only where all chunkings have the same bits."""
 AGREES = 0.05
 """Share of the layers' outputs: so small that some of the drafts of greedy requests are right."""
 
@@ -44,7 +41,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def plain(model: Path) -> Iterator[Server]:
     """A monolith without speculation."""
-    with running_monolith(str(model), *WHOLE) as server:
+    with running_monolith(str(model), *COMMON) as server:
         yield server
         assert_idle(server)
 
@@ -57,7 +54,7 @@ def expected(plain: Server) -> Answers:
 
 def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
     """Draft KV, the first drafts and the hidden state are sent."""
-    with running_pair(str(model), *WHOLE, *NEXTN) as pair:
+    with running_pair(str(model), *COMMON, *NEXTN) as pair:
         assert three_tokens(pair)[0] == 1, "the first step of decode verifies a draft"
         check(pair, expected)
         check_stop_strings(plain, pair)
@@ -67,8 +64,8 @@ def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
 
 def test_two_ranks(model: Path) -> None:
     """Sums of two ranks have other bits than those of one, so a pair without speculation answers first."""
-    with running_pair(str(model), *WHOLE, "--tp-size", "2") as pair:
+    with running_pair(str(model), *COMMON, "--tp-size", "2") as pair:
         expected = generate_all(pair.url, bodies())
-    with running_pair(str(model), *WHOLE, *NEXTN, "--tp-size", "2") as pair:
+    with running_pair(str(model), *COMMON, *NEXTN, "--tp-size", "2") as pair:
         check(pair, expected)
         assert pair.decode.counter("spec_accepted_tokens") > 0

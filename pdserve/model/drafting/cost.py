@@ -17,12 +17,13 @@ CUDA: launches of some dozen kernels without a graph, at 2 TB/s. Not measured.
 """
 
 
-def pass_cost(num_weights: int, target: ModelSpec, device_type: str) -> float:
+def pass_cost(num_weights: int, target: ModelSpec, device_type: str, num_ranks: int = 1) -> float:
     """Return the time of a draft model's pass over one token, relative to a step of one token of `target`.
 
-    `num_weights`: those that the pass reads, see `DraftModel.num_weights`. They have the number format of the target's.
+    `num_weights`: those that the pass reads, see `DraftModel.num_weights`. They are taken to have the number format of
+    the target's. `num_ranks`: tensor ranks; they share the weights, and each has the fixed work.
     """
-    return (num_weights + FIXED_WEIGHTS[device_type]) / max(1, weights_read(target))
+    return (num_weights + num_ranks * FIXED_WEIGHTS[device_type]) / max(1, weights_read(target))
 
 
 def weights_read(spec: ModelSpec) -> int:
@@ -45,14 +46,20 @@ def _layer_weights(layer: DecoderLayerSpec, hidden: int) -> int:
             case MLASpec() as op:
                 total += _mla_weights(op, hidden)
             case GatedDeltaSpec() as op:
-                width = 2 * op.key_width + 2 * op.value_width + 2 * op.num_value_heads
-                total += hidden * width + op.value_width * hidden
+                total += _delta_weights(op, hidden)
             case MLPSpec() as op:
                 total += 3 * hidden * op.intermediate_size
             case MoeSpec() as op:
                 columns = op.top_k * op.intermediate_size + op.shared_intermediate_size
                 total += 3 * hidden * columns + hidden * op.num_experts
     return total
+
+
+def _delta_weights(op: GatedDeltaSpec, hidden: int) -> int:
+    width = 2 * op.key_width + 2 * op.value_width + op.num_value_heads  # q, k, v, the output, b
+    if not op.channel_decay:
+        return hidden * (width + op.value_width + op.num_value_heads)  # z, a
+    return hidden * (width + 2 * op.key_dim) + op.key_dim * (op.num_value_heads * op.key_dim + op.value_width)
 
 
 def _mla_weights(op: MLASpec, hidden: int) -> int:

@@ -12,9 +12,11 @@ from pdserve.model.config import ModelSpec
 from pdserve.model.drafting.cost import FIXED_WEIGHTS, pass_cost, weights_read
 from pdserve.model.layer_spec import DecoderLayerSpec, MLPSpec, MoeSpec, SublayerSpec
 from pdserve.model.loader import read_spec
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI
 
-NAMES = ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "deepseek_v32", "gpt_oss"]
+NAMES = [
+    "qwen3", "gemma3_text", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "deepseek_v32", "gpt_oss", KIMI,
+]  # fmt: skip
 
 
 def with_all_experts(spec: ModelSpec) -> ModelSpec:
@@ -66,4 +68,5 @@ def test_a_pass_costs_its_share_of_the_weights_and_its_fixed_work(tmp_path: Path
     for device, fixed in FIXED_WEIGHTS.items():
         assert pass_cost(weights_read(large), large, device) == pytest.approx(1.0, rel=0.01)
         assert pass_cost(0, large, device) == fixed / weights_read(large)
+        assert pass_cost(0, large, device, 4) == 4 * fixed / weights_read(large), "each rank has it"
         assert pass_cost(0, small, device) > 1, "the fixed work of a pass is more than a tiny model"

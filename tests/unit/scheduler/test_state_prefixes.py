@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import random
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from pdserve.base.clock import ManualClock
+from pdserve.executor.interface import BatchPlan, BatchRow, StepHandle
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode, monolith_tokens, request
 from pdserve.sim.shape import Prompt, Shape
@@ -64,3 +67,34 @@ def test_states_of_a_long_prompt_do_not_displace_those_of_junctions() -> None:
     prompts = [Prompt((*shared, *tokens(70, 1000 * (i + 1))), 1) for i in range(2)]
     prompts += [Prompt(tokens(1000, 20_000), 1), Prompt((*shared, *tokens(70, 9000)), 1)]
     assert list(serve(shape_of(64, num_slots=5), prompts)) == [0, 128, 0, 128]
+
+
+@pytest.mark.parametrize(
+    ("chunk", "mixed"), [(512, None), (512, 128), (200, None), (2 * GRID, None), (100, None), (40, 7)]
+)
+def test_cut_prompts_end_on_the_grid_of_states(chunk: int, mixed: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a step takes at least two grid lengths of prompts; smaller steps also cut elsewhere. All prompts end."""
+    shape = dataclasses.replace(shape_of(chunk, num_slots=64), num_pages=1024, num_rows=16, mixed_chunk_tokens=mixed)
+    rng = random.Random(chunk)
+    lengths = [rng.choice((rng.randrange(1, 100), rng.randrange(100, 700))) for _ in range(16)]
+    prompts = [Prompt(tokens(length, 2000 * i), rng.randrange(1, 9)) for i, length in enumerate(lengths)]
+    node = SimNode("null", shape, SimNet(0, ManualClock(), Faults()), "mono", "mono")
+    rows: list[BatchRow] = []
+    launch = node.executor.launch
+
+    def recorded(plan: BatchPlan, *, layer_events: bool = False) -> StepHandle:
+        rows.extend(plan.rows)
+        return launch(plan, layer_events=layer_events)
+
+    monkeypatch.setattr(node.executor, "launch", recorded)
+    for index, prompt in enumerate(prompts):
+        node.mailbox.post(request(f"r{index}", prompt, None))
+        for _ in range(rng.randrange(3)):
+            node.step()
+    for _ in range(5000):
+        node.step()
+        if node.idle:
+            break
+    assert node.idle and len(rows) > len(prompts)
+    cuts = {row.end % GRID for row in rows if not row.sample}
+    assert cuts and (cuts == {0}) == ((mixed or chunk) >= 2 * GRID), cuts
