@@ -158,7 +158,7 @@ class KVEventPublisher:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         self._read_subscriptions()
-        while self._queue:
+        for _ in range(len(self._queue)):  # later ones ring the bell again, so that replays and snapshots have a turn
             self._send(self._stream.apply(self._queue.popleft()))
         if self._replay is not None:
             self._answer_replays(self._replay)

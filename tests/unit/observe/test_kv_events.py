@@ -358,6 +358,20 @@ def test_nothing_is_said_when_nothing_changes() -> None:
     assert freed == [1] and [type(event) for event in events_of(batch.payload)] == [BlockRemoved]
 
 
+def test_each_turn_that_the_publisher_does_not_take_is_counted_and_the_content_follows() -> None:
+    tree, sink, stream = make()
+    assert tree.recorder is not None
+    sink.has_room = False
+    for text in ("a", "ab", "ab"):
+        tree.insert(letters(text), range(len(text)))
+        tree.recorder.flush(tree.describe)
+    assert tree.recorder.num_lost == 2 and not sink.turns, "the third one had no changes"
+    sink.has_room = True
+    [batch] = one_turn(tree, sink, stream)
+    assert isinstance(events_of(batch.payload)[0], AllBlocksCleared)
+    assert len(followed([batch]).prompts()) == 2 and tree.recorder.num_lost == 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace with hash_ids, in JSON lines"
