@@ -24,7 +24,8 @@ from pdserve.memory.cache_recorder import (
     PagesStored,
 )
 from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
-from pdserve.memory.page_keys import TOKEN_BYTES, KeyNamespace, short_hash
+from pdserve.memory.page_keys import KeyNamespace, short_hash
+from pdserve.memory.prefix_cache import TOKEN_BYTES
 
 MEDIUM = "GPU"
 """Medium of pages that steps read; readers know this name for the first tier, on a CPU as well."""
