@@ -12,7 +12,7 @@ from pdserve.memory.cache_recorder import AdapterKeys, CacheRecorder
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.model.paths import resolve_model_path
 from pdserve.model.weights_digest import weights_digest
-from pdserve.observe.kv_events import EventStream, groups_of
+from pdserve.observe.kv_events import KVEventStream, groups_of
 from pdserve.observe.kv_publisher import KVEventPublisher
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def open_kv_events(
     events, built = config.kv_events, engine.built
     if events is None or not config.wants_prefix_cache:
         return None
-    stream = EventStream(
+    stream = KVEventStream(
         key_namespace(config, engine),
         groups_of(built.layout),
         dp_rank=dp_rank,

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from pdserve.memory.layout import PageSpace
 
 
@@ -96,7 +98,7 @@ class CacheRecorder:
         self._changes: list[CacheChange] = []
         self._lost = False
         self.num_lost = 0
-        """Flushes that the sink did not take."""
+        """Flushes whose changes the sink did not take."""
 
     def stored(self, parent: int | None, pages: Sequence[int], key: bytes) -> None:
         """Record that the tree has new `pages` with the tokens `key` behind page `parent`; None: at its root."""
@@ -127,9 +129,11 @@ class CacheRecorder:
         `describe` records the whole content of the cache, parents before their children; called when changes were lost.
         """
         if self._lost:
-            self._changes.clear()
             if not self._sink.has_room:
+                self.num_lost += bool(self._changes)
+                self._changes.clear()
                 return
+            self._changes.clear()
             self.cleared()
             describe()
         if self._changes:
@@ -139,6 +143,4 @@ class CacheRecorder:
 
 
 def _without_bits(tokens: bytes, shift: int) -> bytes:
-    mask = (1 << shift) - 1
-    cells = memoryview(tokens).cast("I")
-    return b"".join((cell & mask).to_bytes(4, "little") for cell in cells)
+    return (np.frombuffer(tokens, dtype="<u4") & np.uint32((1 << shift) - 1)).tobytes()

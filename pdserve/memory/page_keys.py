@@ -13,9 +13,10 @@ import dataclasses
 import hashlib
 import json
 
+from pdserve.memory.prefix_cache import TOKEN_BYTES
+
 KEY_VERSION = 1
 """Part of the namespace; changes with the way in which keys are computed."""
-TOKEN_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def keep_packed(model: Decoder, formats: Mapping[str, GroupFormat], device: torc
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedLinear:
+class TritonPackedLinear:
     """Implements `PackedProduct`."""
 
     weight: PackedWeight
@@ -63,7 +63,7 @@ class PackedLinear:
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedExperts:
+class TritonPackedExperts:
     """Implements `LocalExperts`. `biases` are those of `gate_up` and of `down`; `act` and `limit`: see `MoeSpec`."""
 
     kernels: Kernels
@@ -99,7 +99,7 @@ def _pack_linear(params: ParamSlots, linear: Linear, form: GroupFormat, device: 
         packed.put(0, stacked(params.take_quantized(weight), form))
         params.release_weights(weight, packed.num_bytes)
         linear.release_weights()
-        linear.packed = PackedLinear(packed)
+        linear.packed = TritonPackedLinear(packed)
 
     params.when_given([weight], take)
 
@@ -125,7 +125,7 @@ def _pack_experts(
             params.release_weights(whole, packed.num_bytes)
             made.append(packed)
         biases = weights.gate_up_bias, weights.down_bias
-        moe.experts = PackedExperts(model.kernels, made[0], made[1], biases, weights.act, weights.act_limit)
+        moe.experts = TritonPackedExperts(model.kernels, made[0], made[1], biases, weights.act, weights.act_limit)
         experts.release_weights()
 
     params.when_given(wholes, take)

@@ -104,6 +104,7 @@ def _write(place: Path, facts: Facts, digest: str) -> bool:
         return False
     try:
         with os.fdopen(handle, "w") as file:
+            os.fchmod(handle, 0o644)  # other users may serve the same files
             json.dump({"version": _VERSION, "files": list(facts), "sha256": digest}, file)
         os.replace(name, place)
     except OSError:

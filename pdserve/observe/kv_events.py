@@ -1,7 +1,7 @@
 """KV events: what the prefix cache holds, as numbered batches in the wire forms of vLLM and SGLang.
 
-`EventStream` keeps a copy of the cache's content, from which it makes events, snapshots and replays. It does not touch
-the cache. One thread uses it: see `kv_publisher`.
+`KVEventStream` keeps a copy of the cache's content, from which it makes events, snapshots and replays. It does not
+touch the cache. One thread uses it: see `kv_publisher`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pdserve.memory.cache_recorder import (
     PagesStored,
 )
 from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
-from pdserve.memory.page_keys import TOKEN_BYTES, KeyNamespace, short_hash
+from pdserve.memory.page_keys import KeyNamespace, short_hash
+from pdserve.memory.prefix_cache import TOKEN_BYTES
 
 MEDIUM = "GPU"
 """Medium of pages that steps read; readers know this name for the first tier, on a CPU as well."""
@@ -139,7 +140,7 @@ def groups_of(layout: KVLayout) -> dict[PageSpace, Group]:
     return found
 
 
-class EventStream:
+class KVEventStream:
     """Turns changes of a prefix cache into batches, which are numbered from 0 on.
 
     `groups`: see `groups_of`. `buffer_steps`: most batches that are kept for replay.

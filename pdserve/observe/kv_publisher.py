@@ -25,7 +25,7 @@ from pdserve.base.log import SparingLog
 from pdserve.config.kv_events_group import FIELD, FLAG, Endpoint, KVEventsConfig
 from pdserve.errors import ConfigError
 from pdserve.memory.cache_recorder import CacheChange
-from pdserve.observe.kv_events import EventStream, Numbered
+from pdserve.observe.kv_events import KVEventStream, Numbered
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class KVEventPublisher:
         ConfigError: an endpoint cannot be used.
     """
 
-    def __init__(self, config: KVEventsConfig, stream: EventStream, dp_rank: int = 0) -> None:
+    def __init__(self, config: KVEventsConfig, stream: KVEventStream, dp_rank: int = 0) -> None:
         self._stream, self._config = stream, config
         self._topic = config.topic.encode()
         self._queue: deque[list[CacheChange]] = deque()
@@ -158,7 +158,7 @@ class KVEventPublisher:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
         self._read_subscriptions()
-        while self._queue:
+        for _ in range(len(self._queue)):  # later ones ring the bell again, so that replays and snapshots have a turn
             self._send(self._stream.apply(self._queue.popleft()))
         if self._replay is not None:
             self._answer_replays(self._replay)

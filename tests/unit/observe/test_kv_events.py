@@ -21,7 +21,7 @@ from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
 from pdserve.memory.prefix_cache import RadixTree, token_bytes
-from pdserve.observe.kv_events import EventStream, Group, Numbered, groups_of
+from pdserve.observe.kv_events import Group, KVEventStream, Numbered, groups_of
 from pdserve.sim.hash_lm import hash_layout
 from tests.kv_reader import AllBlocksCleared, BlockRemoved, BlockStored, CacheCopy, Follower, events_of
 from tests.unit.memory.kit import PAGE_TOKENS, Prefix, content_of, letters, prefixes, tokens_of
@@ -72,7 +72,7 @@ class Readers(RuleBasedStateMachine):
         self.sink = Collected()
         self.recorder = CacheRecorder(self.sink)
         self.tree = RadixTree(PAGE_TOKENS, recorder=self.recorder)
-        self.stream = EventStream(NAMESPACE, GROUPS, wire_form=self.wire_form, buffer_steps=3)
+        self.stream = KVEventStream(NAMESPACE, GROUPS, wire_form=self.wire_form, buffer_steps=3)
         self.readers: list[Follower] = []
         self.locked: list[RadixNode] = []
         self.num_pages = 0
@@ -165,16 +165,16 @@ TestArrays = ArrayReaders.TestCase
 TestArrays.settings = BOUNDS
 
 
-def one_turn(tree: RadixTree, sink: Collected, stream: EventStream) -> list[Numbered]:
+def one_turn(tree: RadixTree, sink: Collected, stream: KVEventStream) -> list[Numbered]:
     assert tree.recorder is not None
     tree.recorder.flush(tree.describe)
     return [batch for changes in sink.take() for batch in stream.apply(changes)]
 
 
-def make(wire_form: WireForm = "map") -> tuple[RadixTree, Collected, EventStream]:
+def make(wire_form: WireForm = "map") -> tuple[RadixTree, Collected, KVEventStream]:
     sink = Collected()
     tree = RadixTree(PAGE_TOKENS, recorder=CacheRecorder(sink))
-    return tree, sink, EventStream(NAMESPACE, GROUPS, dp_rank=3, wire_form=wire_form, clock=lambda: 12.5)
+    return tree, sink, KVEventStream(NAMESPACE, GROUPS, dp_rank=3, wire_form=wire_form, clock=lambda: 12.5)
 
 
 def test_keys_are_the_chain_of_sha256_below_the_namespace() -> None:
@@ -244,7 +244,7 @@ def test_pages_of_an_adapter_have_its_name_and_keys_of_their_own() -> None:
     adapter = CacheAdapter(2, "poet", "d1")
     recorder = CacheRecorder(sink, AdapterKeys(shift, {2: adapter}.__getitem__))
     tree = RadixTree(PAGE_TOKENS, recorder=recorder)
-    stream = EventStream(NAMESPACE, GROUPS)
+    stream = KVEventStream(NAMESPACE, GROUPS)
     tokens = [5, 6, 7, 8]
     tree.insert(token_bytes([token + (2 << shift) for token in tokens]), [0, 1])
     tree.insert(token_bytes(tokens), [2, 3])
@@ -266,7 +266,7 @@ def test_window_pages_are_events_of_their_group() -> None:
     table = PageTable(4, 12, has_window=True)
     memory = KVMemory(layout, 24, table, 2, prefix_cache=True, group_sizes=sizes, recorder=CacheRecorder(sink))
     groups = groups_of(layout)
-    stream, copy = EventStream(NAMESPACE, groups), CacheCopy()
+    stream, copy = KVEventStream(NAMESPACE, groups), CacheCopy()
 
     def compare() -> None:
         memory.flush_changes()
@@ -305,7 +305,7 @@ def test_states_are_events_of_their_group() -> None:
     recorder = CacheRecorder(sink)
     states = CachedStates(lambda slot: None, recorder)
     tree = RadixTree(PAGE_TOKENS, "lru", states, recorder=recorder)
-    stream, copy = EventStream(NAMESPACE, GROUPS), CacheCopy()
+    stream, copy = KVEventStream(NAMESPACE, GROUPS), CacheCopy()
 
     def with_states() -> set[tuple[int, ...]]:
         for batch in one_turn(tree, sink, stream):
@@ -337,7 +337,7 @@ def test_a_snapshot_is_cut_into_batches_and_the_buffer_is_bounded() -> None:
     assert len(followed(batches).prompts()) == 3000
     assert [batch.seq for batch in batches] == [1, 2, 3] and stream.next_seq == 4
     tree, sink, _ = make()
-    few = EventStream(NAMESPACE, GROUPS, buffer_steps=1)
+    few = KVEventStream(NAMESPACE, GROUPS, buffer_steps=1)
     for page in range(3):
         tree.clear()
         tree.insert(letters("a"), [page])
@@ -358,6 +358,20 @@ def test_nothing_is_said_when_nothing_changes() -> None:
     assert freed == [1] and [type(event) for event in events_of(batch.payload)] == [BlockRemoved]
 
 
+def test_each_turn_that_the_publisher_does_not_take_is_counted_and_the_content_follows() -> None:
+    tree, sink, stream = make()
+    assert tree.recorder is not None
+    sink.has_room = False
+    for text in ("a", "ab", "ab"):
+        tree.insert(letters(text), range(len(text)))
+        tree.recorder.flush(tree.describe)
+    assert tree.recorder.num_lost == 2 and not sink.turns, "the third one had no changes"
+    sink.has_room = True
+    [batch] = one_turn(tree, sink, stream)
+    assert isinstance(events_of(batch.payload)[0], AllBlocksCleared)
+    assert len(followed([batch]).prompts()) == 2 and tree.recorder.num_lost == 2
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     "PDSERVE_TRACE" not in os.environ, reason="PDSERVE_TRACE names a trace with hash_ids, in JSON lines"
@@ -369,7 +383,7 @@ def test_a_trace_is_followed_from_every_point() -> None:
         hash_layout(1, num_layers=1), 4000, PageTable(4, 1000), 2, prefix_cache=True, recorder=CacheRecorder(sink)
     )
     namespace = KeyNamespace("w1", True, "l1", "float32", 1)
-    stream, readers = EventStream(namespace, GROUPS), list[Follower]()
+    stream, readers = KVEventStream(namespace, GROUPS), list[Follower]()
     with open(os.environ["PDSERVE_TRACE"]) as lines:
         requests = [json.loads(line)["hash_ids"][:900] for line in lines][:4000]
     for number, hash_ids in enumerate(requests):

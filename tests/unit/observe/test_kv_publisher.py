@@ -12,7 +12,7 @@ from pdserve.config.kv_events_group import KVEventsConfig, parse_kv_events
 from pdserve.errors import ConfigError
 from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.prefix_cache import RadixTree
-from pdserve.observe.kv_events import EventStream
+from pdserve.observe.kv_events import KVEventStream
 from pdserve.observe.kv_publisher import KVEventPublisher
 from tests.kv_reader import Subscriber
 from tests.unit.memory.kit import PAGE_TOKENS, letters
@@ -33,7 +33,7 @@ class Cache:
 
     def __init__(self, stack: ExitStack, fields: str = LOCAL, dp_rank: int = 0) -> None:
         config = parsed(fields)
-        stream = EventStream(NAMESPACE, GROUPS, dp_rank=dp_rank, buffer_steps=config.buffer_steps)
+        stream = KVEventStream(NAMESPACE, GROUPS, dp_rank=dp_rank, buffer_steps=config.buffer_steps)
         self.publisher = KVEventPublisher(config, stream, dp_rank)
         stack.callback(self.publisher.close)
         self.recorder = CacheRecorder(self.publisher)
