@@ -167,18 +167,27 @@ def fp8_block(height: int, width: int) -> Callable[[Floats], Stored]:
 
 
 def mxfp4(weight: Floats) -> Stored:
+    codes, exponents, wide = _mxfp4_blocks(weight)
+    count = weight.shape[1]
+    tensors = {".weight_packed": _pairs(codes.reshape(len(weight), -1)[:, :count]), ".weight_scale": exponents}
+    return tensors, wide.reshape(len(weight), -1)[:, :count].copy()
+
+
+def _mxfp4_blocks(weight: Floats) -> tuple[npt.NDArray[np.int64], Tensor, Floats]:
+    """Round `[..., in]` to MXFP4: codes and weights `[..., blocks, 32]`, and stored exponents `[..., blocks]`."""
     magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-    blocks = np.pad(weight, ((0, 0), (0, -weight.shape[1] % 32))).reshape(len(weight), -1, 32)
+    padding = [(0, 0)] * (weight.ndim - 1) + [(0, -weight.shape[-1] % 32)]
+    blocks = np.pad(weight, padding).reshape(*weight.shape[:-1], -1, 32)
     exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
     scale = np.exp2(exponents)[..., None].astype(np.float32)
     codes = np.abs(np.abs(blocks / scale)[..., None] - magnitudes).argmin(-1)
     wide = np.where(blocks < 0, -1, 1).astype(np.float32) * magnitudes[codes] * scale
-    codes = (codes + 8 * (blocks < 0)).reshape(len(weight), -1)[:, : weight.shape[1]]
-    tensors = {
-        ".weight_packed": torch.from_numpy((codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8)),
-        ".weight_scale": torch.from_numpy((exponents + 127).astype(np.uint8)),
-    }
-    return tensors, wide.reshape(len(weight), -1)[:, : weight.shape[1]].copy()
+    return codes + 8 * (blocks < 0), torch.from_numpy((exponents + 127).astype(np.uint8)), wide
+
+
+def _pairs(codes: npt.NDArray[np.int64]) -> Tensor:
+    """Pack two codes into a byte, the first into the low bits."""
+    return torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8))
 
 
 def _compressed(form: str, ignore: list[str] | None = None, **weights: Any) -> dict[str, Any]:
@@ -299,21 +308,14 @@ def write_mxfp4(checkpoint: Path, directory: Path) -> Path:
     shutil.copytree(checkpoint, plain)
     stored: dict[str, Tensor] = {}
     dequantized: dict[str, Tensor] = {}
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         dequantized[name] = tensor
         if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             stored[name] = tensor
             continue
         weight = tensor.float().numpy().transpose(0, 2, 1)
-        blocks = weight.reshape(*weight.shape[:2], -1, 32)
-        exponents = np.ceil(np.log2(np.abs(blocks).max(-1) / 6))
-        scale = np.exp2(exponents)[..., None].astype(np.float32)
-        codes = np.abs(np.abs(blocks / scale)[..., None] - magnitudes).argmin(-1)
-        wide = np.where(blocks < 0, -1, 1).astype(np.float32) * magnitudes[codes] * scale
-        codes = codes + 8 * (blocks < 0)
-        stored[f"{name}_blocks"] = torch.from_numpy((codes[..., 0::2] | codes[..., 1::2] << 4).astype(np.uint8))
-        stored[f"{name}_scales"] = torch.from_numpy((exponents + 127).astype(np.uint8))
+        codes, stored[f"{name}_scales"], wide = _mxfp4_blocks(weight)
+        stored[f"{name}_blocks"] = _pairs(codes)
         dequantized[name] = torch.from_numpy(wide.reshape(weight.shape).transpose(0, 2, 1).copy()).to(tensor.dtype)
     stored = {name: tensor.contiguous() for name, tensor in stored.items()}
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})

@@ -277,11 +277,11 @@ class QuantizedGgufSource(GgufSource):
             return quantize(self.read((rows, columns)), self.format)
         if self.num_heads is not None:
             index = torch.from_numpy(_unpermute(np.arange(self.shape[0]), self.num_heads))[index]
-        read = decode(self.data[index.numpy()], kind)
+        read = decode(self.data[index.numpy()], kind, self.tensor.name)
         groups = slice(columns.start // self.format.group, -(-columns.stop // self.format.group))
         mins = None if read.mins is None else read.mins[:, groups]
         group_of = read.group_of[columns] - groups.start
-        return QuantizedWeight(read.values[:, columns], read.scale[:, groups], mins, group_of, read.bits)
+        return QuantizedWeight(read.values[:, columns], read.scale[:, groups], mins, group_of, read.bits, read.is_float)
 
 
 def sources(path: Path, spec: ModelSpec, reader: GgufReader | None = None) -> Iterator[GgufSource | _LatentSource]:

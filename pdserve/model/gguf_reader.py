@@ -106,6 +106,10 @@ class GgufReader:
             raise ValueError(f"its field {name} is no list")
         return value
 
+    def release_pages(self) -> None:
+        """Drop the file's pages from this process's resident memory; they are read again when they are used."""
+        self._mapped.madvise(mmap.MADV_DONTNEED)
+
     def _read_header(self) -> None:
         if self._mapped[: len(_MAGIC)] != _MAGIC:
             raise ValueError("it does not begin with GGUF")

@@ -12,12 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pdserve.errors import ModelError
+
 MIN_GROUP = 32
 """Inputs of the smallest group: the kernels quantize 32 inputs together."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = torch.tensor((*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)))
 """The floats of 4 bits of MXFP4, by their codes."""
+_MX_EXPONENTS = 125
+"""Largest magnitude of an exponent of MXFP4 whose weights are all normal numbers of bfloat16."""
 _FOUR_BIT_LEVELS = (-8.0, -8.5, -9.0, -9.5, -10.0, 7.0, 7.5)
 """What the largest magnitude of a group is divided by for a scale of 4-bit values, -8 to 7."""
 
@@ -94,6 +98,20 @@ class QuantizedWeight:
         group_of = torch.arange(count) // format.group
         mins = None if mins is None else mins[:, first]
         return QuantizedWeight(values, scale[:, first], mins, group_of, format.bits, self.is_float)
+
+
+def mxfp4_scale(name: str, codes: Tensor, exponent: Tensor) -> Tensor:
+    """Return the scales of blocks of MXFP4, float32 `[..., blocks]`; a block of zeros has the scale 1.
+
+    `codes` is uint8 `[..., blocks, 32]`, `exponent` int32 `[..., blocks]`.
+
+    Raises:
+        ModelError: the tensor `name` has exponents that the kernels do not have.
+    """
+    exponent = exponent.masked_fill((codes & 7).amax(-1) == 0, 0)
+    if int(exponent.abs().max()) > _MX_EXPONENTS:
+        raise ModelError(f"tensor {name} has exponents beyond 2^{_MX_EXPONENTS} or 2^-{_MX_EXPONENTS}")
+    return torch.ldexp(torch.ones(exponent.shape), exponent)
 
 
 def common_format(formats: Sequence[GroupFormat]) -> GroupFormat | None:

@@ -1,8 +1,8 @@
 """Loads a model from a resolved path: HF safetensors, a gguf file, or random weights.
 
 Called by the executor factory. Files are memory-mapped. A rank copies its part of each tensor straight to its
-destination in the target dtype; `ParamSlots.when_given` then triggers packing. A file is mapped anew after every
-`WINDOW_BYTES`, which bounds the file pages that count towards resident memory.
+destination in the target dtype; `ParamSlots.when_given` then triggers packing. After every `WINDOW_BYTES` the pages of
+a file are dropped, which bounds those that count towards resident memory.
 """
 
 from __future__ import annotations
@@ -258,10 +258,14 @@ def _finder(file: safe_open, path: Path, index: Mapping[str, Path]) -> Callable[
 
 def _gguf(path: Path, spec: ModelSpec, on_progress: OnProgress) -> Iterator[tuple[str, TensorSource]]:
     """Yield all tensors of a gguf file, by HF name."""
-    num_bytes, total = 0, path.stat().st_size
-    for source in gguf_file.sources(path, spec):
+    reader, num_bytes, mapped, total = gguf_file.open_gguf(path), 0, 0, path.stat().st_size
+    for source in gguf_file.sources(path, spec, reader):
         yield source.name, source
         num_bytes += source.num_bytes
+        mapped += source.num_bytes
+        if mapped >= WINDOW_BYTES:
+            reader.release_pages()
+            mapped = 0
         on_progress(num_bytes, total)
 
 

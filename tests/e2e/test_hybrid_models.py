@@ -1,5 +1,5 @@
-"""Qwen3-Next and Qwen3.5 in native code and real processes: a pair over Mooncake and NIXL gives transformers' tokens,
-whatever either side is split into, also when clients leave and memory is short.
+"""Qwen3-Next, Qwen3.5 and Kimi Linear in native code and real processes: a pair over Mooncake and NIXL gives
+transformers' tokens, whatever either side is split into, also when clients leave and memory is short.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from pdserve.transfer.transports.nixl_engine import is_installed
 from tests.e2e.harness import assert_idle, generate_batch, running_pair, until
 from tests.e2e.test_model_families import bodies_of, check_split, tokens_of
-from tests.model_families import LENGTHS, deep_hybrid, prompts_of
+from tests.model_families import KIMI, LENGTHS, deep_hybrid, prompts_of
 
 NEW_TOKENS = 12
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "96", "--model-impl", "native", "--cpu-kernels", "torch")
@@ -22,6 +22,8 @@ SPLITS = {
     "qwen3_5, tp 2 to 4": ("qwen3_5", "--tp-size 2", "--tp-size 4"),
     "qwen3_5_moe_text, tp 4 to 2": ("qwen3_5_moe_text", "--tp-size 4", "--tp-size 2"),
     "qwen3_5_moe, pp 2 to 1": ("qwen3_5_moe", "--pp-size 2", "--pp-size 1"),
+    "kimi_linear, tp 2 to 1": (KIMI, "--tp-size 2", "--tp-size 1"),
+    "kimi_linear, tp 1 to 2": (KIMI, "--tp-size 1", "--tp-size 2"),
 }
 MOVING = "--tp-size 2 --ep-size 2 --ep-num-redundant-experts 2 --enable-eplb --eplb-rebalance-num-iterations 3"
 

@@ -1,7 +1,7 @@
 """Block formats of gguf files as `QuantizedWeight`: a row is a sequence of blocks of 32 or 256 values.
 
 Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K and Q5_K have a scale for every 32 values and are kept exactly, those of 5 bits in 8.
-Q6_K has one for every 16, and is rounded to 8 bits with a scale for every 32.
+Q6_K has one for every 16, and is rounded to 8 bits with a scale for every 32. MXFP4 is kept exactly too.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat, QuantizedWeight
+from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat, QuantizedWeight, mxfp4_scale
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -29,22 +29,32 @@ FORMATS: Mapping[str, GroupFormat] = {
     "Q4_K": GroupFormat(4, MIN_GROUP, has_mins=True),
     "Q5_K": GroupFormat(8, MIN_GROUP, has_mins=True),
     "Q6_K": GroupFormat(8, MIN_GROUP),
+    "MXFP4": GroupFormat(4, MIN_GROUP, is_float=True),
 }
 """The format that keeps weights of a gguf type."""
-_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176}
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "MXFP4": 17}
+_E8M0_BIAS = 127
 
 
-def decode(data: Bytes, kind: str) -> QuantizedWeight:
-    """Decode rows of blocks, uint8 `[rows, bytes]`, of the gguf type `kind`, which is in `FORMATS` and not rounded."""
-    rows = data.shape[0]
-    values, scale, mins = _DECODERS[kind](np.ascontiguousarray(data).reshape(-1, _BLOCK_BYTES[kind]))
+def decode(data: Bytes, kind: str, name: str) -> QuantizedWeight:
+    """Decode rows of blocks of the gguf type `kind`, which is in `FORMATS` and not in `ROUNDED`.
+
+    `data` is uint8 `[rows, bytes]`, a part of the tensor `name`.
+
+    Raises:
+        ModelError: the tensor has exponents of MXFP4 that the kernels do not have.
+    """
+    rows, form = data.shape[0], FORMATS[kind]
+    blocks = np.ascontiguousarray(data).reshape(-1, _BLOCK_BYTES[kind])
+    values, scale, mins = _mxfp4(blocks, name) if form.is_float else _DECODERS[kind](blocks)
     values, scale = values.reshape(rows, -1), scale.reshape(rows, -1)
     return QuantizedWeight(
         torch.from_numpy(values),
         torch.from_numpy(scale),
         None if mins is None else torch.from_numpy(mins.reshape(rows, -1)),
         torch.arange(values.shape[1]) // MIN_GROUP,
-        FORMATS[kind].bits,
+        form.bits,
+        form.is_float,
     )
 
 
@@ -100,6 +110,11 @@ def _q5_k(blocks: Bytes) -> Decoded:
     bits = (blocks[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[:, None]) & np.uint8(1)
     values = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(len(blocks), 8, 32)
     return (values | (bits << np.uint8(4))).reshape(len(blocks), -1), *_sub_blocks(blocks)
+
+
+def _mxfp4(blocks: Bytes, name: str) -> Decoded:
+    values, exponent = _nibbles(blocks[:, 1:]), blocks[:, 0].astype(np.int32) - _E8M0_BIAS
+    return values, mxfp4_scale(name, torch.from_numpy(values), torch.from_numpy(exponent)).numpy(), None
 
 
 _DECODERS: Mapping[str, Callable[[Bytes], Decoded]] = {

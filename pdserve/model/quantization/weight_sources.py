@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.errors import ModelError
-from pdserve.model.grouped_weights import E2M1, GroupFormat, QuantizedWeight, power_of_two, whole_row
+from pdserve.model.grouped_weights import E2M1, GroupFormat, QuantizedWeight, mxfp4_scale, power_of_two, whole_row
 from pdserve.model.params import TensorSource
 from pdserve.model.quantization.schemes import MXFP4_MATRIX, Awq, Float8, Gptq, Grouped, Mxfp4, QuantMethod
 
@@ -27,8 +27,6 @@ _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """Place in a word of each of eight values of AWQ's gemm packing."""
 _E4M3_NAN = 0x7F
 _MX_BLOCK, _E8M0_BIAS = 32, 127
-_MX_EXPONENTS = 125
-"""Largest magnitude of an exponent of MXFP4 whose weights are all normal numbers of bfloat16."""
 
 
 def weight_source(method: QuantMethod, name: str, parts: Parts) -> TensorSource:
@@ -360,12 +358,9 @@ def _mxfp4_weight(name: str, codes: Tensor, exponent: Tensor, columns: slice, gr
 
     Raises ModelError for exponents, those of the tensor `name`, that the kernels do not have.
     """
-    exponent = exponent.masked_fill((codes & 7).amax(-1) == 0, 0)  # a block of zeros
-    if int(exponent.abs().max()) > _MX_EXPONENTS:
-        raise ModelError(f"tensor {name} has exponents beyond 2^{_MX_EXPONENTS} or 2^-{_MX_EXPONENTS}")
+    scale = mxfp4_scale(name, codes, exponent)
     first = columns.start // _MX_BLOCK * _MX_BLOCK
     values = codes.flatten(-2)[:, columns.start - first : columns.stop - first].contiguous()
-    scale = torch.ldexp(torch.ones(exponent.shape), exponent)
     return QuantizedWeight(values, scale, None, group_of, 4, is_float=True)
 
 
@@ -396,9 +391,7 @@ def _known(format: GroupFormat | None) -> GroupFormat:
     return format
 
 
-def _groups(
-    name: str, columns: slice, group: int, index: TensorSource | None, num_in: int
-) -> tuple[Tensor, slice]:  # fmt: skip
+def _groups(name: str, columns: slice, group: int, index: TensorSource | None, num_in: int) -> tuple[Tensor, slice]:
     """Return the group of each input in `columns`, counted from the first group to read, and the groups to read.
 
     `num_in` inputs have groups of `group`; `index` has the group of each, or None where groups are in order. Raises

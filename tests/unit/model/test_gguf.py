@@ -99,12 +99,17 @@ def test_a_file_with_half_of_the_expansion_of_latents_names_the_other_half(tmp_p
         build(path, dtype="float32")
 
 
-def test_experts_of_gpt_oss_may_be_mxfp4(tmp_path: Path) -> None:
-    """The tokens are transformers' on the dequantized weights."""
+def write_mxfp4(directory: Path) -> tuple[TinyFamily, Path]:
+    """Write a checkpoint of gpt-oss to `directory / "hf"` and its gguf file with experts in MXFP4."""
     wide = {"hidden_size": 64, "intermediate_size": 64, "rope_parameters": None}
     family = dataclasses.replace(MODEL_FAMILIES["gpt_oss"], changes=MODEL_FAMILIES["gpt_oss"].changes | wide)
-    family.write(tmp_path / "hf")
-    path = write_gguf(tmp_path / "hf", tmp_path / "tiny.gguf", "gpt-oss", expert_kind="MXFP4")
+    family.write(directory / "hf")
+    return family, write_gguf(directory / "hf", directory / "tiny.gguf", "gpt-oss", expert_kind="MXFP4")
+
+
+def test_experts_of_gpt_oss_may_be_mxfp4(tmp_path: Path) -> None:
+    """The tokens are transformers' on the dequantized weights."""
+    family, path = write_mxfp4(tmp_path)
     rounded = load_file(tmp_path / "hf" / "model.safetensors")
     for name, tensor in rounded.items():
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
@@ -117,6 +122,26 @@ def test_experts_of_gpt_oss_may_be_mxfp4(tmp_path: Path) -> None:
     assert Driver(build(path, dtype="float32")).generate(prompts, 6) == family.reference_tokens(
         tmp_path / "hf", prompts, 6
     )
+
+
+@needs_kernels
+def test_experts_in_mxfp4_stay_packed_with_the_tokens_of_bfloat16(tmp_path: Path) -> None:
+    _, path = write_mxfp4(tmp_path)
+    packed, sixteen = (build(path, dtype="bfloat16", quantization=each) for each in (None, "bf16"))
+    assert packed.executor.weights_fingerprint == sixteen.executor.weights_fingerprint
+    assert packed.executor.weight_bytes < 0.8 * sixteen.executor.weight_bytes
+    prompts = prompts_of((1, 40))
+    assert Driver(packed).generate(prompts, 8) == Driver(sixteen).generate(prompts, 8)
+
+
+def test_an_exponent_of_mxfp4_beyond_those_of_the_kernels_is_refused() -> None:
+    """Except in a block of zeros, whose exponent has no effect."""
+    blocks = np.zeros((2, 17), dtype=np.uint8)
+    blocks[:, 0] = 255
+    assert not decode(blocks, "MXFP4", "blk.0.ffn_up_exps.weight").dequantized().any()
+    blocks[1, 5] = 3
+    with pytest.raises(ModelError, match=r"tensor blk.0.ffn_up_exps.weight has exponents beyond 2\^125"):
+        decode(blocks, "MXFP4", "blk.0.ffn_up_exps.weight")
 
 
 def test_gemma3_has_names_of_its_own_windows_and_norms_with_the_offset(tmp_path: Path) -> None:
@@ -172,8 +197,10 @@ def test_blocks_are_what_the_gguf_package_dequantizes(kind: str) -> None:
     data = np.random.default_rng(0).integers(0, 256, (6, 3 * num_bytes), dtype=np.uint8)
     for block in data.reshape(-1, num_bytes):
         block[:4] = np.array([0.02, 0.5], dtype=np.float16).view(np.uint8)  # a scale, then another or values
-    found = decode(data, kind)
-    assert found.bits == FORMATS[kind].bits
+        if kind == "MXFP4":
+            block[0] = 125  # an exponent, then values
+    found = decode(data, kind, "x.weight")
+    assert (found.bits, found.is_float) == (FORMATS[kind].bits, kind == "MXFP4")
     wanted = torch.from_numpy(gguf.dequantize(data, quantization))
     torch.testing.assert_close(found.dequantized(), wanted, rtol=1e-6, atol=1e-6)
 

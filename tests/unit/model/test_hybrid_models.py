@@ -19,7 +19,7 @@ from pdserve.model.layer_spec import AttentionSpec, GatedDeltaSpec, MLPSpec, Moe
 from pdserve.model.loader import read_spec
 from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import HYBRIDS, LENGTHS, deep_hybrid, prompts_of
+from tests.model_families import HYBRIDS, KIMI, LENGTHS, deep_hybrid, prompts_of
 from tests.model_pair import running_models
 from tests.share import rest_slow
 from tests.unit.model.family_kit import NATIVE, check_pair
@@ -53,19 +53,26 @@ def test_a_native_monolith_gives_transformers_tokens(
         server.assert_idle()
 
 
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("qwen3_next", ("state.conv_q.num_heads", "state.conv0.num_heads")),
+        (KIMI, ("state.conv_q.num_heads", "state.conv0.num_heads")),
+    ],
+)
 def test_a_native_and_a_transformers_server_refuse_each_other_by_the_planes_field(
-    hybrid_checkpoint: Callable[[str], Path],
+    name: str, fields: tuple[str, str], hybrid_checkpoint: Callable[[str], Path]
 ) -> None:
     """transformers keeps one convolution state for q, k and v."""
     facts = []
     for impl in ("native", "transformers"):
-        built = build(hybrid_checkpoint("qwen3_next"), dtype="float32", model_impl=impl)
+        built = build(hybrid_checkpoint(name), dtype="float32", model_impl=impl)
         facts.append(built.layout.fields())
         built.executor.close()
     for ours, theirs in (facts, facts[::-1]):
         with pytest.raises(HandshakeError) as error:
             check_facts(ours, theirs)
-        assert error.value.field in ("state.conv_q.num_heads", "state.conv0.num_heads")
+        assert error.value.field in fields
 
 
 def test_layers_and_groups_follow_the_config(hybrid_checkpoint: Callable[[str], Path]) -> None:

@@ -174,6 +174,21 @@ def test_a_mapped_file_comes_into_memory_piece_by_piece(tmp_path: Path, monkeypa
     assert 0 < _most_resident(path, ParallelShape(), monkeypatch) < 0.6 * size  # one of two tensors that are half of it
 
 
+def test_a_gguf_file_comes_into_memory_piece_by_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(make_tiny("llama", tmp_path / "hf", vocab_size=60_000), tmp_path / "tiny.gguf", "llama")
+    size, most = path.stat().st_size, []
+    for window in (2 * size, size // 8):
+        monkeypatch.setattr(loader, "WINDOW_BYTES", window)
+        resident: list[int] = []
+        model = loader.empty_model(read_spec(path), "float32", CPU)
+        loader.fill_model(
+            model, path, load_format="auto", seed=0,
+            on_progress=lambda *_, found=resident: found.append(_resident_bytes(path)),
+        )  # fmt: skip
+        most.append(max(resident))
+    assert most[0] > 0.95 * size and most[1] < 0.2 * size
+
+
 def _most_resident(path: Path, shape: ParallelShape, monkeypatch: pytest.MonkeyPatch) -> int:
     """The most of the mapped file that is in memory while the last rank loads."""
     resident = []
