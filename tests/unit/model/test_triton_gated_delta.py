@@ -166,7 +166,7 @@ def test_captured_rows_are_read_at_each_replay(spec: GatedDeltaSpec) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "dtype", "seed"),
-    rest_slow([(SPECS[3], torch.float16, 4), (KIMI[1], torch.float32, 3), (SPECS[0], torch.float32, 3)], keep=2),
+    rest_slow([(SPECS[3], torch.float16, 4), (KIMI[0], torch.float32, 4), (SPECS[0], torch.float32, 3)]),
 )
 def test_rows_with_drafts_leave_what_single_steps_leave(spec: GatedDeltaSpec, dtype: torch.dtype, seed: int) -> None:
     """See `draft_kit`. The same bits where numpy computes the kernels; a GPU's compiler may fuse operations."""
