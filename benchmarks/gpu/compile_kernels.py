@@ -45,6 +45,7 @@ from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.forward_batch import ForwardBatch, HostRows
 from pdserve.model.gpu import (
     causal_conv,
+    channel_delta_prefill,
     decode_attention,
     elementwise,
     experts,
@@ -184,10 +185,10 @@ def launches(compiler: Compiler) -> Iterator[str]:
     deltas = [*delta_checks.SHAPES, dataclasses.replace(delta_checks.QWEN3_NEXT, name="fp32", dtype="float32")]
     for delta in deltas:
         for step, spans in {"decode": [(9, 10)], "decode 8": [(9, 10)] * 8, "prefill": [(0, 300)]}.items():
-            compiler.case = f"GatedDeltaNet, {delta.name}, {step}"
+            compiler.case = f"delta rule, {delta.name}, {step}"
             yield compiler.case
             _delta(delta, spans)
-        compiler.case = f"GatedDeltaNet, {delta.name}, verify"
+        compiler.case = f"delta rule, {delta.name}, verify"
         yield compiler.case
         _delta(delta, list(delta_checks.VERIFY), drafts=True)
     kernels = make_kernels("triton")
@@ -311,10 +312,10 @@ def _attend(shape: AttentionShape, spans: list[tuple[int, int]]) -> None:
 
 
 def _delta(shape: DeltaShape, spans: list[tuple[int, int]], *, drafts: bool = False) -> None:
-    """One GatedDeltaNet layer."""
+    """One layer of GatedDeltaNet or Kimi Delta Attention."""
     inputs, states = delta_checks.delta_step(shape, tuple(spans), torch.device("cpu"), drafts=drafts)
     found = TritonDelta().mix(inputs, states())
-    TritonDelta().norm(found, found, found[0, 0], 1e-6)
+    TritonDelta().norm(found, found, found[0, 0], 1e-6, "sigmoid" if shape.channel_decay else "silu")
 
 
 def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
@@ -331,8 +332,8 @@ def compile_all(capability: int) -> tuple[list[Compiled], list[str]]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(JITFunction, "run", launched))
         chained_modules = (
-            causal_conv, decode_attention, elementwise, experts, extend_attention, gated_delta, gated_delta_prefill,
-            heads, latent_attention, packed_gemm, routes, sampling, small_batch_gemm,
+            causal_conv, channel_delta_prefill, decode_attention, elementwise, experts, extend_attention, gated_delta,
+            gated_delta_prefill, heads, latent_attention, packed_gemm, routes, sampling, small_batch_gemm,
         )  # fmt: skip
         for module in chained_modules:
             patches.enter_context(mock.patch.object(module, "chaining", return_value=chained))

@@ -1,4 +1,4 @@
-"""GatedDeltaNet's kernels beside torch's at the shapes of real models: rows of a step with their states.
+"""The kernels of GatedDeltaNet and Kimi Delta Attention beside torch's at the shapes of real models.
 
 Called by `kernel_checks.py`, `kernel_timings.py` and `compile_kernels.py`. Slots of rows that begin are NaN.
 """
@@ -20,6 +20,7 @@ from pdserve.model.config import state_planes
 from pdserve.model.forward_batch import HostRows
 from pdserve.model.gated_delta_net import DeltaInputs, TorchDelta
 from pdserve.model.layer_spec import GatedDeltaSpec
+from pdserve.model.layers.gated_delta import OutputGate
 from pdserve.model.params import torch_dtype
 
 Span = tuple[int, int]
@@ -30,7 +31,7 @@ TOLERANCE = {"bfloat16": 3e-2, "float32": 2e-4}
 
 @dataclasses.dataclass(frozen=True)
 class DeltaShape:
-    """Heads of a GatedDeltaNet layer."""
+    """Heads of a GatedDeltaNet layer. `channel_decay`: see `GatedDeltaSpec`."""
 
     name: str
     num_key_heads: int
@@ -38,19 +39,22 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     dtype: str = "bfloat16"
+    channel_decay: bool = False
 
     @property
     def spec(self) -> GatedDeltaSpec:
         """The layer."""
         return GatedDeltaSpec(
             num_key_heads=self.num_key_heads, num_value_heads=self.num_value_heads,
-            key_dim=self.key_dim, value_dim=self.value_dim, conv_kernel=4,
+            key_dim=self.key_dim, value_dim=self.value_dim, conv_kernel=4, channel_decay=self.channel_decay,
         )  # fmt: skip
 
 
 QWEN3_NEXT = DeltaShape("Qwen3-Next", 16, 32, 128, 128)
-SHAPES = (QWEN3_NEXT, DeltaShape("Qwen3.5, a small one", 16, 16, 128, 128))
+KIMI_LINEAR = DeltaShape("Kimi Linear", 32, 32, 128, 128, channel_decay=True)
+SHAPES = (QWEN3_NEXT, DeltaShape("Qwen3.5, a small one", 16, 16, 128, 128), KIMI_LINEAR)
 TINY_SHAPE = DeltaShape("tiny", 2, 4, 16, 16, "float32")
+TINY_KIMI = DeltaShape("tiny, by channel", 2, 2, 16, 16, "float32", channel_decay=True)
 STEPS: dict[str, tuple[Span, ...]] = {
     "decode": ((0, 1), (700, 701), (4095, 4096), (15, 16)),
     "prefill": ((0, 1000), (64, 65), (0, 130), (100, 163)),
@@ -67,7 +71,7 @@ def delta_checks(device: torch.device, *, tiny: bool) -> list[tuple[str, Callabl
     def check(shape: DeltaShape, spans: tuple[Span, ...], *, drafts: bool) -> Callable[[], object]:
         return lambda: check_delta(shape, spans, device, drafts=drafts)
 
-    shapes, steps = ((TINY_SHAPE,), TINY_STEPS) if tiny else (SHAPES, STEPS)
+    shapes, steps = ((TINY_SHAPE, TINY_KIMI), TINY_STEPS) if tiny else (SHAPES, STEPS)
     return [
         (f"GatedDeltaNet, {shape.name}, {step}", check(shape, spans, drafts=step == "verify"))
         for shape in shapes
@@ -89,9 +93,10 @@ def check_delta(shape: DeltaShape, spans: tuple[Span, ...], device: torch.device
     if mine.pending is not None and theirs.pending is not None:
         for name, left in vars(mine.pending).items():
             _close(left, getattr(theirs.pending, name), shape.dtype, name)
+    gate: OutputGate = "sigmoid" if shape.channel_decay else "silu"
     z = torch.randn(expected.shape, generator=torch.Generator(device).manual_seed(7), device=device).to(got.dtype)
     weight = torch.linspace(0.5, 1.5, shape.value_dim, device=device).to(got.dtype)
-    normed, other = (kernels.norm(got, z, weight, 1e-6) for kernels in (TritonDelta(), TorchDelta()))
+    normed, other = (kernels.norm(got, z, weight, 1e-6, gate) for kernels in (TritonDelta(), TorchDelta()))
     _close(normed, other, shape.dtype, "norm")
 
 
@@ -128,7 +133,8 @@ def delta_step(
                 if start > 0:
                     one = torch.randn(of_plane.shape[1:], generator=seeded, device=device)
                     of_plane[slot] = one.to(of_plane.dtype)
-        found = StateSlots(pool, device, max_drafts).begin(rows).states(1)
+        slots_of = StateSlots(pool, device, max_drafts, channel_decay=spec.channel_decay)
+        found = slots_of.begin(rows).states(1)
         for tensor in () if found.pending is None else vars(found.pending).values():
             tensor.copy_(torch.rand(tensor.shape, generator=seeded, device=device) / 2)
         return found
@@ -137,11 +143,12 @@ def delta_step(
         return torch.randn(*size, generator=generator, device=device)
 
     channels, heads, num_tokens = 2 * spec.key_width + spec.value_width, spec.num_value_heads, int(lengths.sum())
-    wide = normal(num_tokens, channels + spec.value_width + 2 * heads).to(dtype)
-    qkv, b, a = wide[:, :channels], wide[:, -2 * heads : -heads], wide[:, -heads:]
+    decays = heads * (spec.key_dim if spec.channel_decay else 1)
+    wide = normal(num_tokens, channels + spec.value_width + heads + decays).to(dtype)
+    qkv, b, a = wide[:, :channels], wide[:, -heads - decays : -decays], wide[:, -decays:]
     inputs = DeltaInputs(
         qkv, b, a, conv_weight=(normal(channels, spec.conv_kernel) / 2).to(dtype),
-        a_log=torch.linspace(-3.0, 2.0, heads, device=device), dt_bias=normal(heads),
+        a_log=torch.linspace(-3.0, 2.0, heads, device=device), dt_bias=normal(decays),
         num_key_heads=spec.num_key_heads, num_value_heads=heads, key_dim=spec.key_dim, value_dim=spec.value_dim,
     )  # fmt: skip
     return inputs, states

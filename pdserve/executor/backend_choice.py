@@ -141,9 +141,9 @@ def make_kernels(choice: Choice) -> Kernels:
     return TritonKernels()
 
 
-def make_delta_kernels(choice: Choice, *, channel_decay: bool = False) -> DeltaKernels:
-    """Make the kernels of gated delta layers of that choice. Those with `channel_decay` have torch's only."""
-    if choice in ("torch", "batch_invariant") or channel_decay:
+def make_delta_kernels(choice: Choice) -> DeltaKernels:
+    """Make the kernels of gated delta layers of that choice."""
+    if choice in ("torch", "batch_invariant"):
         return TorchDelta()
     from pdserve.model.triton_delta import TritonDelta
 

@@ -187,7 +187,7 @@ def _load_torch(wanted: ModelToLoad, level: str) -> LoadedModel:
         decoder = _torch_decoder(wanted, choice)
         for op in (op for layer in decoder.layers for op in layer.operations):
             if isinstance(op, GatedDeltaNet):
-                op.kernels = make_delta_kernels(choice, channel_decay=op.low_rank is not None)
+                op.kernels = make_delta_kernels(choice)
         _fill(decoder, wanted)
     _LOG.info("attention backend: %s", choice)
     bind = partial(bind_decoder, decoder, choice, device, kernels.attention_backend != "auto")

@@ -1,4 +1,6 @@
-"""`TritonDelta`: the arithmetic of GatedDeltaNet layers by Triton kernels. Made with the Triton attention backend.
+"""`TritonDelta`: the arithmetic of GatedDeltaNet and Kimi Delta Attention layers by Triton kernels.
+
+It is made with the Triton attention backend.
 
 Rows with one new token take the recurrent step, rows with drafts several of them, and all other rows chunks. A decode
 step can be captured in a CUDA graph, if it folds no pending tokens.
@@ -18,6 +20,7 @@ from pdserve.model.attention.triton_pages import pack_to_device
 from pdserve.model.forward_batch import HostRows, IntArray, to_device
 from pdserve.model.gated_delta_net import DeltaInputs
 from pdserve.model.gpu.causal_conv import conv_chunks, conv_decode, conv_verify, fold_inputs
+from pdserve.model.gpu.channel_delta_prefill import channel_delta_prefill
 from pdserve.model.gpu.gated_delta import delta_decode, delta_verify, fold_states, gated_rms_norm
 from pdserve.model.gpu.gated_delta_prefill import delta_prefill
 from pdserve.model.gpu.state_rows import CHUNK, DecodeStateRows, FoldRows, StateChunks, StatePlanes, VerifyRows
@@ -32,7 +35,6 @@ class TritonDelta:
 
     def mix(self, inputs: DeltaInputs, states: LayerStates) -> Tensor:
         """See `DeltaKernels.mix`. Returns the dtype of `inputs.qkv`."""
-        assert not inputs.has_channel_decay, "torch computes layers with a decay for each row of a state"
         x, planes, pending = inputs.qkv, state_planes_of(states.planes), states.pending
         rows = states.rows.once("triton", lambda: split_rows(states.rows))
         mixed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -49,13 +51,12 @@ class TritonDelta:
             delta_decode(*rule, rows.decode)
         for chunks in rows.chunks:
             conv_chunks(x, mixed, inputs.conv_weight, planes, chunks)
-            delta_prefill(*rule, chunks)
+            (channel_delta_prefill if inputs.has_channel_decay else delta_prefill)(*rule, chunks)
         return out
 
     def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
         """See `DeltaKernels.norm`."""
-        assert gate == "silu", gate
-        return gated_rms_norm(heads, z, weight, eps)
+        return gated_rms_norm(heads, z, weight, eps, gate)
 
 
 def state_planes_of(planes: Mapping[str, Tensor]) -> StatePlanes:

@@ -144,8 +144,6 @@ class LayerBackends:
 
     def capturing(self) -> LayerBackends | None:
         """See `AttentionBackend.capturing`."""
-        if any(slots.channel_decay for slots in self._slots):
-            return None  # torch computes such layers, with tensors from the host
         return self if all(group.backend.capturing() is not None for group in self._groups) else None
 
     def capturable(self, num_rows: int, max_pages: int, write_pages: Tensor, write_slots: Tensor) -> GroupedCaptured:

@@ -96,7 +96,7 @@ class StateSlots:
     def __init__(
         self, pool: GroupPool, device: torch.device, max_drafts: int = 0, *, channel_decay: bool = False
     ) -> None:
-        self._device, self.channel_decay = device, channel_decay
+        self._device = device
         self._pending = pending_tokens(pool, max_drafts, channel_decay=channel_decay)
         planes = pool.group.planes
         self._layers: list[Mapping[str, Tensor]] = [

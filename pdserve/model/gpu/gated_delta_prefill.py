@@ -5,7 +5,7 @@ Within a chunk, let G be the running sum of the tokens' g, and A the strictly lo
 the tokens' updates of the state are `D = U - W S` for the state S at the chunk's start. Three kernels follow:
 
 1. `_prepare`: normalised keys, U, W and G of every chunk, all chunks at once.
-2. `_pass_state`: chunk after chunk, D and the state behind it: `S = exp(G_last) S + K^T diag(exp(G_last - G)) D`.
+2. `pass_state`: chunk after chunk, D and the state behind it: `S = exp(G_last) S + K^T diag(exp(G_last - G)) D`.
 3. `_outputs`: `exp(G_i) q_i^T S + sum_(j <= i) exp(G_i - G_j) (q_i . k_j) d_j`, all chunks at once.
 """
 
@@ -20,12 +20,12 @@ from pdserve.model.gpu.gated_delta import decay_and_strength, unit_scale
 from pdserve.model.gpu.runtime import chaining, power_of_2
 from pdserve.model.gpu.state_rows import CHUNK, StateChunks, StatePlanes
 
-_LEAST_DIM = 16
+LEAST_DIM = 16
 """Minimum width of a tensor-core product."""
-_STATE_COLUMNS, _OUTPUT_COLUMNS = 32, 64
-"""Columns of a state per program of `_pass_state` and `_outputs`. `benchmarks/gpu/tilings.py` times alternatives."""
+STATE_COLUMNS, OUTPUT_COLUMNS = 32, 64
+"""Columns of a state per program of `pass_state` and `_outputs`. `benchmarks/gpu/tilings.py` times alternatives."""
 _WARPS = 4
-_SUB = 16
+SUB = 16
 """Tokens of the blocks on the diagonal of A that are inverted row by row."""
 
 
@@ -48,21 +48,22 @@ def delta_prefill(
 
     keys, w, u = empty(key_heads, CHUNK, dk), empty(heads, CHUNK, dk), empty(heads, CHUNK, dv)
     states, decay = empty(heads, dk, dv), empty(heads, CHUNK, dtype=torch.float32)
-    block_k, all_v = max(_LEAST_DIM, power_of_2(dk)), max(_LEAST_DIM, power_of_2(dv))
+    block_k, all_v = max(LEAST_DIM, power_of_2(dk)), max(LEAST_DIM, power_of_2(dv))
     shape = {"KEY_HEADS": key_heads, "GROUP": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_K": block_k}
     options = {"CHUNK": CHUNK, "PRECISION": "tf32x3" if mixed.dtype == torch.float32 else "tf32"}
     chained = chaining(mixed.device)
     of_rows = (rows.starts, rows.offsets, rows.chunks)
     _prepare[(num_chunks, heads)](
         mixed, a, b, a_log, dt_bias, keys, w, u, decay, *of_rows, mixed.stride(0), a.stride(0), b.stride(0),
-        **shape, **options, BLOCK_V=min(64, all_v), SUB=_SUB, num_warps=_WARPS, num_stages=2, **chained,
+        **shape, **options, BLOCK_V=min(64, all_v), SUB=SUB, num_warps=_WARPS, num_stages=2, **chained,
     )  # fmt: skip
-    block = min(_STATE_COLUMNS, all_v)
-    _pass_state[(rows.num_rows, heads, triton.cdiv(dv, block))](
+    block = min(STATE_COLUMNS, all_v)
+    pass_state[(rows.num_rows, heads, triton.cdiv(dv, block))](
         keys, w, u, decay, states, planes.state, rows.slots, rows.starts, rows.chunks, rows.chunk_starts,
-        planes.state.stride(0), **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,
+        planes.state.stride(0), **shape, **options, BLOCK_V=block, BY_CHANNEL=False, num_warps=4, num_stages=2,
+        **chained,
     )  # fmt: skip
-    block = min(_OUTPUT_COLUMNS, all_v)
+    block = min(OUTPUT_COLUMNS, all_v)
     _outputs[(num_chunks, heads, triton.cdiv(dv, block))](
         mixed, keys, u, decay, states, out, *of_rows, mixed.stride(0), out.stride(0), dk**-0.5,
         **shape, **options, BLOCK_V=block, num_warps=4, num_stages=2, **chained,
@@ -99,15 +100,15 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, SUB: tl.constexpr, PRECISION: 
 
 
 @triton.jit
-def _tokens(chunk, starts, offsets, chunks, CHUNK: tl.constexpr):
-    """Return the flat index of a chunk's first position, and which of the positions are new tokens of its row.
+def chunk_tokens(chunk, starts, offsets, chunks, at, CHUNK: tl.constexpr):
+    """Return the flat index of a chunk's first position, and which of its positions `at` are new tokens of its row.
 
     The index is of a token of another row, or of none, where the chunk's first positions are not new.
     """
     row = tl.load(chunks + 2 * chunk)
     first, last = tl.load(offsets + row), tl.load(offsets + row + 1)
     base = first + tl.load(chunks + 2 * chunk + 1) * CHUNK - tl.load(starts + row)
-    token = base + tl.arange(0, CHUNK)
+    token = base + at
     return base, (token >= first) & (token < last)
 
 
@@ -123,8 +124,8 @@ def _prepare(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    base, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
     at = tl.arange(0, CHUNK)
+    base, is_token = chunk_tokens(chunk, starts, offsets, chunks, at, CHUNK)
     along_k = tl.arange(0, BLOCK_K)
     is_k = along_k < DK
     of_chunk = mixed + base * mixed_stride
@@ -166,12 +167,16 @@ def _prepare(
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots", "starts"])
-def _pass_state(
+def pass_state(
     keys, w, u, decay, states, state, slots, starts, chunks, chunk_starts, slot_stride,
     KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, CHAINED: tl.constexpr,
+    BLOCK_V: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One row, one value head and one block of the state's columns. `u` becomes D; `states` are the chunks' first."""
+    """One row, one value head and one block of the state's columns. `u` becomes D; `states` are the chunks' first.
+
+    With BY_CHANNEL `decay` is G of each channel, `[T, Hv, CHUNK, DK]`, and `keys` decay to the end of their chunk.
+    """
     if CHAINED:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -199,11 +204,16 @@ def _pass_state(
         delta = tl.load(of_delta, mask=is_v, other=0.0).to(tl.float32)
         delta -= tl.dot(weights, narrow, input_precision=PRECISION)
         tl.store(of_delta, delta.to(narrow.dtype), mask=is_v)
-        total = tl.load(decay + pair * CHUNK + at)
-        whole = tl.load(decay + pair * CHUNK + CHUNK - 1)
         key = tl.load(of_key + at[:, None] * DK + along_k[None, :], mask=is_k, other=0.0)
-        delta = (delta * tl.exp(whole - total)[:, None]).to(narrow.dtype)
-        values = tl.dot(tl.trans(key), delta, values * tl.exp(whole), input_precision=PRECISION)
+        if BY_CHANNEL:
+            whole = tl.load(decay + (pair * CHUNK + CHUNK - 1) * DK + along_k, mask=along_k < DK, other=0.0)
+            values *= tl.exp(whole)[:, None]
+        else:
+            total = tl.load(decay + pair * CHUNK + at)
+            whole = tl.load(decay + pair * CHUNK + CHUNK - 1)
+            delta *= tl.exp(whole - total)[:, None]
+            values *= tl.exp(whole)
+        values = tl.dot(tl.trans(key), delta.to(narrow.dtype), values, input_precision=PRECISION)
     tl.store(of_slot, values, mask=cells & (slot >= 0))
 
 
@@ -219,9 +229,9 @@ def _outputs(
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head = tl.program_id(0), tl.program_id(1)
     key_head = head // GROUP
-    base, is_token = _tokens(chunk, starts, offsets, chunks, CHUNK)
-    pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
     at = tl.arange(0, CHUNK)
+    base, is_token = chunk_tokens(chunk, starts, offsets, chunks, at, CHUNK)
+    pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
     along_k = tl.arange(0, BLOCK_K)
     along_v = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_k, is_v = along_k < DK, along_v < DV

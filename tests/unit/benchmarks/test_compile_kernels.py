@@ -47,8 +47,10 @@ def test_every_kernel_compiles_and_fits(capability: str) -> None:
         "_index_scores",
         "_gated_norm",
         "_prepare",
-        "_pass_state",
+        "pass_state",
         "_outputs",
+        "_scores",
+        "_updates",
         "_linear",
         "_expert_linear",
     ):

@@ -166,7 +166,7 @@ def test_the_program_for_hybrid_models_runs_on_a_cpu(
     monkeypatch.setenv("OUT", str(tmp_path))
     assert check_cuda.main(["--tiny", "--hybrid"]) == 0
     printed = capsys.readouterr().out
-    assert "Checks: 9 of 9 passed" in printed and "| GatedDeltaNet, prefill 70 |" in printed
+    assert "Checks: 12 of 12 passed" in printed and "| GatedDeltaNet, prefill 70 |" in printed
     assert sum(line.startswith("| tiny-hybrid") for line in printed.splitlines()) == 1 + 2 * 2
 
 

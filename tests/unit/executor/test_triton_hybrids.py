@@ -11,7 +11,7 @@ import pytest
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.graphs import EagerCapture, GraphCapture
 from tests.driver import Driver, build, random_prompt
-from tests.model_families import FAMILIES
+from tests.model_families import FAMILIES, KIMI
 from tests.share import rest_slow
 from tests.tiny import VOCAB_SIZE, WINDOW_FAMILIES, make_tiny
 from tests.unit.model.triton_kit import DEVICE
@@ -49,7 +49,10 @@ def built(path: Path, attention_backend: Any) -> LoadedEngine:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "length", "chunk"), [*rest_slow(MODELS), *rest_slow(LATENTS)])
+@pytest.mark.parametrize(
+    ("name", "length", "chunk"),
+    [*rest_slow(MODELS), *rest_slow(LATENTS), pytest.param(KIMI, 70, 40, marks=pytest.mark.slow)],
+)
 def test_tokens_are_torch_s(name: str, length: int, chunk: int, checkpoint: Callable[[str], Path]) -> None:
     """Chunks that end inside blocks of 64 tokens, beside a row that decodes; and captured decode steps."""
     path, prompts = checkpoint(name), [random_prompt(1, VOCAB_SIZE), random_prompt(length, VOCAB_SIZE)]

@@ -182,7 +182,7 @@ def test_recurrent_layers_have_no_kernel_that_start_up_did_not_build(
     )  # fmt: skip
     first = dataclasses.replace(recurrent.sublayers[0], op=sized)
     layers = (DecoderLayerSpec((first, *recurrent.sublayers[1:])), attention)
-    kernels = ("_conv_decode", "_conv_chunks", "_delta_decode", "_prepare", "_pass_state", "_outputs", "_gated_norm")
+    kernels = ("_conv_decode", "_conv_chunks", "_delta_decode", "_prepare", "pass_state", "_outputs", "_gated_norm")
     serve(Serving(dataclasses.replace(spec, layers=layers)), launches, max_rows, kernels)
 
 

@@ -1,8 +1,9 @@
-"""Triton's kernels of GatedDeltaNet beside the definition in float64: slots of NaN, rows of all lengths, in any mix."""
+"""Triton's kernels of GatedDeltaNet and KDA beside the definition in float64: slots of NaN, rows of any lengths."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from pdserve.model import triton_delta
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.attention.state_slots import CapturedRows, StateSlots, state_rows
 from pdserve.model.forward_batch import HostRows, fill
-from pdserve.model.gated_delta_net import DeltaInputs
+from pdserve.model.gated_delta_net import DeltaInputs, TorchDelta
 from pdserve.model.gpu.gated_delta import gated_rms_norm
 from pdserve.model.layer_spec import GatedDeltaSpec
 from pdserve.model.triton_delta import TritonDelta
@@ -32,6 +33,10 @@ SPECS = [
     delta_spec((2, 6), 16, 16),  # Qwen3.5-27B: 16 and 48
     delta_spec((1, 2), 24, 40),  # no powers of two
     delta_spec((1, 1), 16, 64, taps=2),
+]
+KIMI = [
+    delta_spec((2, 2), 16, 16, channel_decay=True),  # Kimi Linear, whose heads are 32 and 32 of 128
+    delta_spec((1, 2), 24, 40, channel_decay=True),
 ]
 QUICK = settings(max_examples=6, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 SPANS = st.one_of(
@@ -80,7 +85,7 @@ def other_layer(group: KVGroup, slots: Tensor) -> Tensor:
 
 @QUICK
 @given(
-    spec=st.sampled_from(SPECS), spans=st.lists(SPANS, min_size=1, max_size=3),
+    spec=st.sampled_from(SPECS + KIMI), spans=st.lists(SPANS, min_size=1, max_size=3),
     dtype=st.sampled_from([torch.float32, torch.float16]), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_steps_are_the_definition(
@@ -89,12 +94,12 @@ def test_steps_are_the_definition(
     check(spec, spans, [2 * row + 1 for row in range(len(spans))][::-1], dtype, seed)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS + KIMI, ids=str)
 def test_decode_steps_are_the_definition(spec: GatedDeltaSpec) -> None:
     check(spec, [(5, 1), (0, 1), (64, 1)], [4, 0, 2], torch.float32, 1)
 
 
-@pytest.mark.parametrize("spec", rest_slow(SPECS[:4]), ids=str)
+@pytest.mark.parametrize("spec", [*rest_slow(SPECS[:4]), *rest_slow(KIMI)], ids=str)
 def test_chunks_are_the_definition(spec: GatedDeltaSpec) -> None:
     check(spec, [(0, 65), (62, 5)], [1, 0], torch.float32, 2)
 
@@ -140,9 +145,10 @@ def test_equal_keys_lose_no_digits() -> None:
     close(planes[3][0], states[0], dtype, "state")
 
 
-def test_captured_rows_are_read_at_each_replay() -> None:
+@pytest.mark.parametrize("spec", [SPECS[0], KIMI[0]], ids=str)
+def test_captured_rows_are_read_at_each_replay(spec: GatedDeltaSpec) -> None:
     """One launch after another over the same tensors: other slots, a new row, and padding."""
-    spec, dtype = SPECS[0], torch.float32
+    dtype = torch.float32
     device, pool = torch.device(DEVICE), delta_kit.state_pool(spec, 3, dtype)
     captured = CapturedRows(2, device)
     states = StateSlots(pool, device).begin(captured.rows).states(0)
@@ -159,7 +165,8 @@ def test_captured_rows_are_read_at_each_replay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spec", "dtype", "seed"), rest_slow([(SPECS[3], torch.float16, 4), (SPECS[0], torch.float32, 3)])
+    ("spec", "dtype", "seed"),
+    rest_slow([(SPECS[3], torch.float16, 4), (KIMI[0], torch.float32, 4), (SPECS[0], torch.float32, 3)]),
 )
 def test_rows_with_drafts_leave_what_single_steps_leave(spec: GatedDeltaSpec, dtype: torch.dtype, seed: int) -> None:
     """See `draft_kit`. The same bits where numpy computes the kernels; a GPU's compiler may fuse operations."""
@@ -171,6 +178,31 @@ def test_rows_with_drafts_leave_what_single_steps_leave(spec: GatedDeltaSpec, dt
     check_drafts(
         single, drafted, seed, folds=seed % 2 == 0, num_steps=3, same=torch.equal if DEVICE == "cpu" else alike
     )
+
+
+def test_strong_decays_overflow_nothing() -> None:
+    """Channels that forget everything within a token beside channels that keep all, in keys of one chunk and a half."""
+    spec, dtype = KIMI[0], torch.float32
+    inputs = delta_kit.inputs_of(spec, 90, dtype, 4)
+    inputs.a[:, ::2] = 60.0
+    inputs.a[:, 1::2] = -60.0
+    inputs.dt_bias.zero_()
+    inputs.a_log.fill_(math.log(16.0))
+    host, pool = delta_kit.host_rows([(0, 90)], [0]), delta_kit.state_pool(spec, 1, dtype)
+    expected, _, states = delta_kit.defined(inputs, host, delta_kit.planes_of(pool, 0))
+    close(run(inputs, host, pool, 0), expected, dtype, "outputs")
+    close(pool.plane(0, 3)[0], states[0], dtype, "state")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_norms_with_a_sigmoid_gate_are_torch_s(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, gate = (torch.randn(3, 5, 24, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    weight = torch.linspace(0.5, 1.5, 24).to(DEVICE, dtype)
+    expected = TorchDelta().norm(x, gate, weight, 1e-6, "sigmoid")
+    tolerance = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+    got = gated_rms_norm(x, gate, weight, 1e-6, "sigmoid")
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
