@@ -177,12 +177,12 @@ class KVEventStream:
         return [self._number(events)] if events else []
 
     def snapshot(self, *, cleared: bool = False) -> Iterator[Numbered]:
-        """Yield batches that describe the present content, parents before their children.
+        """Yield batches that describe the present content, parents before their children; at least one.
 
-        `cleared`: an `AllBlocksCleared` comes first, so that readers forget what they had before. The iterator must be
-        used up before other calls.
+        `cleared`, or an empty cache: an `AllBlocksCleared` comes first, so that readers forget what they had before.
+        The iterator must be used up before other calls.
         """
-        events: list[Event] = [AllBlocksCleared()] if cleared else []
+        events: list[Event] = [AllBlocksCleared()] if cleared or not self._blocks else []
         num_blocks = 0
         for event in self._content():
             events.append(event)

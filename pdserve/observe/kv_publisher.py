@@ -164,8 +164,8 @@ class KVEventPublisher:
             self._answer_replays(self._replay)
         if self._snapshot is not None and time.monotonic() >= self._next_snapshot:
             cleared, self._snapshot = self._snapshot, None
-            self._send(self._stream.snapshot(cleared=cleared))
             self._num_snapshots += 1
+            self._send(self._stream.snapshot(cleared=cleared))
             self._next_snapshot = time.monotonic() + SNAPSHOT_GAP_S
 
     def _send(self, batches: Iterable[Numbered]) -> None:

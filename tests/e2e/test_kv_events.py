@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import requests
 
-from tests.e2e.harness import Server, running_monolith, running_pair
+from tests.e2e.harness import Server, generate_batch, running_monolith, running_pair
 from tests.kv_reader import Subscriber, events_of
 from tests.tiny import VOCAB_SIZE, Family
 
@@ -128,8 +128,8 @@ def test_each_replica_publishes_on_its_port(tiny_checkpoint: Callable[[Family], 
     """Two replicas of two tensor ranks; only the first rank of each publishes."""
     flags = (*FLAGS, "--dp-size", "2", "--tp-size", "2", *events_flag())
     with running_monolith(str(tiny_checkpoint("llama")), *flags) as server:
-        for prompt in prompts(8):
-            generate(server.url, prompt)
+        sampling = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True}
+        generate_batch(server.url, [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts(8)])
         replicas = server.state()["internal_states"]
         assert len({replica["facts"]["kv_events_endpoint"] for replica in replicas}) == 2
         for replica in replicas:
