@@ -325,7 +325,7 @@ HEAD = (
 )  # fmt: skip
 _REAL_SERVERS = ("deepseek_v2", "deepseek_v3", "deepseek_v32", *HYBRIDS, *DENSE, *SPARSE, "qwen3_moe")
 """Families whose native pairs run as real servers with unequal ranks, in `tests/e2e`."""
-_IN_PROCESS = (*LATENT, *HYBRIDS, *DENSE, *SPARSE, "llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral")
+_IN_PROCESS = (*LATENT, *HYBRIDS, KIMI, *DENSE, *SPARSE, "llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral")
 """Families whose native pairs run in one process, in `tests/unit`."""
 
 
@@ -363,7 +363,7 @@ def table_row(family: TinyFamily, directory: Path) -> str:
     if native is not None:
         spec = read_model_spec(directory)
         reason = cannot_run(spec, torch.bfloat16, torch.device("cpu"))  # heads of tiny hybrids are too small for them
-        only_torch = reason is not None and family.name not in HYBRIDS
+        only_torch = reason is not None and family.name not in (*HYBRIDS, KIMI)
         runs = "native (torch), transformers" if only_torch else "native, transformers"
         ranks, quantized = native_ranks(spec), "yes"
         gguf = "" if native.gguf is None else f"`{native.gguf.architecture}`"
