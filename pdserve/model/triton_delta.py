@@ -56,7 +56,7 @@ class TritonDelta:
 
     def norm(self, heads: Tensor, z: Tensor, weight: Tensor, eps: float, gate: OutputGate = "silu") -> Tensor:
         """See `DeltaKernels.norm`."""
-        return gated_rms_norm(heads, z, weight, eps, gate)
+        return gated_rms_norm(heads, z, weight, eps, is_silu=gate == "silu")
 
 
 def state_planes_of(planes: Mapping[str, Tensor]) -> StatePlanes:

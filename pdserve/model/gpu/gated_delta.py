@@ -18,7 +18,6 @@ from torch import Tensor
 
 from pdserve.model.gpu.runtime import chaining, num_cores, power_of_2
 from pdserve.model.gpu.state_rows import DecodeStateRows, FoldRows, StatePlanes, VerifyRows
-from pdserve.model.layers.gated_delta import OutputGate
 
 _BLOCK_V = 32
 _SMALL_BLOCK_V = 16
@@ -105,19 +104,19 @@ def _block_v(num_pairs: int, value_dim: int, device: torch.device) -> int:
     return min(_SMALL_BLOCK_V if is_small else _BLOCK_V, power_of_2(value_dim))
 
 
-def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, act: OutputGate = "silu") -> Tensor:
-    """Normalise the heads of `x`, scale by `weight` `[dv]`, and multiply by `act(gate)`: `[N, Hv, dv]` each.
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, is_silu: bool = True) -> Tensor:
+    """Normalise the heads of `x`, scale by `weight` `[dv]`, and multiply by `silu(gate)`: `[N, Hv, dv]` each.
 
-    The last two dimensions of both are contiguous; tokens may lie apart. As in the models' own code, products are
-    rounded to the dtype of `x` one by one with `silu`, and only at the end with `sigmoid`. Returns the shape and dtype
-    of `x`.
+    Without `is_silu` the factor is `sigmoid(gate)`. The last two dimensions of both are contiguous; tokens may lie
+    apart. As in the models' own code, products are rounded to the dtype of `x` one by one with `is_silu`, else only at
+    the end. Returns the shape and dtype of `x`.
     """
     num_tokens, num_heads, dim = x.shape
     out: Tensor = torch.empty(num_tokens, num_heads, dim, dtype=x.dtype, device=x.device)
     if num_tokens:
         _gated_norm[(num_tokens, triton.cdiv(num_heads, _HEADS_PER_NORM))](
             x, gate, out, weight, eps, x.stride(0), gate.stride(0), num_heads,
-            DIM=dim, BLOCK=power_of_2(dim), HEADS=_HEADS_PER_NORM, SILU=act == "silu", num_warps=4,
+            DIM=dim, BLOCK=power_of_2(dim), HEADS=_HEADS_PER_NORM, SILU=is_silu, num_warps=4,
             **chaining(x.device),
         )  # fmt: skip
     return out
