@@ -271,7 +271,7 @@ def _check_packed(name: str, data: Tensor, scale: Tensor | None, bias: Tensor | 
     fits = data.ndim == 5 and data.shape[1] > 0 and data.shape[2:] == layout and data.is_contiguous()
     _require(fits, f"{name} is {list(data.shape)}, not [layers, blocks, {', '.join(map(str, layout))}]")
     has_none = data.dtype == torch.bfloat16 or is_mxfp4
-    _require((scale is None) == has_none, f"{name} has a scale, except in bfloat16 and MXFP4")
+    _require((scale is None) == has_none, f"{name} needs a scale unless it is bfloat16 or MXFP4, which have none")
     of_outputs: tuple[int, ...] = (data.shape[0], data.shape[1] * BLOCK)
     of_groups = of_outputs
     if scale is not None and is_grouped:

@@ -241,7 +241,7 @@ def changed(name: str, index: int, change: Callable[[Tensor], object]) -> tuple[
         ("rms_norm", 1, lambda weight: weight[:-1], "weight is"),
         ("linear", 0, lambda x: x[0], "x is"),
         ("linear", 0, lambda x: x[:, :40], "weight is"),
-        ("linear", 2, lambda scale: None, "has a scale where"),
+        ("linear", 2, lambda scale: None, "needs a scale unless"),
         ("linear", 3, lambda bias: bias[:, :-1], "bias of weight"),
         ("linear", 3, lambda bias: bias[:, :1].expand(1, 64), "contiguous"),
         ("linear", 2, lambda scale: scale.t().contiguous().t().expand(1, 64).repeat(1, 2)[:, ::2], "contiguous"),
