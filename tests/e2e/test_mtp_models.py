@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Server, assert_idle, generate_all, running_monolith, running_pair
+from tests.e2e.harness import Server, assert_idle, generate_all, generate_batch, running_monolith, running_pair
 from tests.e2e.test_draft_models import check, three_tokens
-from tests.e2e.test_speculation import LITTLE, bodies, check_stop_strings
+from tests.e2e.test_speculation import LITTLE, bodies, check_stop_strings, compare
 from tests.mtp import write_with_mtp
 from tests.tiny import EOS_ID
 from tests.unit.model.native_kit import needs_kernels
@@ -49,6 +49,12 @@ def plain(model: Path) -> Iterator[Server]:
 def expected(plain: Server) -> Answers:
     """What it answers."""
     return generate_all(plain.url, bodies())
+
+
+def test_without_drafts(plain: Server, expected: Answers) -> None:
+    """Answers do not depend on what else a step computes."""
+    for _ in range(3):
+        compare(generate_batch(plain.url, bodies()), expected, "all at once")
 
 
 def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
