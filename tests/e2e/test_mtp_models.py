@@ -2,8 +2,7 @@
 
 The CPU kernels compute a verify step with the bits of decode steps, recurrent layers included. Requests are those of
 `test_speculation`: greedy and drawn, with penalties, biases, grammars, stops and log probabilities. Prompts are cut, at
-multiples of 64 positions, and continue from cached states. Greedy answers with retractions are in
-`tests/unit/model/test_mtp_streams.py`.
+multiples of 64 positions, and continue from cached states.
 """
 
 from __future__ import annotations
@@ -14,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Server, assert_idle, generate_all, running_monolith, running_pair
+from tests.e2e.harness import Server, assert_idle, generate_all, generate_batch, running_monolith, running_pair
 from tests.e2e.test_draft_models import check, three_tokens
-from tests.e2e.test_speculation import bodies, check_stop_strings
+from tests.e2e.test_speculation import LITTLE, bodies, check_stop_strings, compare
 from tests.mtp import write_with_mtp
 from tests.tiny import EOS_ID
 from tests.unit.model.native_kit import needs_kernels
@@ -52,6 +51,12 @@ def expected(plain: Server) -> Answers:
     return generate_all(plain.url, bodies())
 
 
+def test_without_drafts(plain: Server, expected: Answers) -> None:
+    """Answers do not depend on what else a step computes."""
+    for _ in range(3):
+        compare(generate_batch(plain.url, bodies()), expected, "all at once")
+
+
 def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
     """Draft KV, the first drafts and the hidden state are sent."""
     with running_pair(str(model), *COMMON, *NEXTN) as pair:
@@ -60,6 +65,12 @@ def test_a_pair(model: Path, plain: Server, expected: Answers) -> None:
         check_stop_strings(plain, pair)
         counters = pair.decode.state()["counters"]
         assert 0 < counters["spec_accepted_tokens"] < counters["spec_draft_tokens"], "right and wrong drafts"
+
+
+def test_a_pair_short_of_memory(model: Path, expected: Answers) -> None:
+    with running_pair(str(model), *COMMON, *NEXTN, decode_flags=LITTLE) as pair:
+        check(pair, expected)
+        assert pair.decode.counter("requests_retracted") > 0
 
 
 def test_two_ranks(model: Path) -> None:

@@ -8,13 +8,14 @@ import pytest
 from safetensors.torch import load_file
 
 from pdserve.config.groups import Quantization
-from pdserve.config.speculative_group import SpeculativeConfig
+from pdserve.config.speculative_group import SpeculativeAlgorithm, SpeculativeConfig
 from pdserve.executor.drafter import Drafter
 from tests.deepseek_mtp import write_with_next_layer
 from tests.driver import Driver, build, random_prompt
 from tests.mtp import MTPReference, write_with_mtp
 from tests.quantized import SCHEMES, edit_config, make_groups, write_quantized
 from tests.tiny import VOCAB_SIZE, make_tiny
+from tests.unit.model.eagle_kit import make_eagle3
 from tests.unit.model.native_kit import needs_kernels
 
 pytestmark = needs_kernels
@@ -99,22 +100,34 @@ def test_the_layer_behind_the_last_one_stays_packed(tmp_path: Path) -> None:
     assert drafter_of(mine).num_bytes < drafter_of(wanted).num_bytes
 
 
-def test_a_quantized_draft_model_stays_packed(tmp_path: Path) -> None:
-    target = make_tiny("qwen3", tmp_path / "target", dtype="bfloat16")
-    path = tmp_path / "quantized"
-    plain = write_quantized(make_groups("qwen3", tmp_path / "tiny", dtype="bfloat16"), path, SCHEMES["awq"])
-    mine, wanted = (
-        drafting(
-            target,
-            SpeculativeConfig(
-                speculative_algorithm="STANDALONE",
-                speculative_draft_model_path=str(draft),
-                speculative_num_steps=2,
-            ),
-        )
-        for draft in (path, plain)
+def drafting_with(algorithm: SpeculativeAlgorithm, target: Path, draft: Path) -> Driver:
+    return drafting(
+        target,
+        SpeculativeConfig(
+            speculative_algorithm=algorithm, speculative_draft_model_path=str(draft), speculative_num_steps=2
+        ),
     )
+
+
+def check_that_it_is_packed(algorithm: SpeculativeAlgorithm, target: Path, quantized: Path, plain: Path) -> None:
+    """Compare drafts and sizes with those of the dequantized checkpoint `plain`."""
+    mine, wanted = (drafting_with(algorithm, target, draft) for draft in (quantized, plain))
     assert drafter_of(mine).weight_samples() == drafter_of(wanted).weight_samples()
     assert drafter_of(mine).num_bytes < drafter_of(wanted).num_bytes
     pairs = list(zip(first_drafts(mine, 24), first_drafts(wanted, 24), strict=True))
     assert sum(one == two for one, two in pairs) >= 0.5 * len(pairs)
+
+
+def test_a_quantized_draft_model_stays_packed(tmp_path: Path) -> None:
+    target = make_tiny("qwen3", tmp_path / "target", dtype="bfloat16")
+    path = tmp_path / "quantized"
+    plain = write_quantized(make_groups("qwen3", tmp_path / "tiny", dtype="bfloat16"), path, SCHEMES["awq"])
+    check_that_it_is_packed("STANDALONE", target, path, plain)
+
+
+def test_a_quantized_eagle_head_stays_packed_but_for_its_first_projection(tmp_path: Path) -> None:
+    """q/k/v reads an embedding and a hidden state by two products, so it is dequantized."""
+    target = make_groups("qwen3", tmp_path / "target", num_hidden_layers=6)
+    path = tmp_path / "quantized"
+    plain = write_quantized(make_eagle3(tmp_path / "head", target), path, SCHEMES["awq"], ("fc.weight",))
+    check_that_it_is_packed("EAGLE3", target, path, plain)
