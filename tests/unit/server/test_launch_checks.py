@@ -64,7 +64,9 @@ def test_ports_of_kv_events_are_checked_where_they_will_be_bound(taken: int) -> 
         return "--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind})
 
     for address, more in ((f"127.0.0.1:{taken}", ()), (f"*:{taken}", ()), (f"127.0.0.1:{taken - 1}", ("--dp", "2"))):
-        with pytest.raises(ConfigError, match=rf"cannot listen on .*:({taken}|{taken - 1}): .* give --kv-events-config") as caught:
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on .*:({taken}|{taken - 1}): .* give --kv-events-config"
+        ) as caught:
             check_start(parse(*flags(f"tcp://{address}"), *more))
         assert caught.value.field == "kv_events_config"
     used = flags(f"tcp://127.0.0.1:{taken}")
