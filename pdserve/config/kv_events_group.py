@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
-from pdserve.base.hosts import reachable
+from pdserve.base.hosts import parse_address, reachable
 from pdserve.errors import ConfigError
 
 WireForm = Literal["map", "array"]
@@ -37,6 +38,13 @@ class Endpoint:
         if self.port is None:
             return f"{self.address}_dp{dp_rank}" if dp_rank else self.address
         return f"tcp://{self.host}:{self.port + dp_rank if self.port else 0}"
+
+    def ports_of(self, dp_ranks: Iterable[int]) -> list[tuple[str, int]]:
+        """Return address (empty: all) and port of these replicas; nothing for ipc, port 0, and names of interfaces."""
+        host = "" if self.host == "*" else (self.host or "").strip("[]")
+        if not self.port or (host and parse_address(host) is None):
+            return []
+        return [(host, self.port + rank) for rank in dp_ranks]
 
     @property
     def is_bound(self) -> bool:

@@ -346,6 +346,18 @@ def test_a_snapshot_is_cut_into_batches_and_the_buffer_is_bounded() -> None:
     assert few.replay(1) is None and few.replay(4) is None, "left the buffer; was never sent"
 
 
+def test_a_reader_that_joins_an_empty_cache_sees_that_it_has_lost_the_first_batch() -> None:
+    tree, sink, stream = make()
+    reader = Follower()
+    for batch in stream.snapshot():
+        assert reader.take(batch.seq, batch.payload)
+    tree.insert(letters("a"), [0])
+    one_turn(tree, sink, stream)
+    tree.insert(letters("b"), [1])
+    [second] = one_turn(tree, sink, stream)
+    assert not reader.take(second.seq, second.payload)
+
+
 def test_nothing_is_said_when_nothing_changes() -> None:
     tree, sink, stream = make()
     tree.insert(letters("ab"), [0, 1])

@@ -59,6 +59,23 @@ def test_ports_are_checked_for_the_role_that_listens_on_them(taken: int) -> None
         check_start(parse("--host", "192.0.2.1", "--port", "1234"))
 
 
+def test_ports_of_kv_events_are_checked_where_they_will_be_bound(taken: int) -> None:
+    def flags(endpoint: str, *, bind: bool = True) -> tuple[str, str]:
+        return "--kv-events-config", json.dumps({"publisher": "zmq", "endpoint": endpoint, "bind": bind})
+
+    for address, more in ((f"127.0.0.1:{taken}", ()), (f"*:{taken}", ()), (f"127.0.0.1:{taken - 1}", ("--dp", "2"))):
+        with pytest.raises(
+            ConfigError, match=rf"cannot listen on .*:({taken}|{taken - 1}): .* give --kv-events-config"
+        ) as caught:
+            check_start(parse(*flags(f"tcp://{address}"), *more))
+        assert caught.value.field == "kv_events_config"
+    used = flags(f"tcp://127.0.0.1:{taken}")
+    check_start(parse(*used, "--disable-radix-cache"))
+    check_start(parse(*flags(f"tcp://127.0.0.1:{taken}", bind=False)))
+    for free in ("tcp://127.0.0.1:0", "tcp://eth9:5557", "ipc:///absent/e"):
+        check_start(parse(*flags(free)))
+
+
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
