@@ -73,7 +73,7 @@ def delta_checks(device: torch.device, *, tiny: bool) -> list[tuple[str, Callabl
 
     shapes, steps = ((TINY_SHAPE, TINY_KIMI), TINY_STEPS) if tiny else (SHAPES, STEPS)
     return [
-        (f"GatedDeltaNet, {shape.name}, {step}", check(shape, spans, drafts=step == "verify"))
+        (f"delta rule, {shape.name}, {step}", check(shape, spans, drafts=step == "verify"))
         for shape in shapes
         for step, spans in {**steps, "verify": VERIFY}.items()
     ]

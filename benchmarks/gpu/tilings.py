@@ -59,9 +59,9 @@ def hybrid_alternatives() -> dict[str, list[Change]]:
         "decode: 16 columns of a state": [(gated_delta, "_BLOCK_V", 16)],
         "decode: 8 columns of a state for few rows": [(gated_delta, "_SMALL_BLOCK_V", 8)],
         "decode: 2 warps": [(gated_delta, "_WARPS", 2)],
-        "prefill: 16 columns of a state": [(gated_delta_prefill, "_STATE_COLUMNS", 16)],
-        "prefill: 64 columns of a state": [(gated_delta_prefill, "_STATE_COLUMNS", 64)],
-        "prefill: 32 columns of outputs": [(gated_delta_prefill, "_OUTPUT_COLUMNS", 32)],
+        "prefill: 16 columns of a state": [(gated_delta_prefill, "STATE_COLUMNS", 16)],
+        "prefill: 64 columns of a state": [(gated_delta_prefill, "STATE_COLUMNS", 64)],
+        "prefill: 32 columns of outputs": [(gated_delta_prefill, "OUTPUT_COLUMNS", 32)],
         "prefill: 8 warps for a chunk's matrices": [(gated_delta_prefill, "_WARPS", 8)],
         "as it is, again": [],
     }

@@ -137,7 +137,7 @@ def _scores(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     chunk, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * PART
-    at, along, along_k = first + tl.arange(0, PART), tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
+    at, along_k = first + tl.arange(0, PART), tl.arange(0, BLOCK_K)
     base, is_token = chunk_tokens(chunk, starts, offsets, chunks, at, CHUNK)
     is_k = along_k < DK
     pair = chunk.to(tl.int64) * KEY_HEADS * GROUP + head
@@ -147,27 +147,34 @@ def _scores(
     query = _unit_rows(raw, mixed_stride, at, along_k, is_token, DK) * scale
     key = tl.load(of_key + within, mask=is_k[None, :], other=0.0).to(tl.float32)
     total = tl.load(of_decay + within, mask=is_k[None, :], other=0.0)
-    of_query, of_own = tl.zeros((PART, CHUNK), tl.float32), tl.zeros((PART, CHUNK), tl.float32)
     dtype = keys.dtype.element_ty
-    if first > 0:
-        entry = tl.load(of_decay + first * DK + along_k, mask=is_k, other=0.0)
-        before = along[:, None] * DK + along_k[None, :]
-        cells = (along < first)[:, None] & is_k[None, :]
-        apart = entry[None, :] - tl.load(of_decay + before, mask=cells, other=0.0)
-        earlier = tl.load(of_key + before, mask=cells, other=0.0).to(tl.float32) * tl.exp(tl.minimum(apart, 0.0))
-        earlier, since = tl.trans(earlier.to(dtype)), tl.exp(total - entry[None, :])
-        of_query = tl.dot((query * since).to(dtype), earlier, input_precision=PRECISION)
-        of_own = tl.dot((key * since).to(dtype), earlier, input_precision=PRECISION)
+    line = pair * CHUNK * CHUNK + at[:, None] * CHUNK
+    entry = tl.load(of_decay + first * DK + along_k, mask=is_k, other=0.0)
+    since = tl.exp(total - entry[None, :])
+    query_since, key_since = (query * since).to(dtype), (key * since).to(dtype)
+    for start in range(0, first, PART):
+        column = start + tl.arange(0, PART)
+        before = column[:, None] * DK + along_k[None, :]
+        apart = entry[None, :] - tl.load(of_decay + before, mask=is_k[None, :], other=0.0)
+        earlier = tl.load(of_key + before, mask=is_k[None, :], other=0.0).to(tl.float32) * tl.exp(apart)
+        earlier = tl.trans(earlier.to(dtype))
+        of_query = tl.dot(query_since, earlier, input_precision=PRECISION)
+        tl.store(scores + line + column[None, :], of_query.to(dtype))
+        tl.store(lower + line + column[None, :], tl.dot(key_since, earlier, input_precision=PRECISION))
+    of_query, of_own = tl.zeros((PART, PART), tl.float32), tl.zeros((PART, PART), tl.float32)
     for number in range(first, first + PART):
         one = tl.load(of_key + number * DK + along_k, mask=is_k, other=0.0).to(tl.float32)
         apart = total - tl.load(of_decay + number * DK + along_k, mask=is_k, other=0.0)[None, :]
-        weights = tl.exp(tl.minimum(apart, 0.0)) * one[None, :]  # earlier tokens, whose exponents are not, are masked
-        is_column = along[None, :] == number
+        weights = tl.exp(tl.minimum(apart, 0.0)) * one[None, :]  # tokens before this key are masked below
+        is_column = at[None, :] == number
         of_query = tl.where(is_column & (at >= number)[:, None], tl.sum(query * weights, 1)[:, None], of_query)
         of_own = tl.where(is_column & (at > number)[:, None], tl.sum(key * weights, 1)[:, None], of_own)
-    cells = pair * CHUNK * CHUNK + at[:, None] * CHUNK + along[None, :]
-    tl.store(scores + cells, of_query.to(scores.dtype.element_ty))
-    tl.store(lower + cells, of_own)
+    tl.store(scores + line + at[None, :], of_query.to(dtype))
+    tl.store(lower + line + at[None, :], of_own)
+    for start in range(first + PART, CHUNK, PART):
+        column = start + tl.arange(0, PART)
+        tl.store(scores + line + column[None, :], tl.zeros((PART, PART), dtype))
+        tl.store(lower + line + column[None, :], tl.zeros((PART, PART), tl.float32))
 
 
 @triton.jit(do_not_specialize_on_alignment=["starts", "offsets"])

@@ -12,7 +12,7 @@ CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class StatePlanes:
-    """The state of one GatedDeltaNet layer in all slots; contiguous within a slot.
+    """The state of one GatedDeltaNet or KDA layer in all slots; contiguous within a slot.
 
     `conv_q`, `conv_k` `[S, Hk, dk, taps - 1]` and `conv_v` `[S, Hv, dv, taps - 1]` hold the last inputs of the
     convolution, the oldest first, in the model's dtype and with one stride between slots. `state` float32

@@ -95,6 +95,7 @@ class Serving:
         self._attention = make_backends(
             [op if isinstance(op, AttentionSpec) else None for op in layers], 0, self._pools,
             lambda pool, op: TritonAttention(pool, op.num_heads, device, ScoreRule.of(op)), device, MAX_DRAFTS,
+            channel_decay=spec.has_channel_decay,
         )  # fmt: skip
         for layer in self._model.layers:
             for op in layer.operations:
@@ -165,11 +166,14 @@ def test_no_step_has_a_kernel_that_start_up_did_not_build(
 
 
 @pytest.mark.parametrize(
-    ("value_heads", "cores", "max_rows"), [(4, 132, 300), (32, 132, 16), (16, 78, 3), (32, 132, 1)]
+    ("value_heads", "cores", "max_rows", "channel_decay"),
+    [(4, 132, 300, False), (32, 132, 16, False), (16, 78, 3, False), (32, 132, 1, False), (32, 132, 64, True),
+     (16, 78, 2, True)],
 )  # fmt: skip
 def test_recurrent_layers_have_no_kernel_that_start_up_did_not_build(
-    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, value_heads: int, cores: int, max_rows: int
-) -> None:
+    tmp_path: Path, launches: Launches, monkeypatch: pytest.MonkeyPatch, value_heads: int, cores: int, max_rows: int,
+    channel_decay: bool,
+) -> None:  # fmt: skip
     for module in (decode_attention, gated_delta):
         monkeypatch.setattr(module, "num_cores", lambda device: cores)
     FAMILIES["qwen3_5_text"].write(tmp_path)
@@ -178,11 +182,13 @@ def test_recurrent_layers_have_no_kernel_that_start_up_did_not_build(
     delta = recurrent.operations[0]
     assert isinstance(delta, GatedDeltaSpec)
     sized = dataclasses.replace(
-        delta, num_key_heads=value_heads // 2, num_value_heads=value_heads, key_dim=128, value_dim=128
+        delta, num_key_heads=value_heads // 2, num_value_heads=value_heads, key_dim=128, value_dim=128,
+        channel_decay=channel_decay,
     )  # fmt: skip
     first = dataclasses.replace(recurrent.sublayers[0], op=sized)
     layers = (DecoderLayerSpec((first, *recurrent.sublayers[1:])), attention)
-    kernels = ("_conv_decode", "_conv_chunks", "_delta_decode", "_prepare", "pass_state", "_outputs", "_gated_norm")
+    kernels = ["_conv_decode", "_conv_chunks", "_delta_decode", "_prepare", "pass_state", "_outputs", "_gated_norm"]
+    kernels += ["_scores", "_updates"] if channel_decay else []
     serve(Serving(dataclasses.replace(spec, layers=layers)), launches, max_rows, kernels)
 
 
