@@ -24,6 +24,8 @@ _MX_EXPONENTS = 125
 """Largest magnitude of an exponent of MXFP4 whose weights are all normal numbers of bfloat16."""
 _FOUR_BIT_LEVELS = (-8.0, -8.5, -9.0, -9.5, -10.0, 7.0, 7.5)
 """What the largest magnitude of a group is divided by for a scale of 4-bit values, -8 to 7."""
+_STEP_VALUES = 4 << 20
+"""Most weights that `dequantize_into` has in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +79,15 @@ class QuantizedWeight:
             wide += self.mins[:, self.group_of]
         return wide
 
-    def rows(self, index: Tensor) -> QuantizedWeight:
-        """Return the outputs `index`, int64 `[n]`."""
+    def dequantize_into(self, target: Tensor) -> None:
+        """Write the weight to `target` `[out, in]` in its dtype, a few outputs at a time: float32 takes more memory."""
+        step = max(1, _STEP_VALUES // max(1, self.values.shape[1]))
+        for first in range(0, len(target), step):
+            part = slice(first, first + step)
+            target[part].copy_(self.rows(part).dequantized())
+
+    def rows(self, index: Tensor | slice) -> QuantizedWeight:
+        """Return the outputs `index`, int64 `[n]` or a slice."""
         mins = None if self.mins is None else self.mins[index]
         return dataclasses.replace(self, values=self.values[index], scale=self.scale[index], mins=mins)
 

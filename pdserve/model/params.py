@@ -317,8 +317,10 @@ class ParamSlots:
             raise ModelError(f"tensor {name} is {list(source.shape)}, expected {list(param.shape)}")
         if name in self._quantized and isinstance(source, QuantizedSource):
             self._quantized[name] = quantized = param.ordered_rows(source.read_quantized(param.part))
-            value = quantized.dequantized() if source.is_exact else param.ordered(source.read(param.part))
-            slot.copy_(value)
+            if source.is_exact:
+                quantized.dequantize_into(slot)
+            else:
+                slot.copy_(param.ordered(source.read(param.part)))
         elif slot.numel():
             value = source.read(param.part)
             if slot.is_floating_point() and not (value.is_floating_point() and value.itemsize > 1):
