@@ -106,9 +106,7 @@ def checks(
 
 
 def hybrid_checks(device: torch.device, *, tiny: bool = False) -> list[tuple[str, Callable[[], object]]]:
-    """Checks for hybrid models and other options: GatedDeltaNet, Kimi Delta Attention, rotations, windows, soft caps,
-    sinks.
-    """
+    """Checks for hybrid models and other options: delta rules, rotations, windows, soft caps, sinks."""
 
     def attention(shape: AttentionShape, spans: tuple[Span, ...]) -> Callable[[], object]:
         return lambda: check_attention("triton", shape, spans, device)
