@@ -118,7 +118,7 @@ INLINE void two_tiles(const bf16* w, int64_t k, const bf16* x, int64_t x_stride,
 constexpr int64_t ROW_BYTES = 1 << 20, ROOM_ROWS = 2 * TILE;  // see tile.h
 constexpr int64_t TILE_KEYS = 64, MAX_QUERY_ROWS = TILE;      // more keys would overflow the first-level cache
 constexpr int64_t NEAR_BYTES = 40 << 10;                      // of weights that stay in the first-level cache
-constexpr int64_t UNPACKED = 256;                                 // inputs unpacked at a time: 16 KiB of a block
+constexpr int64_t UNPACKED = 256;                             // inputs unpacked at a time: 16 KiB of a block
 
 // As in tile.h. The last tile ends with the last row and may overlap the previous tile. int8 is multiplied without
 // tiles: its inputs have a scale per 32, and moving partial sums out of a tile costs the time that it saves.

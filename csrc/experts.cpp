@@ -13,7 +13,8 @@ constexpr int64_t LOAD = 6;  // loading a block of weights takes about as long a
 Weights of_expert(const Weights& w, int64_t expert, int64_t count) {
     const int64_t blocks = w.blocks / count, first = expert * blocks;
     float* scale = w.scale ? w.scale + first * block_scales(w) : nullptr;
-    return {w.format, blocks, w.k, w.data + first * block_bytes(w), scale, w.bias ? w.bias + first * BLOCK : nullptr, w.group, w.mins};
+    float* bias = w.bias ? w.bias + first * BLOCK : nullptr;
+    return {w.format, blocks, w.k, w.data + first * block_bytes(w), scale, bias, w.group, w.mins};
 }
 
 // Returns where the first block of a part begins; `wide` is the number of blocks that count as one.

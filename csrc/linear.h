@@ -153,7 +153,8 @@ static void linear(const Weights& w, const Operand& x, int64_t rows, int64_t fir
     for (int64_t begin = 0, turn = 0; begin < rows; begin += pass) {
         const int64_t now = rows - begin < pass ? rows - begin : pass;
         for (int64_t block = first; block < last; block += wide) {
-            const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && !o.changes && (block + 1) * BLOCK <= o.columns;
+            const bool direct = multiplier.tiles && o.store == Store::write && !w.bias && !o.changes &&
+                                (block + 1) * BLOCK <= o.columns;
             // Memory read after this block or pair of blocks: the next block, the first block again, or `soon`.
             const uint8_t *here = w.data + block * bytes, *next = here + wide * bytes;
             if (block + wide == last) next = begin + pass < rows ? w.data + first * bytes : soon.at;
