@@ -85,8 +85,8 @@ typedef struct {
    A row with drafts does not write these. It leaves its tokens pending: token t of slot s is number s * pending + t of
    `inputs`, bf16 [columns of q, k and v], of the convolution; of `keys`, float [key_heads][key_dim], of length 1; of
    `deltas`, float [value_heads][value_dim], by which a state changes along the key; and of `decays`, float
-   [value_heads], or [value_heads][key_dim] where each row of a state has a decay. `pending` is the most tokens of such a row, at most PDK_PENDING; 0: no row has drafts, and the
-   addresses are NULL. */
+   [value_heads], or [value_heads][key_dim] where each row of a state has a decay. `pending` is the most tokens of such
+   a row, at most PDK_PENDING; 0: no row has drafts, and the addresses are NULL. */
 #define PDK_PENDING 32
 typedef struct {
     void *conv_q, *conv_k, *conv_v, *state;
