@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -86,6 +87,11 @@ class ServerContext:
         """OpenAI's `system_fingerprint`: equal for servers of the same version with the same model."""
         return f"fp_{zlib.crc32(f'{pdserve.__version__} {self.model_name}'.encode()):08x}"
 
+    @functools.cached_property
+    def takes_adapters(self) -> bool:
+        """Whether requests may have a LoRA adapter (`--enable-lora`)."""
+        return self.config.lora.is_on
+
     @property
     def max_body_bytes(self) -> int:
         """Largest request body in bytes."""
@@ -131,7 +137,7 @@ class ServerContext:
             raise RequestError(
                 message, field="priority", status=503, code="priority_disabled", retry_after_s=PRIORITY_RETRY_S
             )
-        if self.config.lora.is_on:
+        if self.takes_adapters:
             prompts = self._with_adapters(prompts, body)
         check_size(prompts, n, self.limits().most_body_tokens, field)
         return make_requests(
@@ -191,7 +197,7 @@ class ServerContext:
         if name is not None and len(name) > MAX_MODEL_CHARS:
             message = f"model has {len(name)} characters; the maximum is {MAX_MODEL_CHARS}"
             raise RequestError(message, field="model")
-        is_strict = self.config.serving.strict_model_name or self.config.lora.is_on
+        is_strict = self.config.serving.strict_model_name or self.takes_adapters
         if name is None or not is_strict or name in ANY_MODEL or self.is_model(name) or name in self.adapters:
             return
         raise self.no_such_model(name)
