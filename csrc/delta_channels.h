@@ -1,6 +1,6 @@
 // Kimi Delta Attention (arXiv:2510.26692): prompts, where each row of a state has a decay. See delta_rule.h for all else.
 //
-// With G the running sums of g, of which there is one for each channel of a key, token i reads the key of token j as
+// Each channel of a key has its own g; G is the running sum of a channel's g. Token i reads the key of token j as the
 // sum over channels of k_i k_j e^(G_i - G_j). e^(-G_j) alone may overflow, so a chunk has parts of PART tokens. A part
 // meets earlier keys by way of its first token r: the factors of e^(G_i - G_r) e^(G_r - G_j) are at most 1, and their
 // products with keys are rounded to bf16. Within a part, k_j is multiplied by e^g token by token, in float32.

@@ -48,8 +48,8 @@ def check_pair(
     num_hits: int = 0,
     **flags: Any,
 ) -> None:
-    """Assert that a pair has transformers' tokens: of prompts alone, of those of `at_once` together, and of a load that
-    retracts requests, of which one is aborted.
+    """Assert that a pair has transformers' tokens: for prompts alone, for those of `at_once` together, and for a load
+    with retractions and one abort.
 
     `num_hits`: tokens of cached prefixes that prefill must have used by then. `num_long`: new tokens of each request of
     the load. `flags`: see `running_models`.

@@ -212,7 +212,7 @@ def test_bits_are_those_of_any_chunks_threads_and_steps(level: str, dims: Dims) 
 
 @levels
 def test_scores_that_do_not_fit_memory_at_once_are_computed_in_parts(level: str) -> None:
-    """Rows of 40,000 tokens, of which 32 attend."""
+    """Two rows have about 40,000 cached tokens. Each of 121 new tokens attends to the 64 that it selects."""
     dims, top_k = (1, 16, 8, 2, 16), 64
     batch, num_pages = batch_of([(40_000, 40_120), (39_000, 39_001)], 64)
     inputs, pools = Inputs.of(batch.num_tokens, dims), pools_of(batch, num_pages, 64, dims)

@@ -30,7 +30,7 @@ Spans = list[tuple[int, int, int]]
 
 @dataclasses.dataclass
 class Case:
-    """A step of rows over pools of latents and index keys of two layers, of which the second has no index."""
+    """A step of rows over pools of two layers: both have latents, the first has index keys."""
 
     pools: tuple[GroupPool, GroupPool]
     batch: ForwardBatch

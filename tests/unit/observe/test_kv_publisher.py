@@ -120,7 +120,7 @@ def test_a_replay_gives_the_batches_again_and_one_that_left_the_buffer_the_conte
     wait_until(lambda: cache.published("kv_events_snapshots") > before, "a snapshot answers the replay")
 
 
-def test_requests_of_another_form_are_refused_and_harm_nobody(
+def test_malformed_replay_requests_are_refused_and_readers_go_on(
     stack: ExitStack, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = Cache(stack)
@@ -137,7 +137,7 @@ def test_requests_of_another_form_are_refused_and_harm_nobody(
     cache.subscribed(stack).until(prompts("ab"))
 
 
-def test_a_reader_that_does_not_read_delays_nobody(stack: ExitStack, tmp_path: Path) -> None:
+def test_a_slow_reader_does_not_delay_the_others(stack: ExitStack, tmp_path: Path) -> None:
     """Its queues and the kernel's buffer are full long before the last batch. Others get all; it sees a gap, replays,
     and has everything. A unix socket, whose buffer does not grow.
     """
