@@ -89,14 +89,17 @@ def test_a_late_reader_gets_the_content_and_then_the_changes(stack: ExitStack) -
     for reader in (first, second):
         reader.until(set())
         assert reader.topics == {b"kv@pod@model"}
-    assert cache.published("kv_events_snapshots") >= 2
+    wait_until(lambda: cache.published("kv_events_snapshots") >= 2, "both subscriptions are answered")
 
 
 def test_a_reader_of_another_topic_causes_no_snapshot(stack: ExitStack) -> None:
     cache = Cache(stack, f'{LOCAL}, "topic": "ours"')
     cache.insert("ab")
     other, ours = cache.subscribed(stack, "theirs"), cache.subscribed(stack, "ours")
+    wait_until(lambda: cache.published("kv_events_snapshots") == 1, "our subscription is answered")
     ours.until(prompts("ab"))
+    cache.insert("abc")
+    ours.until(prompts("abc"))
     assert not other.poll(0)
     assert cache.published("kv_events_snapshots") == 1
 
@@ -104,6 +107,7 @@ def test_a_reader_of_another_topic_causes_no_snapshot(stack: ExitStack) -> None:
 def test_a_replay_gives_the_batches_again_and_one_that_left_the_buffer_the_content(stack: ExitStack) -> None:
     cache = Cache(stack, f'{LOCAL}, "buffer_steps": 3')
     reader = cache.subscribed(stack)
+    wait_until(lambda: cache.published("kv_events_snapshots") == 1, "the snapshot of the subscription comes first")
     for text in ("a", "ab", "abc"):
         cache.insert(text)
     reader.until(prompts("abc"))
