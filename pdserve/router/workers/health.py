@@ -165,7 +165,7 @@ class HealthMonitor:
             if not _is_refused(error):
                 worker.late_checks += 1
                 if worker.late_checks >= self._health.failure_threshold:  # a single broken connection ends no streams
-                    worker.lose(f"it cannot be reached: {describe(error)}")
+                    worker.lose(_why_lost(error))
             return
         worker.late_checks = 0
         if status != 200:
@@ -292,6 +292,13 @@ class HealthMonitor:
             log.warning("%s %s is down: %s", worker.spec.role, worker.spec.url, reason)
             worker.healthy = False
             self._on_change()
+
+
+def _why_lost(error: Exception) -> str:
+    """Say what is wrong with a worker whose checks fail by `error`: no answer came, or one that rules its use out."""
+    if isinstance(error, aiohttp.ClientError | OSError):
+        return f"it cannot be reached: {describe(error)}"
+    return str(error) if isinstance(error, ProofRequiredError) else f"its answer to a check is not valid: {error}"
 
 
 def _is_refused(error: Exception) -> bool:

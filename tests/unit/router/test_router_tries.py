@@ -15,8 +15,11 @@ import pytest
 from aiohttp import web
 from aiohttp.client_reqrep import ConnectionKey
 
+from pdserve.base.proof import PROOF_HEADER
+from pdserve.http.session_proof import REQUIRED
 from pdserve.router.app import ROUTER
 from pdserve.router.config.config import BreakerConfig, HealthConfig, LimitConfig
+from pdserve.router.workers.health import INFO_PATH
 from pdserve.router.workers.outcome import is_out_of_descriptors
 from tests.unit.router.answers import begin_stream, ok, silent
 from tests.waiting import until
@@ -185,6 +188,34 @@ def test_streams_end_when_several_health_checks_in_a_row_break(
                 go_on.set()
             rest = await response.read()
             assert (b"cannot be reached" in rest) is ends, rest
+
+    run_world(scenario)
+
+
+def test_streams_of_a_worker_that_wants_proofs_end_with_that_reason(run_world: RunWorld) -> None:
+    """The worker was dead for a moment, as by a restart behind a proxy that keeps the stream open."""
+    wants_proofs = False
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Any) -> web.StreamResponse:
+        if wants_proofs and request.path == INFO_PATH:
+            return web.Response(status=401, headers={PROOF_HEADER: REQUIRED})
+        return await handler(request)
+
+    async def scenario(world: Any) -> None:
+        nonlocal wants_proofs
+        worker = await world.worker("w", held_stream(asyncio.Event()), guard=guard)
+        async with (
+            world.router([], [worker], health=QUICK) as url,
+            world.session.post(url + CHAT, json={}) as response,
+        ):
+            await response.content.readany()
+            worker.health_status = 503
+            await world.until(lambda: world.healthy_urls(url), lambda urls: worker.url not in urls)
+            wants_proofs, worker.health_status = True, 200
+            rest = await response.read()
+            assert b"it accepts only requests that prove the control token" in rest, rest
+            assert b"cannot be reached" not in rest, rest
 
     run_world(scenario)
 
