@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.gpu.delta_checks import QWEN3_NEXT, TINY_SHAPE, DeltaShape, delta_step
+from benchmarks.gpu.delta_checks import KIMI_LINEAR, QWEN3_NEXT, TINY_KIMI, TINY_SHAPE, DeltaShape, delta_step
 from benchmarks.gpu.kernel_checks import AttentionShape, attention_of, heads_of, step_of
 from benchmarks.gpu.timings import Limits, delta_flop
 from pdserve.config.groups import AttentionBackendName
 from pdserve.executor.backend_choice import Choice, make_kernels
 from pdserve.model.expert_math import ExpertWeights
 from pdserve.model.gpu.sampling import top_p_threshold
+from pdserve.model.layers.gated_delta import OutputGate
 from pdserve.model.triton_delta import TritonDelta
 
 _FLUSH_BYTES = 256 << 20
@@ -33,7 +34,8 @@ _NUM_RUNS = 15
 class Sizes:
     """What is timed. `linears`: name, outputs and inputs; `gate`: the one whose halves are a gate.
 
-    `drawn`: rows that sample by top-p. `delta`: a GatedDeltaNet layer, and its decode steps and prompts.
+    `drawn`: rows that sample by top-p. `deltas`: a GatedDeltaNet and a KDA layer; `delta_rows` and `delta_prompts`: the
+    decode steps and prompts of each.
     """
 
     shape: AttentionShape
@@ -47,7 +49,7 @@ class Sizes:
     top_k: int
     vocab: int
     drawn: tuple[int, ...]
-    delta: DeltaShape
+    deltas: tuple[DeltaShape, ...]
     delta_rows: tuple[int, ...]
     delta_prompts: tuple[int, ...]
     gate: str = "gate, up"
@@ -60,12 +62,12 @@ SIZES = Sizes(
     linears=(("qkv", 6144, 4096), ("out", 4096, 4096), ("gate, up", 24576, 4096), ("down", 4096, 12288),
              ("head", 151936, 4096)),
     rows=(1, 16, 64, 256, 2048), hidden=2048, inner=768, num_experts=128, top_k=8, vocab=151936, drawn=(1, 64),
-    delta=QWEN3_NEXT, delta_rows=(1, 16, 64, 256), delta_prompts=(512, 2048, 8192),
+    deltas=(QWEN3_NEXT, KIMI_LINEAR), delta_rows=(1, 16, 64, 256), delta_prompts=(512, 2048, 8192),
 )  # fmt: skip
 TINY_SIZES = Sizes(
     shape=AttentionShape("tiny", 4, 2, 16, 4, "float32"), decodes=((2, 5),), prefills=(6,),
     linears=(("qkv", 32, 16), ("gate, up", 32, 16)), rows=(2,), hidden=16, inner=8, num_experts=4, top_k=2, vocab=50,
-    drawn=(2,), delta=TINY_SHAPE, delta_rows=(2,), delta_prompts=(70,),
+    drawn=(2,), deltas=(TINY_SHAPE, TINY_KIMI), delta_rows=(2,), delta_prompts=(70,),
 )  # fmt: skip
 
 
@@ -111,10 +113,11 @@ def cases(sizes: Sizes, backends: tuple[AttentionBackendName, ...], device: torc
 
 def hybrid_cases(sizes: Sizes, device: torch.device) -> Iterator[Case]:
     """The cases of what hybrid models have."""
-    for rows in sizes.delta_rows:
-        yield _delta(sizes.delta, [(1023, 1024)] * rows, f"decode {rows}", device)
-    for tokens in sizes.delta_prompts:
-        yield _delta(sizes.delta, [(0, tokens)], f"prefill {tokens}", device)
+    for shape in sizes.deltas:
+        for rows in sizes.delta_rows:
+            yield _delta(shape, [(1023, 1024)] * rows, f"decode {rows}", device)
+        for tokens in sizes.delta_prompts:
+            yield _delta(shape, [(0, tokens)], f"prefill {tokens}", device)
 
 
 def measure(case: Case, limits: Limits, device: torch.device) -> KernelTiming:
@@ -174,15 +177,18 @@ def _delta(shape: DeltaShape, spans: list[tuple[int, int]], name: str, device: t
     inputs, states = delta_step(shape, tuple(spans), device)
     here, num_tokens, pair = states(), len(inputs.qkv), shape.key_dim * shape.value_dim
     kernels = TritonDelta()
+    layer = "KDA" if shape.channel_decay else "GatedDeltaNet"
+    gate: OutputGate = "sigmoid" if shape.channel_decay else "silu"
     z = inputs.qkv.new_empty(num_tokens, shape.num_value_heads, shape.value_dim)
-    num_bytes = 2 * inputs.qkv.numel() * inputs.qkv.element_size() + 3 * z.nbytes
+    gates = (inputs.b.numel() + inputs.a.numel()) * inputs.qkv.element_size()
+    num_bytes = 2 * inputs.qkv.numel() * inputs.qkv.element_size() + gates + 3 * z.nbytes
     num_bytes += 2 * len(spans) * shape.num_value_heads * pair * 4
     flop = float(num_tokens * delta_flop(shape.spec)) if num_tokens > len(spans) else 0.0
 
     def work() -> Tensor:
-        return kernels.norm(kernels.mix(inputs, here), z, z[0, 0], 1e-6)
+        return kernels.norm(kernels.mix(inputs, here), z, z[0, 0], 1e-6, gate)
 
-    return Case(f"GatedDeltaNet, {name}", work, num_bytes, flop)
+    return Case(f"{layer}, {name}", work, num_bytes, flop)
 
 
 def _linear(name: str, x: Tensor, weight: Tensor) -> Case:
