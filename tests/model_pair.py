@@ -27,7 +27,8 @@ from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.engine.assemble import make_memory, make_scheduler
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.executor.factory import build_executor
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress
+from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress, TokenLogprob
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.transfer.transports.memory import MemoryHub
 from tests.scheduler_threads import ADDRESS, DEADLINE_S, SchedulerThread, Served
@@ -129,6 +130,25 @@ class ModelPair:
         its tokens are those that came. `loras`: see `send`.
         """
         rids = self.send(prompts, num_new, loras)
+        self._wait_for(rids, aborted)
+        return [self.answering.tokens[rid] for rid in rids]
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        samplings: Sequence[CoreSamplingParams],
+        logprobs: Logprobs | None = None,
+        aborted: Mapping[int, int] | None = None,
+    ) -> list[tuple[list[int], list[TokenLogprob]]]:
+        """Return the tokens of `prompts`, which run at once, with what `logprobs` asks of each token.
+
+        `samplings`: of each prompt. `aborted`: see `generate`.
+        """
+        rids = self.send(prompts, 0, samplings=samplings, logprobs=logprobs)
+        self._wait_for(rids, aborted)
+        return [(self.answering.tokens[rid], self.answering.logprobs[rid]) for rid in rids]
+
+    def _wait_for(self, rids: Sequence[str], aborted: Mapping[int, int] | None) -> None:
         for index, count in (aborted or {}).items():
             rid = rids[index]
             wait_until(lambda rid=rid, count=count: len(self.answering.tokens[rid]) >= count, "tokens", DEADLINE_S)  # type: ignore[misc]
@@ -136,14 +156,23 @@ class ModelPair:
                 server.mailbox.post(AbortRequest(rid=rid))
         for server in self.servers:
             server.wait_for(rids)
-        return [self.answering.tokens[rid] for rid in rids]
 
     def send(
-        self, prompts: Sequence[Sequence[int]], num_new: int, loras: Sequence[str | None] | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_new: int,
+        loras: Sequence[str | None] | None = None,
+        samplings: Sequence[CoreSamplingParams] | None = None,
+        logprobs: Logprobs | None = None,
     ) -> list[str]:
-        """Send requests to all servers, and return their ids. `loras`: the adapter of each; None: none has one."""
+        """Send requests to all servers, and return their ids. `loras`: the adapter of each; None: none has one.
+
+        `samplings`: those of each; None: all give `num_new` greedy tokens.
+        """
         rids = []
-        for prompt, lora in zip(prompts, loras or [None] * len(prompts), strict=True):
+        greedy = CoreSamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True)
+        adapters, each = loras or [None] * len(prompts), samplings or [greedy] * len(prompts)
+        for prompt, lora, sampling in zip(prompts, adapters, each, strict=True):
             self._num_sent += 1
             rid = f"r{self._num_sent}"
             rids.append(rid)
@@ -153,7 +182,8 @@ class ModelPair:
                         rid=rid,
                         input_ids=list(prompt),
                         lora=lora,
-                        sampling=CoreSamplingParams(temperature=0.0, max_new_tokens=num_new, ignore_eos=True),
+                        sampling=sampling,
+                        logprobs=logprobs,
                         room=None
                         if self.prefill is None
                         else RoomAddress(host=ADDRESS[0], port=ADDRESS[1], room=self._num_sent),

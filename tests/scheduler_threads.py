@@ -21,6 +21,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
     ToApi,
+    TokenLogprob,
 )
 from pdserve.scheduler.scheduler import Event, Scheduler
 from pdserve.transfer.aux import MetadataBuffers
@@ -52,7 +53,7 @@ class LocalDirectory:
 
 
 class SchedulerThread:
-    """Runs one scheduler, and keeps what it answers: `tokens` and `finish` by request id.
+    """Runs one scheduler, and keeps what it answers: `tokens`, their `logprobs` and `finish` by request id.
 
     Call `start` with a scheduler that posts to `hear`, and reads `mailbox`.
     """
@@ -61,6 +62,7 @@ class SchedulerThread:
         self.name = name
         self.mailbox: Mailbox[Event] = Mailbox()
         self.tokens: dict[str, list[int]] = defaultdict(list)
+        self.logprobs: dict[str, list[TokenLogprob]] = defaultdict(list)
         self.finish: dict[str, FinishReason] = {}
         self.stack = contextlib.ExitStack()
         """Closed after the scheduler has ended."""
@@ -161,6 +163,7 @@ class SchedulerThread:
             elif isinstance(message, OutputBatch):
                 for output in message.outputs:
                     self.tokens[output.rid] += output.token_ids
+                    self.logprobs[output.rid] += output.logprobs or []
                     if output.finish is not None:
                         self.finish[output.rid] = output.finish
             self._heard.notify_all()

@@ -137,16 +137,29 @@ def test_different_drafters_connect_and_send_no_draft_kv(
         assert (pair.decode.counter("spec_verify_steps") > 0) == (decode is not None)
 
 
-def test_a_head_for_llama(tmp_path: Path) -> None:
-    """Stop strings as well."""
+@pytest.mark.parametrize("tp_size", ["1", "2"])
+def test_a_head_for_llama(tp_size: str, tmp_path: Path) -> None:
+    """Stop strings as well. Two ranks are compared with two: their sums have other bits than those of one."""
     model, head = make_tiny("llama", tmp_path / "llama", num_hidden_layers=6), tmp_path / "head"
-    with running_monolith(str(model), *COMMON) as plain:
+    flags = (*COMMON, "--tp-size", tp_size)
+    with running_monolith(str(model), *flags) as plain:
         expected = generate_all(plain.url, bodies())
-        with running_pair(str(model), *COMMON, *eagle3(head, model, 0)) as pair:
+        with running_pair(str(model), *flags, *eagle3(head, model, 0)) as pair:
             assert three_tokens(pair)[0] == 1
             check(pair, expected)
             check_stop_strings(plain, pair)
             assert pair.decode.counter("spec_accepted_tokens") > 0
+
+
+def test_a_head_for_llama_on_two_ranks_short_of_memory(tmp_path: Path) -> None:
+    model, head = make_tiny("llama", tmp_path / "llama", num_hidden_layers=6), tmp_path / "head"
+    flags = (*COMMON, "--tp-size", "2")
+    with running_pair(str(model), *flags) as pair:
+        expected = generate_all(pair.url, bodies())
+    with running_pair(str(model), *flags, *eagle3(head, model, 0), decode_flags=LITTLE) as pair:
+        check(pair, expected)
+        assert pair.decode.counter("requests_retracted") > 0
+        assert pair.decode.counter("spec_accepted_tokens") > 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
