@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.e2e.harness import (
     Pair,
+    Server,
     assert_idle,
     generate_all,
     generate_batch,
@@ -79,18 +80,27 @@ def asked_for(algorithm: str, path: Path) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> Iterator[Answers]:
-    """What a monolith without speculation answers."""
+def plain(model: Path) -> Iterator[Server]:
+    """A monolith without speculation."""
     with running_monolith(str(model), *COMMON) as server:
-        yield generate_all(server.url, bodies())
+        yield server
         assert_idle(server)
+
+
+@pytest.fixture(scope="module")
+def expected(plain: Server) -> Answers:
+    """What it answers."""
+    return generate_all(plain.url, bodies())
 
 
 def check(pair: Pair, expected: Sequence[dict[str, Any]]) -> None:
     """All at once from an empty cache; then from cached prompts one by one, and while other clients leave."""
     compare(generate_batch(pair.url, bodies()), expected, "all at once")
-    compare([generate_all(pair.url, [body])[0] for body in bodies()], expected, "alone")
+    alone = [generate_all(pair.url, [body])[0] for body in bodies()]
+    compare(alone, expected, "alone")
+    assert any(answer["meta_info"]["cached_tokens"] for answer in alone)
     compare(generate_while_some_leave(pair.url, bodies(), leaving_bodies()), expected, "while clients leave")
+    assert pair.decode.counter("requests_aborted") > 0
     assert pair.prefill.counter("spec_verify_steps") == 0
     assert_idle(*pair.workers)
 
@@ -109,12 +119,13 @@ def three_tokens(pair: Pair) -> tuple[int, int]:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_equal_drafters(
-    algorithm: str, model: Path, expected: Answers, flags_of: Callable[[str, int], tuple[str, ...]]
+    algorithm: str, model: Path, plain: Server, expected: Answers, flags_of: Callable[[str, int], tuple[str, ...]]
 ) -> None:
-    """Draft KV, the first drafts and the hidden state are sent."""
+    """Draft KV, the first drafts and the hidden state are sent. Stop strings as well."""
     with running_pair(str(model), *COMMON, *flags_of(algorithm, 0)) as pair:
         assert three_tokens(pair)[0] == 1, "the first step of decode verifies a draft"
         check(pair, expected)
+        check_stop_strings(plain, pair)
         assert pair.decode.counter("spec_accepted_tokens") > 0
 
 
