@@ -292,6 +292,9 @@ DENSE = (
 """Dense families with options of their own that run natively, those with most options first."""
 SPARSE = ("gpt_oss", "glm4_moe", "minimax_m2", "qwen2_moe", "granitemoe", "olmoe")
 """Families with experts and options of their own that run natively, those with most options first."""
+PLAIN_DENSE = ("llama", "qwen2", "qwen3", "mistral")
+PLAIN_SPARSE = ("qwen3_moe", "mixtral")
+"""Dense and sparse families without options of their own, which run natively."""
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5", "qwen3_5_moe_text", "qwen3_5_moe")
 """Families with GatedDeltaNet layers that run natively."""
 KIMI = "kimi_linear"
@@ -325,7 +328,7 @@ HEAD = (
 )  # fmt: skip
 _REAL_SERVERS = (*LATENT, *HYBRIDS, KIMI, *DENSE, *SPARSE, "qwen3_moe")
 """Families whose native pairs run as real servers with unequal ranks, in `tests/e2e`."""
-_IN_PROCESS = (*LATENT, *HYBRIDS, KIMI, *DENSE, *SPARSE, "llama", "qwen2", "qwen3", "mistral", "qwen3_moe", "mixtral")
+_IN_PROCESS = (*LATENT, *HYBRIDS, KIMI, *DENSE, *SPARSE, *PLAIN_DENSE, *PLAIN_SPARSE)
 """Families whose native pairs run in one process, in `tests/unit`."""
 
 

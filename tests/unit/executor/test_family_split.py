@@ -1,4 +1,7 @@
-"""Families over real gloo ranks compute what the whole model does, and a pair of different splits goes on."""
+"""Families over real gloo ranks compute what the whole model does, and a pair of different splits goes on.
+
+`test_mla_split` has those with latents.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from pdserve.config.groups import ParallelConfig
-from tests.model_families import DENSE, KIMI, SPARSE
+from tests.model_families import DENSE, HYBRIDS, KIMI, PLAIN_DENSE, PLAIN_SPARSE, SPARSE
 from tests.share import rest_slow
 from tests.unit.executor.gang import Gang
 from tests.unit.executor.split_checks import check_ranks, check_transfer
 
+ALL = (*DENSE, *SPARSE, *PLAIN_DENSE, *PLAIN_SPARSE, *HYBRIDS)
 SPLITS = {
     "tp2": ParallelConfig(tp_size=2),
     "tp4, fewer kv heads": ParallelConfig(tp_size=4),
@@ -51,7 +55,7 @@ def test_a_split_model_computes_what_the_whole_one_does(
             ("gemma3_text", (2, 1)),
             (KIMI, (2, 1)),
             (KIMI, (1, 2)),
-            *((name, sizes) for name in (*DENSE, *SPARSE) for sizes in ((2, 1), (1, 2))),
+            *((name, sizes) for name in ALL for sizes in ((2, 1), (1, 2))),
         ],
         keep=3,
     ),

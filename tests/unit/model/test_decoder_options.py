@@ -15,21 +15,23 @@ from pdserve.model.config import kv_layout, spec_from_config
 from pdserve.model.loader import read_spec
 from pdserve.transfer.peers import check_facts
 from tests.driver import Driver, build
-from tests.model_families import DENSE, FAMILIES, prompts_of
+from tests.model_families import DENSE, FAMILIES, PLAIN_DENSE, prompts_of
 from tests.share import rest_slow
 from tests.unit.model.family_kit import NATIVE, NEW_TOKENS, check_chunks, check_pair
 
+ALL = (*DENSE, *PLAIN_DENSE)
 
-@pytest.mark.parametrize("name", rest_slow(DENSE, keep=3))
+
+@pytest.mark.parametrize("name", rest_slow(ALL, keep=3))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     check_chunks(FAMILIES[name], family_checkpoint(name), alone=True)
 
 
-@pytest.mark.parametrize("name", rest_slow(DENSE, keep=2))
+@pytest.mark.parametrize("name", rest_slow(ALL, keep=2))
 def test_tokens_equal_transformers_with_a_prefix_hit_and_in_a_pair(
     name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    offload = DENSE.index(name) % 2 == 0
+    offload = ALL.index(name) % 2 == 0
     check_pair(FAMILIES[name], family_checkpoint(name), at_once=slice(1, None), num_hits=256, offload=offload, **NATIVE)
 
 

@@ -16,21 +16,23 @@ from pdserve.model.config import spec_from_config
 from pdserve.model.layer_spec import MLPSpec, MoeSpec
 from pdserve.model.loader import read_spec
 from tests.driver import Driver, build
-from tests.model_families import FAMILIES, SPARSE, prompts_of
+from tests.model_families import FAMILIES, PLAIN_SPARSE, SPARSE, prompts_of
 from tests.share import rest_slow
 from tests.unit.model.family_kit import NATIVE, NEW_TOKENS, check_chunks, check_pair
 
+ALL = (*SPARSE, *PLAIN_SPARSE)
 
-@pytest.mark.parametrize("name", rest_slow(SPARSE, keep=4))
+
+@pytest.mark.parametrize("name", rest_slow(ALL, keep=4))
 def test_tokens_equal_transformers_alone_and_in_chunks(name: str, family_checkpoint: Callable[[str], Path]) -> None:
     check_chunks(FAMILIES[name], family_checkpoint(name), alone=True)
 
 
-@pytest.mark.parametrize("name", rest_slow(SPARSE))
+@pytest.mark.parametrize("name", rest_slow(ALL))
 def test_tokens_equal_transformers_with_a_prefix_hit_and_in_a_pair(
     name: str, family_checkpoint: Callable[[str], Path]
 ) -> None:
-    offload = SPARSE.index(name) % 2 == 0
+    offload = ALL.index(name) % 2 == 0
     check_pair(FAMILIES[name], family_checkpoint(name), at_once=slice(1, None), num_hits=256, offload=offload, **NATIVE)
 
 
