@@ -1,8 +1,10 @@
 """Servers with an MTP module or an EAGLE-3 head sample what those without sample: with retractions, hits and aborts.
 
 The CPU kernels compute, so tokens and log probabilities are compared bit by bit. `test_mtp_streams` has greedy tokens
-in float32. Prompts are cut at multiples of 64 positions, which recurrent layers need for equal bits. States behind
-generated tokens have other bits than those of prompts, and a monolith caches both: there second turns have no answer.
+in float32. Prompts are cut at multiples of 64 positions, which recurrent layers need for equal bits. Cached KV and
+states of generated tokens have other bits than those of prompts (docs/cpu-kernels.md). So a second turn of a monolith
+is compared with one behind the same cached KV. Which states are cached may differ, so there turns of models with
+recurrent layers have no answer.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.protocol.logprobs import Logprobs
+from pdserve.protocol.messages import TokenLogprob
 from pdserve.protocol.sampling import CoreSamplingParams
 from tests.model_families import prompts_of
 from tests.model_pair import ModelPair, running_models
@@ -54,6 +57,8 @@ CASES = [
     for pair in (True, False)
     for name in ("qwen3_5_text", "llama", "qwen3_next", "qwen3")
 ]
+
+Sampled = tuple[list[int], list[TokenLogprob]]
 
 
 def samplings() -> list[CoreSamplingParams]:
@@ -98,9 +103,13 @@ def test_draws_and_penalties_are_those_without_a_drafter(name: str, pair: bool, 
         expected = plain.sample(prompts, samplings(), WANTED)
     keeps = pair or drafter.speculative_algorithm == "EAGLE3"
     answers = [tokens if keeps else [] for tokens, _ in expected]  # see the module's docstring
+    later: list[Sampled] = []
     turns = [[*prompt, *answer, 5, 6, 7] for prompt, answer in zip(prompts, answers, strict=True)]
     with running_models(path, pair=False, **native) as plain:
-        later = plain.sample(turns, samplings(), WANTED)
+        for prompt, turn, sampling in zip(prompts, turns, samplings(), strict=True):
+            if not pair:
+                plain.sample([prompt], [sampling])  # its generated tokens are cached, as in the server below
+            later += plain.sample([turn], [sampling], WANTED)
     with running_models(
         path, pair=pair, max_total_tokens=FEW_TOKENS, offload=offload, speculative=drafter, prefill_speculative=drafter,
         **native,
@@ -116,5 +125,5 @@ def test_draws_and_penalties_are_those_without_a_drafter(name: str, pair: bool, 
             assert server.sample([turns[number]], [sampling], WANTED) == [later[number]], "behind a prefix hit"
         caching = server.prefill or server.answering
         assert caching.state().counters["cached_tokens"] > 64
-        assert num_accepted(server) > 2 * NUM_NEW
+        assert num_accepted(server) > NUM_NEW // 2
         server.assert_idle()
