@@ -301,12 +301,12 @@ class PrefillRole(BaseRole):
         )
 
     def _stats(self, req: Req) -> TransferStats:
+        """Return the durations after which decode's pages were known: what was computed before that cost no time."""
         times = req.times
         if times.peer_ready is None or times.started is None or times.prefilled is None:
             return TransferStats()
-        is_early = times.started < times.peer_ready
         return TransferStats(
-            bootstrap_s=max(0.0, times.peer_ready - (times.prefilled if is_early else times.arrived)),
-            queue_s=times.started - (times.arrived if is_early else times.peer_ready),
-            prefill_s=times.prefilled - times.started,
+            bootstrap_s=times.peer_ready - times.arrived,
+            queue_s=max(0.0, times.started - times.peer_ready),
+            prefill_s=max(0.0, times.prefilled - max(times.started, times.peer_ready)),
         )
