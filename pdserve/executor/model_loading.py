@@ -253,9 +253,9 @@ def kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
 def refuse_cut_groups(wanted: ModelToLoad, params: ParamSlots, formats: Mapping[str, GroupFormat]) -> None:
     """Refuse ranks whose share of a packed weight's inputs cuts a group of inputs with one scale.
 
-    The CPU and Triton kernels divide groups into groups of 64 or 32 inputs, and no smaller ones. All ranks refuse alike.
-    `formats`: those of weights that stay packed, by their names in the checkpoint. With `--quantization int4` such a
-    weight is rounded anew instead.
+    The CPU and Triton kernels divide groups into groups of 64 or 32 inputs, and no smaller ones. All ranks refuse
+    alike. `formats`: those of weights that stay packed, by their names in the checkpoint. With `--quantization int4`
+    such a weight is rounded anew instead.
 
     Raises:
         ConfigError: `tp_size`; the message names the weight.

@@ -188,7 +188,7 @@ def compare_ranks(gang: Gang, path: Path, ep_size: int = 1) -> None:
 def test_ranks_that_cut_a_group_too_small_to_divide_are_refused(
     family: Family, scheme: str, flag: str, gang: Gang, tmp_path: Path
 ) -> None:
-    """Half of 96 inputs begins within a group of 32. All ranks say so, also the first one; dequantized it is allowed."""
+    """Half of 96 inputs begins within a group of 32. All ranks say so; dequantized it is allowed."""
     tiny = make_tiny(family, tmp_path / "tiny", dtype="bfloat16", **CUT[family])
     write_quantized(tiny, tmp_path / "quantized", SCHEMES[scheme])
     for field, message in gang.run(TP2, refusal_of, tmp_path / "quantized", None):
