@@ -29,8 +29,8 @@ class CacheAdapter:
 class PagesStored:
     """Pages that entered the tree behind page `parent` (None: at its root), in token order.
 
-    `tokens`: their token ids, as uint32 LE, without the bits of the adapter. `salt`: cache salt of the requests that may
-    use them; empty without one.
+    `tokens`: their token ids, as uint32 LE, without the bits of the adapter. `salt`: cache salt of the requests that
+    may use them; empty without one.
     """
 
     parent: int | None

@@ -3,8 +3,8 @@
     digest of a page = SHA-256(digest of the page before, or of the namespace || token ids of the page as uint32, LE)
 
 The chain is SGLang's. Two servers give a page the same key only if they would compute the same KV for it: same weights,
-page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too. Keys are computed where they are needed, such as for KV events; the
-prefix cache itself compares tokens.
+page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too. Keys are
+computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks that readers of a prompt can take from the cache, in token order; field names are vLLM's.
 
     `block_hashes`: signed 64-bit numbers. `parent_block_hash`: the block before the first one; None: the prompt begins
-    there. `token_ids`: of all blocks, `block_size` for each. `group_idx`: number of the layout's group. `extra_keys`, by
-    block: the adapter's name, and for the first block of a prompt its cache salt; None: neither.
+    there. `token_ids`: of all blocks, `block_size` for each. `group_idx`: number of the layout's group. `extra_keys`,
+    by block: the adapter's name, and for the first block of a prompt its cache salt; None: neither.
     """
 
     block_hashes: list[int]
