@@ -264,9 +264,12 @@ def refuse_cut_groups(wanted: ModelToLoad, params: ParamSlots, formats: Mapping[
         return
     known = {own: form for name, form in formats.items() for own in params.names_of(name)}
     for param in params.of_some_inputs:
-        size, form = param.held_shape[1], known.get(param.name)
+        form = known.get(param.name)
+        if form is None:
+            continue
+        size = param.held_shape[1]
         starts = range(0, param.shape[1], size)
-        cut = [] if form is None else [start for start in starts if within(form, range(start, start + size)) is None]
+        cut = [start for start in starts if within(form, range(start, start + size)) is None]
         if cut:
             tp_size = wanted.config.parallel.tp_size
             other = f"--ep-size {tp_size}" if ".experts." in param.name else "another --tp-size"
