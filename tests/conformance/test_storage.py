@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ConfigError
-from pdserve.memory.tiers.breaker import BreakerState
+from pdserve.memory.tiers.breaker import StorageBreakerState
 from pdserve.memory.tiers.mooncake_store import MooncakeOptions, MooncakeStorage
 from pdserve.memory.tiers.storage import ObjectId, Storage, StorageError
 from pdserve.memory.tiers.storage_client import StorageClient
@@ -203,7 +203,7 @@ def page_ids(count: int) -> list[ObjectId]:
 def fill(client: StorageClient, count: int) -> list[bytes]:
     """Store pages through a client; their bytes."""
     pages = [os.urandom(SIZE) for _ in range(count)]
-    wait_until(lambda: client.breaker.state is BreakerState.CLOSED, "the breaker closes", 30)
+    wait_until(lambda: client.breaker.state is StorageBreakerState.CLOSED, "the breaker closes", 30)
     job = client.start_put(page_ids(count), [memoryview(page) for page in pages])
     wait_until(lambda: job.is_done, "the pages are stored", 30)
     assert client.counts.pages_written >= count
@@ -251,7 +251,7 @@ def test_mooncake_is_shared_and_survives_its_owner(master: Master) -> None:
             found, took_s = read(reader, 8, 1.0)
             assert not found and took_s < 0.1
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: reader.breaker.state is BreakerState.CLOSED, "the breaker closes", 60)
+            wait_until(lambda: reader.breaker.state is StorageBreakerState.CLOSED, "the breaker closes", 60)
             found, took_s = read(reader, 8, 1.0)
             assert not found and took_s < 1.5
 
@@ -270,7 +270,7 @@ def test_mooncake_master_is_killed_and_comes_back(master: Master) -> None:
             took.append(took_s)
         assert max(took) < 1.5 and sum(took) < 2.5
         master.restart()
-        wait_until(lambda: client.breaker.state is BreakerState.CLOSED, "the breaker closes", 90)
+        wait_until(lambda: client.breaker.state is StorageBreakerState.CLOSED, "the breaker closes", 90)
         client.counts.pages_written = 0
 
         def stored() -> bool:

@@ -16,7 +16,7 @@ MOST_LIES = 3
 """Look-ups in a row that found objects, none of which could be read, until the breaker opens."""
 
 
-class BreakerState(enum.StrEnum):
+class StorageBreakerState(enum.StrEnum):
     """States of a `StorageBreaker`."""
 
     CLOSED = "closed"
@@ -44,17 +44,17 @@ class StorageBreaker:
         self.last_error = ""
 
     @property
-    def state(self) -> BreakerState:
+    def state(self) -> StorageBreakerState:
         """Its state now."""
         with self._lock:
             if self._open_until is None:
-                return BreakerState.OPEN if self._is_stuck() else BreakerState.CLOSED
-            return BreakerState.HALF_OPEN if self._is_probing else BreakerState.OPEN
+                return StorageBreakerState.OPEN if self._is_stuck() else StorageBreakerState.CLOSED
+            return StorageBreakerState.HALF_OPEN if self._is_probing else StorageBreakerState.OPEN
 
     @property
     def allows(self) -> bool:
         """Whether a request may use the store now."""
-        return self.state is BreakerState.CLOSED
+        return self.state is StorageBreakerState.CLOSED
 
     def begin_probe(self) -> bool:
         """Return whether the caller is to probe the store now; it ends the probe by `succeed` or `fail`."""

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
-from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, BreakerState, StorageBreaker
+from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreaker, StorageBreakerState
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, seal, shard_name
 from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
@@ -155,10 +155,10 @@ def test_breaker_opens_probes_and_waits_longer() -> None:
     breaker.fail("get", "away")
     pause_s = FIRST_PAUSE_S
     for _ in range(3):
-        assert breaker.state is BreakerState.OPEN and not breaker.begin_probe()
+        assert breaker.state is StorageBreakerState.OPEN and not breaker.begin_probe()
         clock.now_s += pause_s
         assert breaker.begin_probe() and not breaker.begin_probe()
-        assert breaker.state is BreakerState.HALF_OPEN and not breaker.allows
+        assert breaker.state is StorageBreakerState.HALF_OPEN and not breaker.allows
         breaker.begin("get")
         breaker.fail("get", "away")
         pause_s *= 2
