@@ -1,0 +1,1 @@
+"""Tiers of the prefix cache below device memory."""
