@@ -1,1 +1,1 @@
-"""Tiers of the prefix cache below device memory."""
+"""Tiers of KV below the device: host memory, and stores that servers share."""
