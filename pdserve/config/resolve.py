@@ -263,7 +263,7 @@ MODES: Mapping[str, tuple[DisaggMode, ...]] = {
     "disaggregation_decode_dp": ("prefill",),
     "disaggregation_prefill_pp": ("prefill", "decode"),
     "disaggregation_decode_enable_radix_cache": ("decode",),
-    "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
+    "disaggregation_decode_retraction_backup": ("decode", "null"),
     "disaggregation_allowed_prefill": ("decode", "prefill"),  # a prefill server may become a decode server
 }
 """Fields of `DisaggConfig` that are valid in these modes only."""
