@@ -309,7 +309,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
     disagg, mode = config.disagg, config.disagg.disaggregation_mode
     values = dataclasses.asdict(disagg)
     for field, modes in MODES.items():
-        if values[field] and mode not in modes:
+        if values[field] not in (None, False, "none") and mode not in modes:
             raise ConfigError(
                 f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(modes)}, not {mode}",
                 field=field,
