@@ -70,6 +70,11 @@ class KVMemory:
         return self.layout.tokens_in(self.pages.num_total)
 
     @property
+    def num_used_tokens(self) -> int:
+        """Token capacity of the pages that a lease holds or locks; cached pages that can be evicted do not count."""
+        return self.layout.tokens_in(self.pages.num_total - self.pages.num_available)
+
+    @property
     def has_prefix_cache(self) -> bool:
         """True when pages are kept for later prompts."""
         return self.pages.tree is not None
