@@ -19,6 +19,7 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
+from pdserve.http.access import GENERATING
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -38,6 +39,7 @@ from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
+from pdserve.server.pairing.single_requests import SingleRequests
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -140,6 +142,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         client.start()
+        if single is not None:
+            single.servers.start()
         background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
         if config.observe.log_stats_interval:
             stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
@@ -148,20 +152,23 @@ def create_app(
         for task in background:
             task.cancel()
         await client.stop()
+        if single is not None:
+            await single.close()
         await checks.close()
         observer.close()
 
+    single = SingleRequests.of(config, metrics, control_token)
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
-        dict(config.lora.adapters),
+        dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    _add_routes(app, context, drain_gate, changer)
+    _add_routes(app, context, drain_gate, changer, single)
     proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
@@ -223,9 +230,18 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 
 
-def _add_routes(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
+def _add_routes(
+    app: FastAPI,
+    context: ServerContext,
+    drain_gate: DrainGate,
+    changer: RoleChanger | None,
+    single: SingleRequests | None,
+) -> None:
     for name, methods, path, endpoint in ROUTES:
-        app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
+        handle = context.bind(endpoint)
+        if single is not None and path in GENERATING:
+            handle = single.wrap(path, handle)
+        app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -64,6 +65,9 @@ class ServerContext:
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
+
+    prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
+    """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
     def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` as a handler of this server's requests."""
