@@ -8,6 +8,7 @@ rank 0                                    follower
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
+  | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -169,6 +170,13 @@ class Offloaded(msgspec.Struct, frozen=True, tag=True):
     number: Count
 
 
+class StorageEnded(msgspec.Struct, frozen=True, tag=True):
+    """The storage job `number` has ended on this rank, with so many leading pages (`rank_storage`)."""
+
+    number: Count
+    num_pages: Count
+
+
 class Digested(msgspec.Struct, frozen=True, tag=True):
     """The follower's digest of the pages of hash request `number`."""
 
@@ -219,6 +227,7 @@ ToLeader = (
     | RankReady
     | StepDone
     | Offloaded
+    | StorageEnded
     | Digested
     | PeerConnected
     | CopyDone
