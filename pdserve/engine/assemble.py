@@ -25,6 +25,7 @@ from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
@@ -112,6 +113,7 @@ def make_scheduler(
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
     step_log: DecodeStepLog | None = None,
+    load_reporter: LoadReporter | None = None,
 ) -> Scheduler:
     """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
 
@@ -143,6 +145,7 @@ def make_scheduler(
         heartbeat=heartbeat,
         num_gated=num_gated,
         rules=rules,
+        load_reporter=load_reporter,
     )
 
 
