@@ -30,6 +30,7 @@ from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
@@ -127,7 +128,11 @@ def make_scheduler(
     if kv is None:
         role = MonolithRole(context, waiting, step_log)
     elif config.disagg.disaggregation_mode == "prefill":
-        role = PrefillRole(context, kv, waiting, kv_checksum)
+        optimistic = OptimisticLimits(
+            attempts=config.pairing.optimistic_prefill_attempts,
+            memory_fraction=config.pairing.optimistic_prefill_memory_fraction,
+        )
+        role = PrefillRole(context, kv, waiting, kv_checksum, optimistic=optimistic)
     else:
         policy = config.disagg.disaggregation_load_failure_policy
         role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)

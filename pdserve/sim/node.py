@@ -161,7 +161,7 @@ class SimNode:
             kv_checksum = self._kv_checksum()
             policy = shape.load_failure_policy
             role = (
-                PrefillRole(context, self.kv, waiting, kv_checksum)
+                PrefillRole(context, self.kv, waiting, kv_checksum, optimistic=shape.optimistic)
                 if mode == "prefill"
                 else DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
             )
