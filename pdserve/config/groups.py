@@ -23,6 +23,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
+RetractionBackup = Literal["none", "cpu_tensor"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8_e4m3", "int8"]
@@ -230,8 +231,10 @@ class DisaggConfig:
     disaggregation_decode_enable_radix_cache: bool = flag(
         False, help="decode keeps a prefix cache of finished turns; prefill sends only the rest of the next turn"
     )
-    disaggregation_decode_enable_offload_kvcache: bool = flag(
-        False, help="offload a retracted request's KV cache to host memory; when disabled, the KV cache is recomputed"
+    disaggregation_decode_retraction_backup: RetractionBackup = flag(
+        "none",
+        help="where the KV cache of a retracted request is kept. cpu_tensor: in host memory, see "
+        "--disaggregation-decode-offload-gb. none: it is computed again",
     )
     disaggregation_enable_kv_checksum: bool = flag(
         False, help="decode verifies a checksum of received KV and refuses damaged KV; set it on both sides"

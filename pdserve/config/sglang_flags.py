@@ -26,7 +26,7 @@ disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory
 disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
-disaggregation-decode-retraction-backup dist-timeout dllm-algorithm
+disaggregation-decode-enable-offload-kvcache dist-timeout dllm-algorithm
 dllm-algorithm-config dllm-block-size dllm-fdfo ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
 dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size

@@ -113,3 +113,5 @@ class Prompt:
     """Output tokens of an earlier try."""
     sampling: CoreSamplingParams = CoreSamplingParams(temperature=0.0)
     """All but `max_new_tokens`."""
+    salt: str = ""
+    """Cache salt; empty without one."""

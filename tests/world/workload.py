@@ -41,6 +41,13 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
+def with_salts(rng: random.Random, prompts: Sequence[Prompt], *, share: float = 0.25) -> Sequence[Prompt]:
+    """The same prompts; with the chance `share` each has one of two cache salts, or none."""
+    if rng.random() >= share:
+        return prompts
+    return [dataclasses.replace(prompt, salt=rng.choice(("", "a", "b"))) for prompt in prompts]
+
+
 PAIRS_OF_DRAFTERS = ((1, 1), (1, 1), (1, 1), (1, 2), (0, 1), (1, 0))
 """See `SimDrafting.weights`."""
 WINDOWS = (1, 2, 3, 5, 8, 40)
