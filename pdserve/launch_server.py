@@ -98,7 +98,7 @@ class Sides:
     def _add(self, config: ServerConfig, former: Side | None) -> Side:
         _warn(config)
         ports = [config.disagg.disaggregation_bootstrap_port]
-        if self._present is not None and self._given.disagg.disaggregation_bootstrap_port in (None, 0):
+        if (self._present or self._next) is not None and self._given.disagg.disaggregation_bootstrap_port in (None, 0):
             ports = [self._bootstrap_port or ports[0], 0]  # no port was given: the former or default one, else any
         side = Side(config, [port for port in ports if port is not None], self._model, former)
         self._bootstrap_port = self._bootstrap_port if side.bootstrap is None else side.bootstrap.port
