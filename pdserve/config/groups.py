@@ -14,7 +14,7 @@ from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
-from pdserve.config.kv_events_group import KVEventsConfig, parse_kv_events
+from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
@@ -399,6 +399,11 @@ class ObserveConfig:
         help="publish what the prefix cache holds over zmq: JSON with publisher (zmq or null), endpoint, bind, "
         "replay_endpoint, buffer_steps, hwm, max_queue_size, topic and format (map or array). Off when absent",
     )
+    load_publish_endpoint: str | None = flag(
+        None,
+        help="publish the load of each replica over zmq: tcp://HOST:PORT or ipc://PATH of replica 0, or auto: behind "
+        "the ports of --kv-events-config. Off when absent or off",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", help="minimum level of log messages", env="SGLANG_LOG_LEVEL"
     )
@@ -441,6 +446,11 @@ class ServerConfig:
     def kv_events(self) -> KVEventsConfig | None:
         """The publisher of KV events; None: events are off. Raises ConfigError when the flag's value is not valid."""
         return parse_kv_events(self.observe.kv_events_config, self.parallel.dp_size)
+
+    @functools.cached_property
+    def load_endpoint(self) -> Endpoint | None:
+        """Where replica 0 publishes its load; None: nowhere. Raises ConfigError when the flag's value is not valid."""
+        return parse_load_endpoint(self.observe.load_publish_endpoint, self.kv_events, self.parallel.dp_size)
 
     @property
     def wants_prefix_cache(self) -> bool:

@@ -25,6 +25,7 @@ from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -154,6 +155,7 @@ def make_scheduler(
     idle_batches: IdleBatches | None = None,
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
+    load_reporter: LoadReporter | None = None,
 ) -> Scheduler:
     """Make a scheduler that begins with the role `opened`. `live_facts`, `num_gated`: see `Scheduler`."""
     return Scheduler(
@@ -171,6 +173,7 @@ def make_scheduler(
         num_gated=num_gated,
         rules=PriorityRules.of(config.schedule),
         switcher=switcher,
+        load_reporter=load_reporter,
     )
 
 

@@ -16,7 +16,7 @@ from pdserve.base.startup_times import SCHEDULER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_context, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_transfer import ReplicaId
-from pdserve.engine.kv_events import open_kv_events
+from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.engine.role import LeaderRoles
 from pdserve.errors import ProtocolError
@@ -26,6 +26,7 @@ from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
 
@@ -106,6 +107,9 @@ def build_scheduler(
         "prefill_saturation_tokens": saturation_tokens(config, built),
         "startup_available_bytes": free_bytes(built.device),
     }
+    load_events = open_load_events(config, replica.dp_rank, stack)
+    if load_events is not None:
+        facts["load_endpoint"] = load_events.endpoint
     context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
 
     def announce(facts: Mapping[str, Fact]) -> None:
@@ -125,6 +129,7 @@ def build_scheduler(
         idle_batches=_idle_batches(engine, mailbox),
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
+        load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
     )
 
 

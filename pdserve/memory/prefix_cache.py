@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, SupportsIndex
 
 import numpy as np
@@ -157,6 +157,26 @@ class RadixTree:
         while node is not None and node.state is None:
             node = node.parent
         return node
+
+    def usable(self, tokens: bytes, max_pages: int, first_read: Callable[[int], int]) -> int:
+        """Return the leading pages of `tokens`, at most `max_pages`, behind which a prompt can continue.
+
+        With states they end at a state, and with windows at a page behind which the window pages are cached, see
+        `CachedWindows.usable` for `first_read`. Changes nothing.
+        """
+        num_pages = max_pages
+        while True:
+            if self.states is not None:
+                node = self.deepest_state(tokens, num_pages)
+                num_pages = 0 if node is None else node.end
+            else:
+                num_pages = self.peek(tokens, num_pages)
+            if self.windows is None or num_pages == 0:
+                return num_pages
+            usable = self.windows.usable(self.backwards(tokens, num_pages), num_pages, first_read)
+            if usable == num_pages or self.states is None:
+                return usable
+            num_pages = usable
 
     def backwards(self, tokens: bytes, max_pages: int) -> Iterator[int]:
         """Yield the cached pages of `tokens`, at most the first `max_pages`, from the last to the first."""

@@ -127,10 +127,7 @@ async def test_an_engine_that_cannot_take_the_role_goes_on_in_its_own(tokenizer:
         body = answer.json()
         assert (answer.status_code, body["success"], body["safe_to_restore"]) == (500, False, True)
         assert body["error"]["code"] == "role_switch_failed"
-            "role_switch_failed",
-            "decode",
-            "prefill",
-        )
+        assert (body["old_role"], body["new_role"]) == ("decode", "prefill")
         assert "the transport cannot listen" in body["message"] and "a decode server again" in body["message"]
         assert await role_of(http) == "decode"
         assert (await http.post("/generate", json=PROMPT)).status_code == 200
