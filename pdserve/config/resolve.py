@@ -123,6 +123,7 @@ def without_effect(config: ServerConfig) -> list[str]:
         "prefill": "a prefill server generates one token of a request",
         "decode": "a decode server keeps --num-reserved-decode-tokens free for each request, and room for the largest",
     }
+    lines += config.pairing.notes(mode)
     if mode == "prefill" and config.speculative.speculative_algorithm == "NGRAM":
         lines.append(f"--speculative-algorithm NGRAM has no effect: {reasons[mode]}")
     if mode in reasons:

@@ -31,6 +31,7 @@ from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
@@ -139,7 +140,11 @@ def make_role(
     if kv is None:
         return MonolithRole(context, waiting, step_log)
     if config.disagg.disaggregation_mode == "prefill":
-        return PrefillRole(context, kv, waiting, kv_checksum)
+        optimistic = OptimisticLimits(
+            attempts=config.pairing.optimistic_prefill_attempts,
+            memory_fraction=config.pairing.optimistic_prefill_memory_fraction,
+        )
+        return PrefillRole(context, kv, waiting, kv_checksum, optimistic=optimistic)
     policy = config.disagg.disaggregation_load_failure_policy
     return DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)
 

@@ -9,6 +9,7 @@ rank 0                                    follower
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
+  | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -187,6 +188,13 @@ class Offloaded(msgspec.Struct, frozen=True, tag=True):
     number: Count
 
 
+class StorageEnded(msgspec.Struct, frozen=True, tag=True):
+    """The storage job `number` has ended on this rank, with so many leading pages (`rank_storage`)."""
+
+    number: Count
+    num_pages: Count
+
+
 class Digested(msgspec.Struct, frozen=True, tag=True):
     """The follower's digest of the pages of hash request `number`."""
 
@@ -238,6 +246,7 @@ ToLeader = (
     | RolePrepared
     | StepDone
     | Offloaded
+    | StorageEnded
     | Digested
     | PeerConnected
     | CopyDone

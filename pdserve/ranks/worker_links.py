@@ -28,6 +28,7 @@ from pdserve.ranks.messages import (
     RolePrepared,
     StepDone,
     Stop,
+    StorageEnded,
     ToFollower,
     ToLeader,
     Trouble,
@@ -67,6 +68,8 @@ class WorkerLinks:
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
         self._on_copied: Callable[[Outcome], None] | None = None
+        self.on_storage_ended: Callable[[StorageEnded], None] = lambda report: None
+        """Receiver of the ends of followers' storage jobs, on the link thread. Set it before `Begin`."""
         links.connect(
             peers,
             token,
@@ -158,6 +161,9 @@ class WorkerLinks:
             case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
+                return
+            case StorageEnded():
+                self.on_storage_ended(report)
                 return
             case RankFailed(trouble=trouble):
                 self._links.report(rank, trouble.error())

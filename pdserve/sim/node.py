@@ -181,7 +181,7 @@ class SimNode:
         self.kv = self._transfer(self._dp_size)
         kv_checksum = self._kv_checksum()
         if self.mode == "prefill":
-            return PrefillRole(context, self.kv, waiting, kv_checksum)
+            return PrefillRole(context, self.kv, waiting, kv_checksum, optimistic=self._shape.optimistic)
         policy = self._shape.load_failure_policy
         return DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
 
