@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pdserve.sim.in_place import RoleChangeInPlace
+from pdserve.protocol.messages import CommandReply, SwitchRole
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock
 from pdserve.sim.router import SimRouter
@@ -25,6 +26,8 @@ LINGER_S = 2.0
 """Seconds for which a drained server still answers its peers, for requests that are in transit."""
 QUIET_S = 20.0
 """Upper bound of the seconds that it waits for peers to release pages."""
+CHANGE_S = 5.0
+"""Seconds within which a drained replica must have become idle, to change its role in place."""
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -53,6 +56,40 @@ class _Drain:
     ended_at: float | None = None
     in_place: bool = False
     """The server takes the other role in place, instead of ending."""
+
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(slots=True)
+class RoleChangeInPlace:
+    """The change of one server to `role`, under way. `goes_back`: replicas that have changed return to the old role."""
+
+    server: SimServer
+    role: str
+    goes_back: bool = False
+    number: int = dataclasses.field(default_factory=_numbers.__next__)
+
+    def begin(self, names: Callable[[str, str], tuple[str, str]]) -> None:
+        """Send the command to all replicas. `names` returns an endpoint, perhaps the present one, and an instance."""
+        for index, node in enumerate(self.server.replicas):
+            endpoint, instance = names(self.role, node.endpoint)
+            settings: dict[str, str | int | float | bool | None] = {"mode": self.role}
+            settings |= {"endpoint": endpoint, "instance": instance}
+            query_id = f"{self.number}.{index}"
+            node.mailbox.post(
+                SwitchRole(query_id=query_id, disagg=settings, server="", bootstrap_port=None, timeout_s=CHANGE_S)
+            )
+
+    def outcome(self) -> bool | None:
+        """Whether all replicas have the role; None while one has not replied."""
+        replies: list[CommandReply] = []
+        for index, node in enumerate(self.server.replicas):
+            reply = node.replies.get(f"{self.number}.{index}")
+            if reply is None:
+                return None
+            replies.append(reply)
+        return all(reply.ok for reply in replies)
 
 
 class Mishaps:

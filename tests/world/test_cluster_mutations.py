@@ -51,8 +51,8 @@ MUTANTS: list[tuple[Bug, str, int]] = [
     (bugs.an_ended_request_may_still_publish, "aborts", 0),
     (bugs.a_drain_that_cuts_requests_frees_all_pages, "switches", 0),
     (bugs.a_successor_is_its_predecessor, "switches", 5),
-    (role_bugs.a_role_change_waits_for_no_transfer, "changes+lost", 0),
-    (role_bugs.a_role_change_keeps_the_instance, "changes", 0),
+    (role_bugs.a_role_change_waits_for_no_transfer, "changes+lost", 18),
+    (role_bugs.a_role_change_keeps_the_instance, "changes+lost", 1),
     (role_bugs.a_rank_changes_its_role_a_turn_later, "changes+ranks", 0),
 ]
 """A bug, the kinds of faults that reveal it, and a seed. The bug needs the first kind; without kinds it needs none."""
