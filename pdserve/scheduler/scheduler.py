@@ -17,16 +17,18 @@ from pdserve.executor.profiling import Profiler
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
-    Command,
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EndMigration,
+    EngineCommand,
     EngineCoreOutput,
     EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
+    MigrateOut,
     OutputBatch,
     PauseGeneration,
     PauseMode,
@@ -321,6 +323,9 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
+            case MigrateOut() | EndMigration():
+                self._audited = False
+                self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
@@ -378,7 +383,7 @@ class Scheduler:
             self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
 
-    def _obey(self, command: Command) -> tuple[bool, str]:
+    def _obey(self, command: EngineCommand) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""
         match command:
             case FlushCache():

@@ -103,6 +103,8 @@ class SimNode:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
+        self.replies: dict[str, CommandReply] = {}
+        """By query id of the command."""
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
         self.layout = hash_layout(
@@ -366,7 +368,9 @@ class SimNode:
                         assert not half.tokens, f"{output.rid}: of the prompt after its first token"
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
-            case StateReply() | CommandReply() | EngineReady():
+            case CommandReply():
+                self.replies[message.query_id] = message
+            case StateReply() | EngineReady():
                 pass
 
 

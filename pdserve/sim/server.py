@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, RedirectReceiver
+from pdserve.scheduler.roles.migration import MIGRATED
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
@@ -74,10 +75,21 @@ class SimServer:
         for node in self.replicas:
             node.mailbox.post(AbortRequest(rid=None))
 
+    def has(self, rid: str) -> bool:
+        """Whether a request of that name was sent here."""
+        return rid in self._whose
+
+    def node_of(self, rid: str) -> SimNode:
+        """Return the replica that has a request."""
+        return self._whose[rid]
+
     def half(self, rid: str) -> RequestHalf | None:
         """See `ServerView`."""
         node = self._whose.get(rid)
-        return None if node is None else node.halves.get(rid)
+        half = None if node is None else node.halves.get(rid)
+        if half is not None and half.finish is not None and half.finish.err_type == MIGRATED.code:
+            return RequestHalf(tokens=half.tokens)  # the API process does not pass this end on
+        return half
 
     def status(self, rid: str) -> int:
         """See `ServerView`."""
