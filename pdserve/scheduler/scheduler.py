@@ -14,7 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
@@ -46,7 +46,7 @@ from pdserve.protocol.messages import (
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager

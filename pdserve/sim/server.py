@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.protocol.failure import MIGRATED
 from pdserve.protocol.messages import AbortRequest, GenerateRequest, RedirectReceiver
-from pdserve.scheduler.roles.migration import MIGRATED
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 

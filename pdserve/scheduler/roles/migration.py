@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from pdserve.errors import RequestError
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import MIGRATED, Failure
 from pdserve.protocol.messages import (
     CommandReply,
     EndMigration,
@@ -51,10 +51,6 @@ from pdserve.transfer.wire import TransferStats, prompt_digest
 
 TIMEOUT_S = 60.0
 """Seconds after which a migration without a commit ends, and its request goes on here."""
-MIGRATED = Failure(
-    code="migrated", message="the request goes on at another server", origin="local", retryable=False, status=410
-)
-"""End of a request that another server has taken."""
 ABORTED = Failure(code="migration_aborted", message="the migration was aborted; the request goes on where it was")
 
 
