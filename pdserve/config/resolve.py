@@ -123,6 +123,7 @@ def without_effect(config: ServerConfig) -> list[str]:
         "prefill": "a prefill server generates one token of a request",
         "decode": "a decode server keeps --num-reserved-decode-tokens free for each request, and room for the largest",
     }
+    lines += config.pairing.notes(mode)
     if mode == "prefill" and config.speculative.speculative_algorithm == "NGRAM":
         lines.append(f"--speculative-algorithm NGRAM has no effect: {reasons[mode]}")
     if mode in reasons:
@@ -263,7 +264,7 @@ MODES: Mapping[str, tuple[DisaggMode, ...]] = {
     "disaggregation_decode_dp": ("prefill",),
     "disaggregation_prefill_pp": ("prefill", "decode"),
     "disaggregation_decode_enable_radix_cache": ("decode",),
-    "disaggregation_decode_enable_offload_kvcache": ("decode", "null"),
+    "disaggregation_decode_retraction_backup": ("decode", "null"),
     "disaggregation_allowed_prefill": ("decode", "prefill"),  # a prefill server may become a decode server
 }
 """Fields of `DisaggConfig` that are valid in these modes only."""
@@ -309,7 +310,7 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
     disagg, mode = config.disagg, config.disagg.disaggregation_mode
     values = dataclasses.asdict(disagg)
     for field, modes in MODES.items():
-        if values[field] and mode not in modes:
+        if values[field] not in (None, False, "none") and mode not in modes:
             raise ConfigError(
                 f"--{field.replace('_', '-')} is for --disaggregation-mode {' or '.join(modes)}, not {mode}",
                 field=field,

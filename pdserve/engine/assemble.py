@@ -25,10 +25,12 @@ from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
+from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
@@ -112,6 +114,7 @@ def make_scheduler(
     heartbeat: Heartbeat | None = None,
     num_gated: Callable[[], int] | None = None,
     step_log: DecodeStepLog | None = None,
+    load_reporter: LoadReporter | None = None,
 ) -> Scheduler:
     """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
 
@@ -125,7 +128,11 @@ def make_scheduler(
     if kv is None:
         role = MonolithRole(context, waiting, step_log)
     elif config.disagg.disaggregation_mode == "prefill":
-        role = PrefillRole(context, kv, waiting, kv_checksum)
+        optimistic = OptimisticLimits(
+            attempts=config.pairing.optimistic_prefill_attempts,
+            memory_fraction=config.pairing.optimistic_prefill_memory_fraction,
+        )
+        role = PrefillRole(context, kv, waiting, kv_checksum, optimistic=optimistic)
     else:
         policy = config.disagg.disaggregation_load_failure_policy
         role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)
@@ -143,6 +150,7 @@ def make_scheduler(
         heartbeat=heartbeat,
         num_gated=num_gated,
         rules=rules,
+        load_reporter=load_reporter,
     )
 
 
@@ -194,7 +202,7 @@ def _caches_prefixes(config: ServerConfig, built: LoadedEngine) -> bool:
 def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
     schedule, disagg = config.schedule, config.disagg
     chunk = schedule.chunked_prefill_size
-    offload = disagg.disaggregation_decode_enable_offload_kvcache
+    offload = disagg.disaggregation_decode_retraction_backup == "cpu_tensor"
     return StepLimits(
         chunk_tokens=None if chunk is None or chunk < 0 or not built.can_split_prompts else chunk,
         mixed_chunk_tokens=schedule.mixed_chunk_size,

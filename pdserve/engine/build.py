@@ -16,7 +16,7 @@ from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, proces
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_transfer import ReplicaId, open_transfer
-from pdserve.engine.kv_events import open_kv_events
+from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
 from pdserve.errors import ProtocolError
@@ -27,6 +27,7 @@ from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
 from pdserve.scheduler.step_log import DecodeStepLog
 
@@ -122,6 +123,9 @@ def build_scheduler(
     }
     if events is not None:
         facts |= events.endpoints()
+    load_events = open_load_events(config, replica.dp_rank, stack)
+    if load_events is not None:
+        facts["load_endpoint"] = load_events.endpoint
     write_line = open_kv_log(config, replica.dp_rank, 0, stack)
     step_log = None
     if write_line is not None and mode != "prefill":
@@ -151,6 +155,7 @@ def build_scheduler(
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
         step_log=step_log,
+        load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
     )
     if engine.group is not None:
         engine.group.begin(None if opened is None else opened.start)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdserve.memory.audit import audit_pool
 from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.cached_states import CachedStates
-from pdserve.memory.cached_windows import CachedWindows
+from pdserve.memory.cached_windows import CachedWindowPage, CachedWindows
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview, pages_of_group
@@ -70,6 +70,11 @@ class KVMemory:
         return self.layout.tokens_in(self.pages.num_total)
 
     @property
+    def num_used_tokens(self) -> int:
+        """Token capacity of the pages that a lease holds or locks; cached pages that can be evicted do not count."""
+        return self.layout.tokens_in(self.pages.num_total - self.pages.num_available)
+
+    @property
     def has_prefix_cache(self) -> bool:
         """True when pages are kept for later prompts."""
         return self.pages.tree is not None
@@ -121,23 +126,9 @@ class KVMemory:
     def _usable_pages(self, token_ids: bytes, max_pages: int) -> int:
         """Return the leading pages of `token_ids` that a request can take from the cache, at most `max_pages`."""
         tree = self.pages.tree
-        if tree is None:
-            return 0
-        windows, num_pages = self.groups.windows, max_pages
-        while True:
-            if self.has_cached_states:
-                node = tree.deepest_state(token_ids, num_pages)
-                num_pages = 0 if node is None else node.end
-            else:
-                num_pages = tree.peek(token_ids, num_pages)
-            if windows is None or num_pages == 0:
-                return num_pages
-            usable = windows.usable(tree.backwards(token_ids, num_pages), num_pages, self._first_read)
-            if usable == num_pages or not self.has_cached_states:
-                return usable
-            num_pages = usable
+        return 0 if tree is None else tree.usable(token_ids, max_pages, self.first_read)
 
-    def _first_read(self, num_pages: int) -> int:
+    def first_read(self, num_pages: int) -> int:
         """Return the number of the first page that layers with a window read for the token behind `num_pages`."""
         num_tokens = self.layout.tokens_in(num_pages)
         return self.layout.window_pages(num_tokens, num_tokens).start
@@ -209,11 +200,76 @@ class KVMemory:
         """Give a lease that begins with a cached prefix the window pages that its first step reads."""
         assert lease.groups is not None
         found = {}
-        for number in range(self._first_read(lease.num_prefix_pages), lease.num_prefix_pages):
+        for number in range(self.first_read(lease.num_prefix_pages), lease.num_prefix_pages):
             cached = windows.find(lease.pages[number])
             assert cached is not None, "the match was cut back"
             found[number] = cached
         self.groups.share_window(lease.groups, found)
+
+    def lock_for_copy(self, token_ids: bytes, owner: str, numbers: Iterable[int] = (), *, state: bool) -> Lease | None:
+        """Return a lease with the hold `tier` over the cached pages of `token_ids`, all whole, from which a copy reads.
+
+        It also locks the cached window pages with these numbers within the prompt, see `Lease.groups`, and with `state`
+        the state behind the tokens. None, without any change, where they are not all cached, or where too many window
+        pages are committed.
+        """
+        lease = self.pages.lock_cached(token_ids, owner)
+        if lease is None:
+            return None
+        lease.hold_only("tier")
+        found: dict[int, CachedWindowPage] = {}
+        for number in numbers:
+            cached = None if self.groups.windows is None else self.groups.windows.find(lease.pages[number])
+            if cached is not None:
+                found[number] = cached
+        if found or state:
+            source = lease.node if state else None
+            if source is None or source.state is not None:
+                lease.groups = self.groups.reserve_for_copy(owner, shared=found, source=source)
+            if lease.groups is None:
+                lease.drop("tier")
+                return None
+        return lease
+
+    def reserve_for_copy(
+        self, token_ids: bytes, num_pages: int, owner: str, numbers: Iterable[int] = (), *, state: bool
+    ) -> Lease | None:
+        """Return a lease with the hold `tier` over `num_pages` pages, into which a copy writes.
+
+        Args:
+            token_ids: whole pages of tokens; those of them that are cached come first and are not written, see
+                `Lease.num_prefix_pages`.
+            num_pages: pages of the lease.
+            owner: a label for the audit.
+            numbers: numbers of the window pages that are copied; the lease has fresh ones for those that are not
+                cached, and locks the others (`GroupLease.cached`).
+            state: with a slot for the state behind `token_ids`, see `GroupLease.kept`.
+
+        Returns:
+            None, without any change but evictions, when pages, window pages or slots are short. `cache` with these
+            tokens gives all of it to the prefix cache.
+        """
+        lease = self.pages.reserve(num_pages, owner, token_ids, num_pages)
+        if lease is None:
+            return None
+        lease.hold_only("tier")
+        found: dict[int, CachedWindowPage] = {}
+        new: list[int] = []
+        for number in numbers:
+            cached = None
+            if self.groups.windows is not None and number < lease.num_prefix_pages:
+                cached = self.groups.windows.find(lease.pages[number])
+            if cached is None:
+                new.append(number)
+            else:
+                found[number] = cached
+        if found or new or state:
+            position = len(token_ids) // TOKEN_BYTES if state else None
+            lease.groups = self.groups.reserve_for_copy(owner, shared=found, new=new, state_at=position)
+            if lease.groups is None:
+                lease.drop("tier")
+                return None
+        return lease
 
     def open_row(self, lease: Lease) -> int | None:
         """Take a page-table row for the pages and the slot of `lease`; None when no row is free."""

@@ -64,6 +64,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Output tokens of an earlier attempt on another server. They are prefilled with the prompt and not sent again."""
     lora: str | None = None
     """Name of a loaded LoRA adapter. None: the model itself."""
+    cache_salt: str = ""
+    """The request shares cached KV, and past outputs as drafts, with requests of the same salt only. Empty: no salt."""
 
     @property
     def given_ids(self) -> list[int]:

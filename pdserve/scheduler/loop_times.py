@@ -62,6 +62,11 @@ class LoopTimes:
             self._kinds[kind] += now - max(began, self._resolved)
         self._resolved = now
 
+    @property
+    def prefill_s(self) -> float:
+        """Seconds of steps with prompt tokens."""
+        return self._kinds["extend"] + self._kinds["mixed"]
+
     def counters(self) -> dict[str, float]:
         """Return the totals as counters of `EngineState`."""
         self.enter(self._stage)

@@ -18,6 +18,7 @@ from pdserve.config.schedule_group import ScheduleConfig, SchedulePolicy
 from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
+from pdserve.memory.prefix_cache import SaltedTokens
 from pdserve.model.lora import LoraAdapter
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
@@ -159,13 +160,15 @@ class Req:
     def token_bytes(self, num_tokens: int) -> bytes:
         """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache.
 
-        With an adapter `key_offset` is added to each, so that no other adapter has the same key.
+        With an adapter `key_offset` is added to each, so that no other adapter has the same key. With a cache salt they
+        are `SaltedTokens`.
         """
         if len(self._token_bytes) < 4 * num_tokens:
             token_ids = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32)
             if self.key_offset:
                 token_ids = (token_ids.astype(np.int64) + self.key_offset).astype(np.uint32)
-            self._token_bytes = token_ids.tobytes()
+            packed, salt = token_ids.tobytes(), self.spec.cache_salt
+            self._token_bytes = SaltedTokens.of(packed, salt) if salt else packed
         return self._token_bytes[: 4 * num_tokens]
 
 

@@ -45,6 +45,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
@@ -94,11 +95,13 @@ class Scheduler:
         heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
         rules: PriorityRules | None = None,
+        load_reporter: LoadReporter | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
         With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
+        `load_reporter` None: load is not published.
         """
         self.role = role
         self.context = context
@@ -110,6 +113,7 @@ class Scheduler:
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
+        self._load_reporter = load_reporter
         self._by_priority = rules is not None and rules.enabled
         self._rate, self._num_rated = TokenRate(context.clock.now), 0
         self._idle_batches = idle_batches
@@ -179,6 +183,9 @@ class Scheduler:
             self._process_result()
         self.context.outbox.flush()
         self.context.memory.flush_changes()
+        if self._load_reporter is not None:
+            computed = plan is not None or was_under_way
+            self._load_reporter.report(self.role, self.context, self._times, self._gated, sleeps=not computed)
         if not self._audited and self._idle:
             times.enter("sanity_check_cache")
             self._audit_at_idle()
@@ -262,7 +269,7 @@ class Scheduler:
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
-        num_gated = 0 if self._num_gated is None else self._num_gated()
+        num_gated = self._gated
         queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
         memory = self.context.memory.counts() | {"reqs_live": len(self.role.live)}
         counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
@@ -280,8 +287,6 @@ class Scheduler:
             facts |= self._live_facts()
         if self.kv is not None:
             facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
-        num_used = memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
-        used = self.context.memory.layout.tokens_in(num_used)
         return EngineState(
             queues=queues,
             memory=memory,
@@ -289,7 +294,7 @@ class Scheduler:
             facts=facts,
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"] + num_gated,
-            num_used_tokens=used,
+            num_used_tokens=self.context.memory.num_used_tokens,
             max_total_tokens=self.context.memory.max_tokens,
             audit=self._found,
             failures=dict(self.context.failures),
@@ -300,6 +305,10 @@ class Scheduler:
             progress=self._num_computed + int(counters.get("kv_transfer_bytes", 0)),
             probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
         )
+
+    @property
+    def _gated(self) -> int:
+        return 0 if self._num_gated is None else self._num_gated()
 
     def _handle(self, event: Event) -> None:
         match event:

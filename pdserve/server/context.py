@@ -31,6 +31,7 @@ from pdserve.server.request.intake import (
     check_token_ids,
     make_requests,
     prompt_field,
+    with_salts,
 )
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
 from pdserve.server.text.chat_formats import ChatFormats
@@ -140,6 +141,7 @@ class ServerContext:
             )
         if self.takes_adapters:
             prompts = self._with_adapters(prompts, body)
+        prompts = with_salts(prompts, body)
         check_size(prompts, n, self.limits().most_body_tokens, field)
         return make_requests(
             prompts,

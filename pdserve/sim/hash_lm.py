@@ -29,6 +29,7 @@ from pdserve.sim.hash_draft import HashDraftKV
 from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
 from pdserve.sim.hash_layout import hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
+from pdserve.sim.hash_tier import HashTierCopies
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
@@ -59,7 +60,7 @@ class _RowResult:
     prompt: PromptLogprobs | None = None
 
 
-class HashExecutor:
+class HashExecutor(HashTierCopies):
     """Implements `Executor` over numpy pools of uint64, one for each rank and group: `[page, layer, word]`.
 
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.

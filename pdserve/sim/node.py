@@ -62,6 +62,7 @@ class RequestHalf:
     picked: list[list[float]] = dataclasses.field(default_factory=list)
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     speculation: SpeculationStats | None = None
+    cached_tokens: int = 0
 
 
 class MachineClock:
@@ -162,7 +163,7 @@ class SimNode:
             kv_checksum = self._kv_checksum()
             policy = shape.load_failure_policy
             role = (
-                PrefillRole(context, self.kv, waiting, kv_checksum)
+                PrefillRole(context, self.kv, waiting, kv_checksum, optimistic=shape.optimistic)
                 if mode == "prefill"
                 else DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
             )
@@ -368,6 +369,7 @@ class SimNode:
                         assert not half.tokens, f"{output.rid}: of the prompt after its first token"
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
+                    half.cached_tokens = output.cached_tokens
             case CommandReply():
                 self.replies[message.query_id] = message
             case StateReply() | EngineReady():
@@ -416,6 +418,7 @@ def request(rid: str, prompt: Prompt, room: RoomAddress | None) -> GenerateReque
         logprobs=prompt.logprobs,
         room=room,
         priority=prompt.priority,
+        cache_salt=prompt.salt,
         prior_output_ids=list(prompt.prior),
     )
 

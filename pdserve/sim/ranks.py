@@ -20,10 +20,11 @@ from pdserve.base.clock import Clock
 from pdserve.base.mailbox import Woken
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, CopyHandle, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -242,7 +243,7 @@ class _ComputedElsewhere:
     """Implements `Executor` of a follower: rank 0 has computed each step before the follower reaches it."""
 
     def __init__(self, executor: HashExecutor, rank: int) -> None:
-        self._executor = executor
+        self._executor, self._rank = executor, rank
         self.buffers = executor.buffers_of(rank)
 
     @property
@@ -283,6 +284,16 @@ class _ComputedElsewhere:
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
+
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`: copies this rank's pages."""
+        assert self._executor.tier is not None, "there is no host tier"
+        return self._executor.tier.start(copies, (self._rank,), to_host=True)
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`: copies this rank's pages."""
+        assert self._executor.tier is not None, "there is no host tier"
+        return self._executor.tier.start(copies, (self._rank,), to_host=False)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""

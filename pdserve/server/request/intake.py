@@ -35,6 +35,7 @@ MAX_PATTERN_SEQUENCES = 256
 MAX_SENT_CHARS = 1 << 26
 """Maximum characters of grammars of one body; each grammar counts once for every sequence that carries it."""
 MAX_RID_CHARS = 256
+MAX_SALT_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 """OpenAI's limit."""
 MAX_NATIVE_TOP_LOGPROBS = 128
@@ -340,6 +341,32 @@ def make_requests(
         )
         states.append(RequestState(request=request, name=name, index=index, batch=batch))
     return states
+
+
+def with_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
+    """Give each prompt its cache salt, from `cache_salt` and `extra_key` of a body: text, or a list by prompt.
+
+    One of them alone is the salt; both together are another salt than either.
+
+    Raises:
+        RequestError: 400 naming the field, for a salt that is empty, too long, or has a NUL.
+    """
+    if body.cache_salt is None and body.extra_key is None:
+        return prompts
+    parts = [
+        [check_salt(value, field) for value in scalar_or_list(getattr(body, field), len(prompts), field, str)]
+        for field in ("cache_salt", "extra_key")
+    ]
+    salts = ["\0".join(part for part in both if part is not None) for both in zip(*parts, strict=True)]
+    return [msgspec.structs.replace(prompt, cache_salt=salt) for prompt, salt in zip(prompts, salts, strict=True)]
+
+
+def check_salt(value: str | None, field: str) -> str | None:
+    """Return a cache salt. Raises RequestError, which names `field`, for one that is empty, too long, or has a NUL."""
+    if value is not None and (not 0 < len(value) <= MAX_SALT_CHARS or "\0" in value):
+        message = f"{field} must be text of 1 to {MAX_SALT_CHARS} characters without NUL"
+        raise RequestError(message, field=field)
+    return value
 
 
 def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:

@@ -267,8 +267,11 @@ MACHINE = Machine(has_cuda=False, num_cores=8)
 async def test_flags_of_one_role_are_left_out_in_another_and_there_again_when_it_comes_back(mode: DisaggMode) -> None:
     flags = {
         "prefill": ["--disaggregation-layerwise-transfer", "--disaggregation-decode-tp", "2"],
-        "decode": ["--disaggregation-decode-enable-radix-cache", "--disaggregation-decode-enable-offload-kvcache"],
-        "null": ["--disaggregation-decode-enable-offload-kvcache"],
+        "decode": [
+            "--disaggregation-decode-enable-radix-cache",
+            "--disaggregation-decode-retraction-backup=cpu_tensor",
+        ],
+        "null": ["--disaggregation-decode-retraction-backup=cpu_tensor"],
     }
     given = parse_server_args(["--model-path", "m", "--disaggregation-mode", mode, *flags[mode]])
     at_home, _ = fill_in(given, MACHINE)
