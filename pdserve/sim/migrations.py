@@ -33,6 +33,11 @@ class MovedServer:
         self.host, self.address = server.host, server.address
 
     @property
+    def role(self) -> str:
+        """See `ServerView`."""
+        return self.server.role
+
+    @property
     def dead(self) -> bool:
         """See `ServerView`."""
         return self.server.dead
@@ -45,6 +50,10 @@ class MovedServer:
     def post(self, spec: object) -> None:
         """See `ServerView`. No request is sent here."""
         raise AssertionError(spec)
+
+    def refuse(self, rid: str) -> None:
+        """See `ServerView`. No request is sent here."""
+        raise AssertionError(rid)
 
     def abort(self, rid: str) -> None:
         """See `ServerView`."""
@@ -159,7 +168,7 @@ class SimMigrations:
         assert len(spec.prior_output_ids) + 1 == offer.num_output_tokens, "not all tokens of the request are offered"
 
         def arrive() -> None:
-            if not move.target.dead and move.phase == "offered":
+            if not move.target.dead and move.phase == "offered" and move.target.role == "decode":
                 move.target.post(spec)
 
         self._net.later(arrive)
