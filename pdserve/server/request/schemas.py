@@ -288,6 +288,14 @@ class PeerBody(msgspec.Struct):
     instance: str
 
 
+class MigrateBody(msgspec.Struct):
+    """`POST /migrate`. `to`: base URL of the other server. `attach`: the caller opens the rest of the stream there."""
+
+    rid: str
+    to: str
+    attach: bool = False
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 
