@@ -1,10 +1,10 @@
-"""Mutual proof of the control token between a client, which is a router or a decode server, and the servers it calls.
+"""Mutual proof of the control token between a client and servers: a router and its workers, or two servers.
 
-Used where the router has the key for it in its environment, unless `--no-worker-control-proof` turns it off, and by a
-decode server with the token that has `--disaggregation-prefill`. A worker must prove the token before the client sends
-it anything, and every request proves the token to the worker. This is an aiohttp client middleware around all requests
-of a session, installed by `router/workers/outcome.py: make_session` and `server/pairing`. The protocol is in
-`session_proof`.
+Used where the router has the key for it in its environment, unless `--no-worker-control-proof` turns it off. A worker
+must prove the token before the router sends it anything, and every request proves the token to the worker. This is an
+aiohttp client middleware around all requests of the router's session, installed by `workers.outcome.make_session`. The
+protocol is in `http/session_proof`. Servers use it for `/migrate_in`, and decode servers for
+`--disaggregation-prefill`.
 
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead

@@ -1,6 +1,6 @@
-"""`python -m pdserve.router.worker_proof` prints the key for PDSERVE_WORKER_PROOF_KEY, out of PDSERVE_CONTROL_TOKEN.
+"""Prints the key for PDSERVE_WORKER_PROOF_KEY, out of PDSERVE_CONTROL_TOKEN: `python -m pdserve.router.worker_proof`.
 
-The router proves the token to its workers with this key, see `http/worker_proof`.
+The proofs are made in `http/worker_proof`.
 """
 
 from __future__ import annotations

@@ -14,19 +14,21 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
-    Command,
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EndMigration,
+    EngineCommand,
     EngineCoreOutput,
     EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
+    MigrateOut,
     OutputBatch,
     PauseGeneration,
     PauseMode,
@@ -46,7 +48,7 @@ from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
 from pdserve.transfer.events import TransferEvent
@@ -354,6 +356,9 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
+            case MigrateOut() | EndMigration():
+                self._audited = False
+                self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
@@ -417,7 +422,7 @@ class Scheduler:
             self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
 
-    def _obey(self, command: Command) -> tuple[bool, str]:
+    def _obey(self, command: EngineCommand) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""
         match command:
             case FlushCache():

@@ -22,7 +22,7 @@ FLAGS = (
     "--disaggregation-transfer-backend", "shm",
 )  # fmt: skip
 PROMPTS = [[5 + number, *(7 + (number + i * i) % 90 for i in range(100 + 40 * number))] for number in range(6)]
-LONG = [9, *(7 + (3 * i * i) % 90 for i in range(6000))]
+LONG = [9, *(7 + (3 * i * i) % 90 for i in range(4000))]
 
 
 def body(prompt: Any, **sampling: Any) -> dict[str, Any]:

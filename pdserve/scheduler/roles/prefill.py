@@ -86,7 +86,7 @@ class PrefillRole(BaseRole):
 
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
-        for room in self._kv.drain_state_changes():
+        for room in self._kv.drain_state_changes(sending=True):
             req = self._rooms[room]
             assert req.sender is not None
             state = req.sender.poll()
