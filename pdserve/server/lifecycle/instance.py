@@ -382,9 +382,9 @@ class RoleSwitchApp:
                 raise RequestError(text, status=500, code=FAILED_CODE)
             await asyncio.sleep(POLL_S)
         instance = EngineInstance(backend, self._tokenizer, self, ready=old.client.require_ready())
-        await instance.open()
         self._instance = instance
         await old.hand_over("the role of this server has changed")
+        await instance.open()  # now: a channel has one reader
         await asyncio.to_thread(backend.adopt)
         self._keep(asyncio.create_task(self._guard(instance)))
         backend.on_ready(self._port)
