@@ -56,6 +56,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     lora: str | None = None
     """Name of a loaded LoRA adapter. None: the model itself."""
 
+    local: bool = False
+    """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
+    lora_digest: str = ""
+    """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
+    kv_tokens: int = 0
+    """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
+
     @property
     def given_ids(self) -> list[int]:
         """All tokens to prefill: the prompt, then `prior_output_ids`."""
@@ -79,6 +86,29 @@ class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     input_ids: list[int]
     replica: int
     lora: str | None = None
+
+
+class ExtractRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Asks for the state of the live request `rid`, of which a snapshot is made.
+
+    `with_kv`: also for the bytes of its KV, which `KVPart`s carry before the `ExtractReply`. `keep` False: the request
+    ends with the finish reason `suspended`.
+    """
+
+    query_id: str
+    rid: str
+    with_kv: bool = False
+    keep: bool = False
+
+
+class KVPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The next bytes of the KV of layout group `group`, in order: of an extracted request `rid`, or of one that follows
+    as a `GenerateRequest`.
+    """
+
+    rid: str
+    group: int
+    data: bytes
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -179,7 +209,17 @@ Command = (
     | UnloadLora
 )
 """Answered with a `CommandReply`."""
-ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | Shutdown
+ToScheduler = (
+    GenerateRequest
+    | AbortRequest
+    | ExtractRequest
+    | KVPart
+    | RedirectReceiver
+    | Command
+    | StateQuery
+    | PrepareLora
+    | Shutdown
+)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -199,9 +239,10 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
     `abort`: `message`, the client's HTTP `status_code`, `err_type`, and for a 503 `retry_after_s` in seconds.
+    `suspended`: a snapshot of the request was taken, and the request has ended here.
     """
 
-    type: Literal["stop", "length", "abort"]
+    type: Literal["stop", "length", "abort", "suspended"]
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
@@ -222,7 +263,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that ended the request; None for `stop` and `length`. The field of a 409 is derived."""
+        """The failure that ended the request; None for other reasons than `abort`. The field of a 409 is derived."""
         if self.type != "abort":
             return None
         live_room = self.status_code == 409 and self.err_type != "rid_in_use"
@@ -379,6 +420,24 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     message: str
 
 
+class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Answers an `ExtractRequest`, behind all outputs of the request so far.
+
+    `failure`: why there is no snapshot; None: there is one. `kv_tokens`: tokens whose KV the `KVPart`s carry; 0: none.
+    `adapter`: digest of the LoRA adapter; empty without one.
+    """
+
+    query_id: str
+    rid: str
+    failure: Failure | None = None
+    output_ids: list[int] = msgspec.field(default_factory=list)
+    cached_tokens: int = 0
+    adapter: str = ""
+    kv_tokens: int = 0
+    kv_pages: tuple[int, ...] = ()
+    """Pages of each layout group."""
+
+
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Sent once, when the scheduler can take requests.
 
@@ -406,4 +465,4 @@ class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerHeartbeat
+ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

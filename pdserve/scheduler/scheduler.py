@@ -23,9 +23,12 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EngineCoreOutput,
     EngineState,
+    ExtractReply,
+    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
+    KVPart,
     LoadLora,
     OutputBatch,
     PauseGeneration,
@@ -46,6 +49,7 @@ from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.loop_times import LoopTimes
 from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
+from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -122,6 +126,7 @@ class Scheduler:
         self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
+        self._extractor = RequestExtractor(context)
         self._stopping = False
 
     def run(self) -> None:
@@ -305,6 +310,10 @@ class Scheduler:
                 self._admit(event)
             case AbortRequest():
                 self._abort(event)
+            case ExtractRequest():
+                self.context.outbox.send(self._extract(event))
+            case KVPart():
+                self._extractor.arrived(event)
             case StateQuery(query_id=query_id, audit=audit):
                 if audit:
                     self._record(self.audit())
@@ -352,6 +361,9 @@ class Scheduler:
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             if spec.lora is not None:
                 self.context.give_adapter(req, spec.lora)
+                check_adapter(req)
+            if spec.kv_tokens:
+                self._extractor.restore(req)
             self.role.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
@@ -363,6 +375,7 @@ class Scheduler:
                 self._evictions.add(req, self.role.num_waiting)
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
+            self._extractor.forget(spec.rid)
             finish = FinishReason.failed(Failure.from_error(error))
             self.context.outbox.log_end(spec, finish, 0)
             self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
@@ -374,9 +387,24 @@ class Scheduler:
         live = self.role.live
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
+        if abort.rid is not None:
+            self._extractor.forget(abort.rid)
         for req in [live[rid] for rid in rids if rid in live]:
             self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
+
+    def _extract(self, event: ExtractRequest) -> ExtractReply:
+        """Take the state of a request; without `keep` the request ends here."""
+        self._process_all_results()
+        req = self.role.live.get(event.rid)
+        if req is None:
+            return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
+        reply = self._extractor.extract(event.query_id, req, with_kv=event.with_kv)
+        if not event.keep:
+            self.context.counters["requests_suspended"] += 1
+            self.role.end(req, None, SUSPENDED)
+        self.context.outbox.flush()
+        return reply
 
     def _obey(self, command: Command) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""

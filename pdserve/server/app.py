@@ -45,6 +45,7 @@ from pdserve.server.request.schemas import (
     CommandBody,
     CompletionBody,
     DetokenizeBody,
+    ExtractBody,
     FunctionCallBody,
     GenerateBody,
     LoadLoraBody,
@@ -53,6 +54,7 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    RidBody,
     RoleSwitchBody,
     TokenizeBody,
     UnloadLoraBody,
@@ -61,7 +63,9 @@ from pdserve.server.sglang_api import admin, commands, health, lora, observabili
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
+from pdserve.server.sglang_api.snapshots import SnapshotEndpoints
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -84,6 +88,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/unload_lora_adapter": UnloadLoraBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
+    "/extract": ExtractBody,
+    "/suspend": RidBody,
+    "/resume": RidBody,
     "/pd_role_switch": RoleSwitchBody,
     "/health_pair": PairProbeBody,
 }
@@ -125,6 +132,7 @@ def create_app(
     grammars: GrammarCheck | None = None,
     warm: bool = False,
     control_token: str = "",
+    snapshot_store: SnapshotStore | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts `client` on entry and stops it on exit.
 
@@ -132,7 +140,8 @@ def create_app(
     it is False only on a prefill server whose replicas are not known yet. Pass `drain_gate` to close the gate from
     outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
     compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove, and
-    without an API key must prove unless the configuration says otherwise; empty: no control token.
+    without an API key must prove unless the configuration says otherwise; empty: no control token. `snapshot_store`
+    has the suspended requests, and outlives the application; None: the application makes one.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -161,7 +170,8 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    _add_routes(app, context, drain_gate, changer)
+    store = snapshot_store or SnapshotStore.of(config)
+    _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store))
     proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
@@ -223,7 +233,16 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 
 
-def _add_routes(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
+def _add_routes(
+    app: FastAPI,
+    context: ServerContext,
+    drain_gate: DrainGate,
+    changer: RoleChanger | None,
+    snapshots: SnapshotEndpoints,
+) -> None:
+    for take in (snapshots.extract, snapshots.suspend, snapshots.restore, snapshots.resume):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
         app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
     app.add_api_route(

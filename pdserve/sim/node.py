@@ -24,8 +24,10 @@ from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
     EngineReady,
+    ExtractReply,
     FinishReason,
     GenerateRequest,
+    KVPart,
     OutputBatch,
     RoomAddress,
     SpeculationStats,
@@ -103,6 +105,8 @@ class SimNode:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
+        self.extracted: dict[str, ExtractReply] = {}
+        self.kv_parts: dict[str, list[KVPart]] = defaultdict(list)
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
         self.layout = hash_layout(
@@ -366,6 +370,10 @@ class SimNode:
                         assert not half.tokens, f"{output.rid}: of the prompt after its first token"
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
+            case ExtractReply(rid=rid) if message.failure is None:
+                self.extracted[rid] = message
+            case KVPart(rid=rid):
+                self.kv_parts[rid].append(message)
             case StateReply() | CommandReply() | EngineReady():
                 pass
 

@@ -29,7 +29,8 @@ from pdserve.protocol.messages import (
     EngineCoreOutput,
     EngineReady,
     EngineState,
-    GenerateRequest,
+    ExtractReply,
+    KVPart,
     OutputBatch,
     SchedulerHeartbeat,
     StateReply,
@@ -37,7 +38,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog, log_startup
+from pdserve.server.engine_client.engine_queries import EngineQueries, Extracted, SchedulerWatchdog, log_startup
 from pdserve.server.engine_client.live_requests import (
     NewPrefill,
     RequestState,
@@ -52,6 +53,9 @@ from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+KV_PART_BYTES = 8 << 20
+"""Bytes of KV in one message to the scheduler."""
 
 
 class EngineClient:
@@ -206,13 +210,19 @@ class EngineClient:
             self._live.add(state)
         try:
             for state in states:
-                await self._send(state.request)
+                await self._send(state)
         except BaseException:
             generation.close()
             raise
         return generation
 
-    async def _send(self, request: GenerateRequest) -> None:
+    async def _send(self, state: RequestState) -> None:
+        request = state.request
+        for group, data in enumerate(state.kv or ()):
+            for first in range(0, len(data), KV_PART_BYTES):
+                part = KVPart(rid=request.rid, group=group, data=bytes(data[first : first + KV_PART_BYTES]))
+                await self._channel.send(part)
+        state.kv = None
         if self._waiting is None:
             await self._channel.send(request)
             return
@@ -232,6 +242,37 @@ class EngineClient:
         for rid in rids:
             self._send_soon(AbortRequest(rid=rid))
         return len(rids)
+
+    def is_live(self, name: str) -> bool:
+        """Return whether a live sequence has the client id `name`."""
+        return self._live.in_use([name]) is not None
+
+    def find_one(self, name: str) -> RequestState | None:
+        """Return the live sequence whose client id is `name`; None if there is none.
+
+        Raises:
+            RequestError: 409, several sequences have it.
+        """
+        rids = self._live.find(name)
+        if len(rids) > 1:
+            message = f"rid {name!r} names {len(rids)} sequences; only requests of one sequence can be extracted"
+            raise RequestError(message, field="rid", status=409, code="several_sequences")
+        return self._live.get(rids[0]) if rids else None
+
+    async def extract(self, state: RequestState, *, with_kv: bool, keep: bool) -> Extracted:
+        """Take the state of a live sequence out of the scheduler. Without `keep` the sequence ends as `suspended`.
+
+        The wait ends with the reply, or with the engine. Do not cancel it without `keep`: the reply is the only copy.
+
+        Raises:
+            RequestError: 404, the sequence has ended; 409, another extraction of it is under way.
+            EngineDeadError: the engine is dead.
+        """
+        self.require_ready()
+        extracted = await self._queries.extract(state.request.rid, with_kv=with_kv, keep=keep)
+        if state.outcome not in ("", "suspended"):  # a stop string in the text of its last tokens
+            raise RequestError(f"request {state.name!r} has ended", field="rid", status=404, code="not_live")
+        return extracted
 
     async def wait_for_adapter(self, name: str) -> None:
         """Wait until no live sequence has the LoRA adapter `name`. One caller at a time."""
@@ -332,6 +373,8 @@ class EngineClient:
                         await SLOW_LOOKS.yield_to_loop()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
+            case ExtractReply() | KVPart():
+                self._queries.on_extracted(message)
             case SchedulerHeartbeat():
                 self.watchdog.on_beat(message)
             case EngineReady():
@@ -344,6 +387,9 @@ class EngineClient:
         if self._waiting is not None:
             self._waiting.discard(output.rid)
         sequence = self._live.get(output.rid)
+        if sequence is not None and sequence.request.logprobs is not None:
+            sequence.output_logprobs += output.logprobs or ()
+            sequence.prompt_parts += () if output.prompt_logprobs is None else (output.prompt_logprobs,)
         if sequence is None:
             return  # the sequence was aborted or stopped here while this output was in flight
         if self._new_prefill is not None and sequence.new_address is not None:

@@ -246,7 +246,12 @@ def _names(rid: Any, num_prompts: int) -> list[str]:
 
 
 def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
-    """Give the j-th output of a prompt its own seed, so that the outputs differ."""
+    """Give the j-th output of a prompt its own seed, so that the outputs differ.
+
+    Without a seed of the client each output gets a random one, which a snapshot of the request keeps.
+    """
+    if sampling.seed is None and not sampling.greedy:
+        return msgspec.structs.replace(sampling, seed=secrets.randbits(63))
     if sampling.seed is None or j == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
@@ -372,3 +377,4 @@ def resume_stream(
     if logprob_params is not None and resume.token_ids:
         logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
     states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    states[0].output_logprobs = list(resume.logprobs or ())

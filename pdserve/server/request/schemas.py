@@ -329,6 +329,20 @@ class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout: Annotated[float, msgspec.Meta(gt=0, le=60)] = 4.0
 
 
+class ExtractBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /extract`: the request's id, whether the snapshot has its KV bytes, and whether the request goes on."""
+
+    rid: str
+    kv: Literal["none", "bytes"] = "none"
+    keep: bool = False
+
+
+class RidBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /suspend`, `/resume`: the id of a request."""
+
+    rid: str
+
+
 class AbortBody(msgspec.Struct):
     """`POST /abort_request`."""
 
