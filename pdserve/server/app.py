@@ -19,6 +19,7 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
+from pdserve.http.access import RESTORE_PATH, SNAPSHOT_TYPE
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -54,8 +55,9 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
-    RidBody,
+    ResumeBody,
     RoleSwitchBody,
+    SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
 )
@@ -63,7 +65,7 @@ from pdserve.server.sglang_api import admin, commands, health, lora, observabili
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
-from pdserve.server.sglang_api.snapshots import SnapshotEndpoints
+from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
 from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
@@ -89,8 +91,8 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
     "/extract": ExtractBody,
-    "/suspend": RidBody,
-    "/resume": RidBody,
+    "/suspend": SuspendBody,
+    "/resume": ResumeBody,
     "/pd_role_switch": RoleSwitchBody,
     "/health_pair": PairProbeBody,
 }
@@ -103,8 +105,10 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
+    {RESTORE_PATH: SNAPSHOT_TYPE},
 )
 """Body schemas and query parameters of all routes, for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}

@@ -337,10 +337,17 @@ class ExtractBody(msgspec.Struct, forbid_unknown_fields=True):
     keep: bool = False
 
 
-class RidBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /suspend`, `/resume`: the id of a request."""
+class SuspendBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /suspend`: the id of a live request."""
 
     rid: str
+
+
+class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /resume`: the id of a suspended request, and what happens with its KV."""
+
+    rid: str
+    kv: Literal["require", "prefer", "ignore"] = "prefer"
 
 
 class AbortBody(msgspec.Struct):

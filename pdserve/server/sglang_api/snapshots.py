@@ -36,7 +36,7 @@ from pdserve.server.openai.chat import prepare_chat_call
 from pdserve.server.openai.common import OpenAICall
 from pdserve.server.openai.completions import prepare_completion
 from pdserve.server.request.restored import NOT_KEPT, KVRule, RestoredRequest, identity_of
-from pdserve.server.request.schemas import ExtractBody, RidBody
+from pdserve.server.request.schemas import ExtractBody, ResumeBody, SuspendBody
 from pdserve.server.sglang_api.generate import GenerateCall, prepare_generate
 from pdserve.server.snapshot_store import SnapshotStore
 
@@ -172,7 +172,7 @@ class SnapshotEndpoints:
             RequestError: 404, no such request is live; 409, one of its name is suspended; 503, the store is full.
         """
         self._check_role()
-        body = convert(await read_json_object(request, self._context.max_body_bytes), RidBody)
+        body = convert(await read_json_object(request, self._context.max_body_bytes), SuspendBody)
         state = self._live(body.rid)
         self.store.check(state.name)
         size = self._kv_bytes(state) + HEAD_TOKEN_BYTES * self._context.limits().capacity
@@ -201,8 +201,8 @@ class SnapshotEndpoints:
             RequestError: 404, no such request is suspended; otherwise as `restore`.
         """
         self._check_role()
-        body = convert(await read_json_object(request, self._context.max_body_bytes), RidBody)
-        rid, rule = body.rid, _kv_rule(request)
+        body = convert(await read_json_object(request, self._context.max_body_bytes), ResumeBody)
+        rid, rule = body.rid, body.kv
         data = await asyncio.to_thread(self.store.get, rid)
         snapshot, kv = await asyncio.to_thread(decode, data)
         if self._context.client.is_live(rid):
