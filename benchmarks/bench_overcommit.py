@@ -29,7 +29,7 @@ from pdserve.memory.layout import pages_for
 
 SYSTEMS = ("monolith", "1P1D")
 VARIANTS = ("enough", "recompute", "offload")
-OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+OFFLOAD = "--disaggregation-decode-retraction-backup=cpu_tensor"
 PAGE_TOKENS = 16
 COUNTERS = ("requests_retracted", "recomputed_tokens", "offloaded_pages", "restored_pages", "audit_differences")
 READ_S = 30.0

@@ -24,7 +24,7 @@ from pdserve.base.env import CONTROL_TOKEN, control_token
 from pdserve.base.startup_progress import EVERY_S, told
 from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args, refuse_unknown_flags
-from pdserve.config.kv_events_group import FIELD
+from pdserve.config.kv_events_group import FIELD, LOAD_FIELD
 from pdserve.config.resolve import BOOTSTRAP_PORT, NVIDIA_DRIVER, WSL_DRIVER, fill_in, look_at_machine
 from pdserve.errors import ConfigError, ModelError, UnsupportedModelError
 
@@ -125,8 +125,11 @@ def _check_ports(config: ServerConfig) -> None:
         check_port(host, port, "disaggregation_bootstrap_port")
     if config.parallel.nnodes > 1 and config.parallel.dist_init_addr is not None:
         check_port("", int(config.parallel.dist_init_addr.rpartition(":")[2]), "dist_init_addr")
+    replicas = range(config.parallel.dp_size if config.parallel.nnodes == 1 else 1)
+    if config.load_endpoint is not None:
+        for host, port in config.load_endpoint.ports_of(replicas):
+            check_port(host, port, LOAD_FIELD)
     if config.kv_events is not None and config.wants_prefix_cache:
-        replicas = range(config.parallel.dp_size if config.parallel.nnodes == 1 else 1)
         for host, port in (each for bound in config.kv_events.bound for each in bound.ports_of(replicas)):
             check_port(host, port, FIELD)
 

@@ -82,7 +82,7 @@ class ModelServer(SchedulerThread):
             ),
             disagg=DisaggConfig(
                 disaggregation_mode=mode,
-                disaggregation_decode_enable_offload_kvcache=offload and mode == "decode",
+                disaggregation_decode_retraction_backup="cpu_tensor" if offload and mode == "decode" else "none",
                 disaggregation_layerwise_transfer=layerwise,
             ),
             speculative=speculative,

@@ -14,8 +14,9 @@ from pdserve.base.hosts import HostPatterns, parse_host_patterns
 from pdserve.base.parallel import ParallelShape
 from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
-from pdserve.config.kv_events_group import KVEventsConfig, parse_kv_events
+from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 
@@ -23,6 +24,7 @@ DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
+RetractionBackup = Literal["none", "cpu_tensor"]
 ModelImpl = Literal["auto", "native", "transformers"]
 AttentionBackendName = Literal["auto", "torch", "triton", "flashinfer"]
 KVCacheDType = Literal["auto", "fp8_e4m3", "int8"]
@@ -230,8 +232,10 @@ class DisaggConfig:
     disaggregation_decode_enable_radix_cache: bool = flag(
         False, help="decode keeps a prefix cache of finished turns; prefill sends only the rest of the next turn"
     )
-    disaggregation_decode_enable_offload_kvcache: bool = flag(
-        False, help="offload a retracted request's KV cache to host memory; when disabled, the KV cache is recomputed"
+    disaggregation_decode_retraction_backup: RetractionBackup = flag(
+        "none",
+        help="where the KV cache of a retracted request is kept. cpu_tensor: in host memory, see "
+        "--disaggregation-decode-offload-gb. none: it is computed again",
     )
     disaggregation_enable_kv_checksum: bool = flag(
         False, help="decode verifies a checksum of received KV and refuses damaged KV; set it on both sides"
@@ -263,8 +267,9 @@ class DisaggConfig:
 
     @property
     def may_share_memory(self) -> bool:
-        """Whether peers on this host may map this server's KV."""
-        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("shm", "auto")
+        """Whether peers on this host may map this server's KV, now or after a role change."""
+        transfers = self.disaggregation_mode != "null" or self.enable_pd_role_switch
+        return transfers and self.disaggregation_transfer_backend in ("shm", "auto")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -404,6 +409,11 @@ class ObserveConfig:
         help="publish what the prefix cache holds over zmq: JSON with publisher (zmq or null), endpoint, bind, "
         "replay_endpoint, buffer_steps, hwm, max_queue_size, topic and format (map or array). Off when absent",
     )
+    load_publish_endpoint: str | None = flag(
+        None,
+        help="publish the load of each replica over zmq: tcp://HOST:PORT or ipc://PATH of replica 0, or auto: behind "
+        "the ports of --kv-events-config. Off when absent or off",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = flag(
         "info", help="minimum level of log messages", env="SGLANG_LOG_LEVEL"
     )
@@ -433,6 +443,7 @@ class ServerConfig:
     memory: MemoryConfig = MemoryConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
+    pairing: PairingConfig = PairingConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
@@ -446,6 +457,11 @@ class ServerConfig:
     def kv_events(self) -> KVEventsConfig | None:
         """The publisher of KV events; None: events are off. Raises ConfigError when the flag's value is not valid."""
         return parse_kv_events(self.observe.kv_events_config, self.parallel.dp_size)
+
+    @functools.cached_property
+    def load_endpoint(self) -> Endpoint | None:
+        """Where replica 0 publishes its load; None: nowhere. Raises ConfigError when the flag's value is not valid."""
+        return parse_load_endpoint(self.observe.load_publish_endpoint, self.kv_events, self.parallel.dp_size)
 
     @property
     def wants_prefix_cache(self) -> bool:

@@ -1,4 +1,7 @@
-"""The value of `--kv-events-config`: where and how a server publishes KV events. Names are those of vLLM and SGLang."""
+"""Where and how a server publishes KV events and its load: `--kv-events-config` and `--load-publish-endpoint`.
+
+Names are those of vLLM and SGLang.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,8 @@ from pdserve.errors import ConfigError
 WireForm = Literal["map", "array"]
 FIELD = "kv_events_config"
 FLAG = "--kv-events-config"
+LOAD_FIELD = "load_publish_endpoint"
+LOAD_FLAG = "--load-publish-endpoint"
 _MAX_JSON = 1 << 16
 _MAX_COUNT = 1 << 24
 _TCP = re.compile(r"tcp://(?P<host>\*|\[[0-9a-fA-F:.%\w]+\]|[^:/\s*\[\]]+):(?P<port>[0-9]{1,5})")
@@ -121,6 +126,45 @@ def parse_kv_events(text: str | None, num_replicas: int = 1) -> KVEventsConfig |
     config = KVEventsConfig(**found)
     _check_endpoints(config, num_replicas)
     return config if _is_on(values) else None
+
+
+def parse_load_endpoint(text: str | None, events: KVEventsConfig | None, num_replicas: int = 1) -> Endpoint | None:
+    """Read `--load-publish-endpoint`: off, auto, or where replica 0 publishes its load; None: load is not published.
+
+    `auto` are the ports behind those of the KV `events`, and behind those of replays that would overlap.
+
+    Raises:
+        ConfigError: the value is not valid, overlaps the ports of `events`, or `auto` has no ports to follow.
+    """
+    if text is None or text == "off":
+        return None
+    taken = () if events is None else events.bound
+    if text == "auto":
+        if events is None or not events.binds or events.endpoint.port is None:
+            raise ConfigError(f"{LOAD_FLAG} auto needs {FLAG} with a bound tcp:// endpoint", field=LOAD_FIELD)
+        port = events.endpoint.port and events.endpoint.port + num_replicas
+        replay = None if events.replay_endpoint is None else events.replay_endpoint.port
+        if port and replay and abs(replay - port) < num_replicas:
+            port = replay + num_replicas
+        text = f"tcp://{events.endpoint.host}:{port}"
+    found = _TCP.fullmatch(text)
+    endpoint = Endpoint(text, None, None) if found is None else Endpoint(text, found["host"], int(found["port"]))
+    if found is None and not _IPC.fullmatch(text):
+        raise ConfigError(
+            f"{LOAD_FLAG} is {text!r}, but must be off, auto, tcp://HOST:PORT or ipc://PATH", field=LOAD_FIELD
+        )
+    if endpoint.port is not None and endpoint.port + num_replicas - 1 > 65535:
+        raise ConfigError(
+            f"{LOAD_FLAG}: the ports of {num_replicas} replicas from {text} on must be at most 65535", field=LOAD_FIELD
+        )
+    for other in taken:
+        both = (endpoint.port, other.port)
+        overlap = abs(both[0] - both[1]) < num_replicas if both[0] and both[1] else endpoint.address == other.address
+        if overlap and endpoint.port != 0:
+            raise ConfigError(
+                f"{LOAD_FLAG} {text} overlaps {other.address} of {FLAG}; give other ports", field=LOAD_FIELD
+            )
+    return endpoint
 
 
 def _read(text: str) -> dict[str, Any]:

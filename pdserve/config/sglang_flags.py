@@ -26,7 +26,7 @@ disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory
 disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
-disaggregation-decode-retraction-backup dist-timeout dllm-algorithm
+disaggregation-decode-enable-offload-kvcache dist-timeout dllm-algorithm
 dllm-algorithm-config dllm-block-size dllm-fdfo ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
 dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size
@@ -76,7 +76,7 @@ int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-de
 kt-max-deferred-experts-per-token kt-method kt-num-gpu-experts kt-threadpool-count kt-weight-path
 kv-canary kv-canary-real-data kv-canary-sweep-interval language-model-only language-only
 limit-mm-data-per-request linear-attn-backend linear-attn-decode-backend linear-attn-prefill-backend
-linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method load-publish-endpoint
+linear-attn-verify-backend linear-replayssm-cache-len lmcache-config-file load-balance-method
 load-snapshot-publish-interval load-watch-interval log-requests-format
 lora-backend lora-drain-wait-threshold lora-eviction-policy lora-strict-loading
 lora-target-modules lora-use-virtual-experts mamba-backend mamba-cache-philox-rounds

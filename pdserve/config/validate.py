@@ -18,7 +18,7 @@ from pdserve.config.groups import (
     ServerConfig,
     ServingConfig,
 )
-from pdserve.config.kv_events_group import parse_kv_events
+from pdserve.config.kv_events_group import parse_kv_events, parse_load_endpoint
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY, ScheduleConfig
 from pdserve.errors import ConfigError
 
@@ -41,6 +41,7 @@ def check(config: ServerConfig) -> None:
     _check_memory(config.memory)
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
+    config.pairing.check()
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
     _between("cpu_nice", config.kernels.cpu_nice, 0, MAX_NICENESS)
     if config.kernels.cpu_pin is not None:
@@ -58,7 +59,8 @@ def check(config: ServerConfig) -> None:
     config.lora.check((config.model.model_path, config.model.served_model_name))
     config.accepted.check()
     _check_observe(config.observe)
-    parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)
+    events = parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)
+    parse_load_endpoint(config.observe.load_publish_endpoint, events, config.parallel.dp_size)
 
 
 def _check_snapshots(serving: ServingConfig) -> None:

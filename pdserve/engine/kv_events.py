@@ -1,4 +1,8 @@
-"""Opens the publisher of KV events of a replica. Only rank 0 publishes: the caches of all ranks are equal."""
+"""Opens the publishers of KV events and of load of a replica.
+
+Only rank 0 publishes: the caches and the queues of all ranks are equal. The publishers belong to the process, not to
+its role.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from pdserve.model.paths import resolve_model_path
 from pdserve.model.weights_digest import weights_digest
 from pdserve.observe.kv_events import KVEventStream, groups_of
 from pdserve.observe.kv_publisher import KVEventPublisher
+from pdserve.observe.load_events import LoadPublisher
 
 log = logging.getLogger(__name__)
 
@@ -68,6 +73,20 @@ def open_kv_events(
     loras = built.loras
     adapters = None if loras is None else AdapterKeys(loras.key_shift, loras.adapter_of_key)
     return KVEvents(CacheRecorder(publisher, adapters), publisher)
+
+
+def open_load_events(config: ServerConfig, dp_rank: int, stack: contextlib.ExitStack) -> LoadPublisher | None:
+    """Start the publisher that `--load-publish-endpoint` asks for; None without it. `stack` ends it.
+
+    Raises:
+        ConfigError: the endpoint cannot be used.
+    """
+    if config.load_endpoint is None:
+        return None
+    publisher = LoadPublisher(config.load_endpoint, dp_rank)
+    stack.callback(publisher.close)
+    log.info("the load of replica %d is published at %s", dp_rank, publisher.endpoint)
+    return publisher
 
 
 def key_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace:

@@ -15,6 +15,7 @@ import msgspec
 from pdserve.memory.layer_events import LayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -138,6 +139,19 @@ class ImportedPages:
         return list(self.data)
 
 
+class CopyHandle(Protocol):
+    """Copies between pages of the pool and slots of the host tier that run beside steps."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once all bytes are in place, on all ranks. Raises what made the copy fail."""
+        ...
+
+    def on_end(self, then: Callable[[], None]) -> None:
+        """Call `then` once, on any thread, when this rank's copies have ended or failed; at once if they have."""
+        ...
+
+
 class Executor(Protocol):
     """Runs plans. Called by the scheduler thread only.
 
@@ -199,6 +213,22 @@ class Executor(Protocol):
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """Copy saved KV into as many `pages` of each group; the host copy may then be dropped."""
+        ...
+
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """Begin to copy pages of the pool into slots of the host tier, beside steps.
+
+        All steps that write the pages are resolved. Until the handle is done, no step writes them, and the slots are
+        neither read nor used for other copies. Copies run in the order of their start.
+        """
+        ...
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """Begin to copy slots of the host tier into pages of the pool, beside steps.
+
+        Until the handle is done, no step reads or writes the pages, and the slots are not overwritten. Steps that are
+        launched afterwards read what was copied.
+        """
         ...
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:

@@ -42,6 +42,7 @@ from pdserve.executor.model_runner import (
     choose_runner,
     cut_plan,
 )
+from pdserve.executor.page_copies import HostTierCopies
 from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
@@ -50,7 +51,7 @@ from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
 from pdserve.memory.kv_memory import PageTable
-from pdserve.memory.layout import KVLayout, PageSpace
+from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.model.attention.interface import AttentionBackend
 from pdserve.model.attention.page_gather import GroupPool
@@ -87,7 +88,7 @@ class _Step:
     backlog: Backlog | None = None
 
 
-class LocalExecutor:
+class LocalExecutor(HostTierCopies):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
@@ -349,8 +350,9 @@ class LocalExecutor:
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         assert not self._launched, "offload while a step is unresolved"
-        with self._runner.behind():
-            self._settle(pages)
+        with self._runner.behind(), torch.inference_mode():
+            if self._pending is not None and self._fold is not None:
+                self._pending.settle_pages(self._layout, pages, self._fold)
             saved = kv_pages.save(self.pools, pages)
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
@@ -374,17 +376,10 @@ class LocalExecutor:
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""
         self._runner.close()
+        self.close_host_tier()
         self._grammars.shut_down()
         if self.experts is not None:
             self.experts.close()
-
-    @torch.inference_mode()
-    def _settle(self, pages: Sequence[Sequence[int]]) -> None:
-        """Fold the accepted pending tokens of the state slots in `pages`, a list for each layout group."""
-        if self._pending is not None and self._fold is not None:
-            groups = zip(self._layout.groups, pages, strict=True)
-            slots = [slot for group, own in groups if group.space is PageSpace.SLOTS for slot in own]
-            self._pending.settle(slots, self._fold)
 
     def _read(self, plan: BatchPlan) -> _Step:
         """Copy the inputs of the plan."""

@@ -39,7 +39,7 @@ from pdserve.model.attention.page_gather import GroupPool, KVPool
 from pdserve.model.config import ModelSpec, check_spec, kv_layout
 from pdserve.model.decoder import Decoder
 from pdserve.model.gated_delta_net import GatedDeltaNet
-from pdserve.model.grouped_weights import GroupFormat
+from pdserve.model.grouped_weights import MIN_GROUP, GroupFormat, within
 from pdserve.model.interface import Model
 from pdserve.model.layer_spec import AttentionSpec, MLASpec
 from pdserve.model.layers.kernels import Kernels
@@ -54,7 +54,7 @@ from pdserve.model.loader import (
 from pdserve.model.native.decoder import NativeDecoder
 from pdserve.model.native.packer import AttentionInModel
 from pdserve.model.parallel import Parallel
-from pdserve.model.params import torch_dtype
+from pdserve.model.params import ParamSlots, torch_dtype
 from pdserve.model.placement import ExpertMap, first_placement
 
 if TYPE_CHECKING:
@@ -210,6 +210,7 @@ def _torch_decoder(wanted: ModelToLoad, choice: Choice) -> Decoder:
 
     names = _empty_decoder(dataclasses.replace(wanted, device=torch.device("cpu")), make_kernels("torch"))
     known = {own: form for name, form in formats.items() for own in names.params.names_of(name)}
+    refuse_cut_groups(wanted, names.params, formats)
     decoder = _empty_decoder(wanted, kernels, packable(names, known))
     keep_packed(decoder, known, wanted.device)
     return decoder
@@ -221,6 +222,7 @@ def _load_kernels(wanted: ModelToLoad, level: str) -> LoadedModel:
     with wanted.startup.part(WEIGHTS):
         decoder = _empty_decoder(wanted, make_kernels("torch"))
         formats = kept_formats(wanted)
+        refuse_cut_groups(wanted, decoder.params, formats)
         packs_embedding = not wanted.config.speculative.uses_draft_model
         native = make_native(
             decoder, model, level, lambda: wanted.startup.part(PACK), formats, packs_embedding=packs_embedding
@@ -246,6 +248,37 @@ def kept_formats(wanted: ModelToLoad) -> Mapping[str, GroupFormat]:
         shown = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
         _LOG.info("quantized weights stay packed: %s", shown)
     return formats
+
+
+def refuse_cut_groups(wanted: ModelToLoad, params: ParamSlots, formats: Mapping[str, GroupFormat]) -> None:
+    """Refuse ranks whose share of a packed weight's inputs cuts a group of inputs with one scale.
+
+    The CPU and Triton kernels divide groups into groups of 64 or 32 inputs, and no smaller ones. All ranks refuse
+    alike. `formats`: those of weights that stay packed, by their names in the checkpoint. With `--quantization int4`
+    such a weight is rounded anew instead.
+
+    Raises:
+        ConfigError: `tp_size`; the message names the weight.
+    """
+    if wanted.config.model.quantization is not None:
+        return
+    known = {own: form for name, form in formats.items() for own in params.names_of(name)}
+    for param in params.of_some_inputs:
+        form = known.get(param.name)
+        if form is None:
+            continue
+        size = param.held_shape[1]
+        starts = range(0, param.shape[1], size)
+        cut = [start for start in starts if within(form, range(start, start + size)) is None]
+        if cut:
+            tp_size = wanted.config.parallel.tp_size
+            other = f"--ep-size {tp_size}" if ".experts." in param.name else "another --tp-size"
+            raise ConfigError(
+                f"--tp-size {tp_size}: {param.name} has a scale for each {form.group} inputs, and the inputs of a rank "
+                f"would begin at {cut[0]}, which is no multiple of {MIN_GROUP}; use {other}, or --quantization bf16, "
+                "which dequantizes all weights",
+                field="tp_size",
+            )
 
 
 def _load_transformers(wanted: ModelToLoad, level: str) -> LoadedModel:

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from pdserve.executor.input_batch import HostBatch
 from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.kv_memory import PageTable
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.model.forward_batch import IntArray
 
 Fold = Callable[[IntArray, IntArray], None]
@@ -174,6 +175,11 @@ class PendingRows:
         if not counts.any():
             return batch
         return dataclasses.replace(batch, rows=dataclasses.replace(batch.rows, num_folded=counts))
+
+    def settle_pages(self, layout: KVLayout, pages: Sequence[Sequence[int]], fold: Fold) -> None:
+        """Call `settle` for the state slots in `pages`, a list for each layout group."""
+        groups = zip(layout.groups, pages, strict=True)
+        self.settle([slot for group, own in groups if group.space is PageSpace.SLOTS for slot in own], fold)
 
     def settle(self, slots: Iterable[int], fold: Fold) -> None:
         """Fold the accepted pending tokens of those of `slots` that have some. No step may be unresolved."""

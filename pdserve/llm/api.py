@@ -184,7 +184,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate outputs for one or several prompts, in their order. Blocks the calling thread.
 
-        A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`. `sampling_params`: one for all
+        A prompt is text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`; beside them a dict may have a
+        `cache_salt`, and shares cached KV with prompts of the same salt only. `sampling_params`: one for all
         prompts, or one per prompt; `SamplingParams`, or a dict with its names or SGLang's; None: the defaults.
         `use_tqdm`: show a progress bar, or a function to call in place of `tqdm`. `priority`: one per prompt, higher
         first with `enable_priority_scheduling` or `schedule_policy="priority"`; None: 0 for all. `lora_path`: name of a

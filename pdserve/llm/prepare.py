@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import msgspec
 
@@ -25,21 +25,23 @@ from pdserve.server.http.json_http import convert
 from pdserve.server.openai.chat import chat_prompt, final_text
 from pdserve.server.openai.chat_tools import plan_tools
 from pdserve.server.request.constraints import Constraint, reasoning_grammar
-from pdserve.server.request.intake import check_token_ids, make_requests, prompt_request
+from pdserve.server.request.intake import check_salt, check_token_ids, make_requests, prompt_request
 from pdserve.server.request.sampling_fields import check_prompt_fits
 from pdserve.server.request.schemas import ChatBody
 
 
 class TextPrompt(TypedDict):
-    """A prompt as text."""
+    """A prompt as text. `cache_salt`: it shares cached KV with prompts of the same salt only."""
 
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids."""
+    """A prompt as token ids. `cache_salt`: as in `TextPrompt`."""
 
     prompt_token_ids: list[int]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
@@ -53,6 +55,7 @@ class GivenPrompt:
 
     where: str
     content: str | list[int]
+    salt: str = ""
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[GivenPrompt]:
@@ -91,19 +94,32 @@ def _is_ids(value: Any) -> bool:
 def _prompt(value: Any, where: str) -> GivenPrompt:
     if isinstance(value, Mapping):
         names = value.keys() & {"prompt", "prompt_token_ids"}
-        if len(value) != 1 or len(names) != 1:
-            message = f"{where} must have either prompt or prompt_token_ids, and nothing else, got {sorted(value)}"
+        if len(value.keys() - {"cache_salt"}) != 1 or len(names) != 1:
+            message = (
+                f"{where} must have either prompt or prompt_token_ids, and nothing else but cache_salt, "
+                f"got {sorted(value)}"
+            )
             raise InvalidRequestError(message, field="prompts")
         name = names.pop()
         content = value[name]
         if isinstance(content, str) != (name == "prompt"):
             raise _wrong(where, content)
-        return _prompt(content, where)
+        return dataclasses.replace(_prompt(content, where), salt=_salt(value.get("cache_salt"), f"{where}.cache_salt"))
     if isinstance(value, str) and value:
         return GivenPrompt(where, value)
     if _is_ids(value):
         return GivenPrompt(where, list(value))
     raise _wrong(where, value)
+
+
+def _salt(value: Any, where: str) -> str:
+    """Return the salt of a prompt, empty without one."""
+    try:
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{where} must be text, got {type(value).__name__}", field=where)
+        return check_salt(value, where) or ""
+    except RequestError as error:
+        raise InvalidRequestError(error.message, field="prompts") from None
 
 
 def _wrong(where: str, value: Any) -> InvalidRequestError:
@@ -127,6 +143,7 @@ class ReadyPrompt:
     input_ids: list[int]
     begins_inside: bool | None = None
     is_chat: bool = False
+    salt: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +206,7 @@ class Preparer:
         if not input_ids:
             raise RequestError("prompts must not be empty", field="prompts")
         check_token_ids(input_ids, context.limits().vocab_size, "prompts")
-        return ReadyPrompt(given.where, text, input_ids)
+        return ReadyPrompt(given.where, text, input_ids, salt=given.salt)
 
     async def conversations(
         self, given: Sequence[Sequence[Mapping[str, Any]]], fields: Mapping[str, Any]
@@ -272,6 +289,8 @@ class Preparer:
         if sampling.seed is None and self._seed is not None:
             sampling = msgspec.structs.replace(sampling, seed=_derived(self._seed, own))
         request = prompt_request(prompt.input_ids, sampling, params.logprob_params())
+        if prompt.salt:
+            request = msgspec.structs.replace(request, cache_salt=prompt.salt)
         prompt_requests = [request if adapter is None else msgspec.structs.replace(request, lora=adapter)]
         body = _Nowhere(rid=str(own), priority=priority)
         states = make_requests(prompt_requests, params.n, body, "null", stream=False)

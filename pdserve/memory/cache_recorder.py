@@ -29,13 +29,15 @@ class CacheAdapter:
 class PagesStored:
     """Pages that entered the tree behind page `parent` (None: at its root), in token order.
 
-    `tokens`: their token ids, as uint32 LE, without the bits of the adapter.
+    `tokens`: their token ids, as uint32 LE, without the bits of the adapter. `salt`: cache salt of the requests that
+    may use them; empty without one.
     """
 
     parent: int | None
     pages: Sequence[int]
     tokens: bytes
     adapter: CacheAdapter | None
+    salt: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,15 +102,18 @@ class CacheRecorder:
         self.num_lost = 0
         """Flushes whose changes the sink did not take."""
 
-    def stored(self, parent: int | None, pages: Sequence[int], key: bytes) -> None:
-        """Record that the tree has new `pages` with the tokens `key` behind page `parent`; None: at its root."""
+    def stored(self, parent: int | None, pages: Sequence[int], key: bytes, salt: str = "") -> None:
+        """Record that the tree has new `pages` with the tokens `key` behind page `parent`; None: at its root.
+
+        `salt`: see `PagesStored`.
+        """
         tokens, adapter = key, None
         if self._adapters is not None:
             number = int.from_bytes(key[:4], "little") >> self._adapters.shift
             if number:
                 adapter = self._adapters.find(number)
                 tokens = _without_bits(key, self._adapters.shift)
-        self._changes.append(PagesStored(parent, tuple(pages), tokens, adapter))
+        self._changes.append(PagesStored(parent, tuple(pages), tokens, adapter, salt))
 
     def removed(self, pages: Sequence[int]) -> None:
         """Record that `pages` have left the tree."""

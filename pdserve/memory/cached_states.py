@@ -22,13 +22,17 @@ class RadixNode:
 
     `key`: the tokens of `pages`. `end`: pages from the root to the end of this node. `locks`: locked paths through this
     node. `stamp`: order of the last use. `hits`: number of reuses. `queued`: True while the eviction heap has an entry
-    for this node. `state`: slot with the recurrent state at `end`, see `CachedStates`; None: none is cached.
+    for this node. `state`: slot with the recurrent state at `end`, see `CachedStates`; None: none is cached. `salt`:
+    see `SaltedTokens`; empty without one.
     """
 
-    __slots__ = ("children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "stamp", "state")
+    __slots__ = (
+        "children", "end", "hits", "key", "locks", "pages", "parent", "priority", "queued", "salt", "stamp", "state",
+    )  # fmt: skip
 
-    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int) -> None:
+    def __init__(self, parent: RadixNode | None, key: bytearray, pages: list[int], end: int, salt: str = "") -> None:
         self.parent = parent
+        self.salt = salt
         self.key = key
         self.pages = pages
         self.end = end

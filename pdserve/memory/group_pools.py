@@ -104,6 +104,45 @@ class GroupPools:
         self._live[lease] = None
         return lease
 
+    def reserve_for_copy(
+        self,
+        owner: str,
+        *,
+        shared: Mapping[int, CachedWindowPage],
+        source: RadixNode | None = None,
+        new: Iterable[int] = (),
+        state_at: int | None = None,
+    ) -> GroupLease | None:
+        """Return what a copy between tiers needs; None, without any change, when window pages or slots are short.
+
+        Args:
+            owner: a label for the audit.
+            shared: window pages of the cache to lock, by number.
+            source: the node whose state is read, which stays locked until the lease ends.
+            new: numbers of fresh window pages.
+            state_at: position of a state for which a slot is taken, see `GroupLease.kept`.
+        """
+        numbers = list(new)
+        most = len(numbers) + len(shared)
+        if self._num_committed + most > self._window.num_pages:
+            return None
+        if source is not None:
+            assert self.states is not None
+            self.states.lock(source)
+        slot = None if state_at is None else self._take_slot()
+        if state_at is not None and slot is None:
+            if source is not None and self.states is not None:
+                self.states.unlock(source)
+            return None
+        lease = GroupLease(owner, None, most, source=source)
+        self._num_committed += most
+        self._live[lease] = None
+        self.share_window(lease, shared)
+        lease.window.update(zip(numbers, self._take_window(len(numbers)), strict=True))
+        if state_at is not None and slot is not None:
+            lease.kept[state_at] = slot
+        return lease
+
     def _reserve_slot(self, source: RadixNode | None) -> int:
         """Take a slot. A `source` that keeps its state is locked."""
         if source is None:
@@ -215,8 +254,8 @@ class GroupPools:
 
     def share_window(self, lease: GroupLease, pages: Mapping[int, CachedWindowPage]) -> None:
         """Give a request that continues from a cached prefix window pages of the cache, by number; it locks them."""
-        assert self.windows is not None
         for number, cached in pages.items():
+            assert self.windows is not None
             self.windows.lock(cached)
             lease.window[number] = cached.page
             lease.cached[cached.page] = cached

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pdserve.memory.audit import audit_pool
 from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.cached_states import CachedStates
-from pdserve.memory.cached_windows import CachedWindows
+from pdserve.memory.cached_windows import CachedWindowPage, CachedWindows
 from pdserve.memory.group_pools import GroupPools, GroupPoolSizes
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import GroupLease, Lease, LeasePool, PageAllocator, ReleasePreview, pages_of_group
@@ -50,19 +50,38 @@ class KVMemory:
         recorder: CacheRecorder | None = None,
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
-        if prefix_cache and layout.has_state:
-            self.groups.states = CachedStates(self.groups.free_slot, recorder)
-        if prefix_cache and layout.window:
-            self.groups.windows = CachedWindows(self.groups.free_window, recorder)
-        tree = None
-        if prefix_cache:
-            tree = RadixTree(layout.page_tokens, eviction, self.groups.states, self.groups.windows, recorder)
         self.layout = layout
-        self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
+        self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take))
         self.aux = LeasePool(PageAllocator(num_aux))
         self.table = page_table
+        self._eviction = eviction
+        self._uses_cache = prefix_cache
+        if prefix_cache:
+            self._open_cache(recorder)
         if self.groups.is_used:
             self.pages.on_end = self._end_groups
+
+    def change_role(self, num_aux: int, *, prefix_cache: bool, recorder: CacheRecorder | None = None) -> None:
+        """Fit the memory to another role of the server. No lease lives.
+
+        Without `prefix_cache` requests neither use nor fill the cache, whose pages stay until they are evicted. A cache
+        that is made now is empty, and `recorder` gets its changes.
+        """
+        assert not self.pages.live_leases and not self.aux.live_leases, "a request or a peer still holds pages"
+        if num_aux != self.aux.num_total:
+            self.aux = LeasePool(PageAllocator(num_aux))
+        self._uses_cache = prefix_cache
+        if prefix_cache and self.pages.tree is None:
+            self._open_cache(recorder)
+
+    def _open_cache(self, recorder: CacheRecorder | None) -> None:
+        if self.layout.has_state:
+            self.groups.states = CachedStates(self.groups.free_slot, recorder)
+        if self.layout.window:
+            self.groups.windows = CachedWindows(self.groups.free_window, recorder)
+        self.pages.tree = RadixTree(
+            self.layout.page_tokens, self._eviction, self.groups.states, self.groups.windows, recorder
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -70,9 +89,14 @@ class KVMemory:
         return self.layout.tokens_in(self.pages.num_total)
 
     @property
+    def num_used_tokens(self) -> int:
+        """Token capacity of the pages that a lease holds or locks; cached pages that can be evicted do not count."""
+        return self.layout.tokens_in(self.pages.num_total - self.pages.num_available)
+
+    @property
     def has_prefix_cache(self) -> bool:
         """True when pages are kept for later prompts."""
-        return self.pages.tree is not None
+        return self._uses_cache
 
     @property
     def cache_version(self) -> int:
@@ -87,7 +111,7 @@ class KVMemory:
     @property
     def has_cached_states(self) -> bool:
         """True when the prefix cache keeps recurrent states."""
-        return self.groups.states is not None
+        return self._uses_cache and self.groups.states is not None
 
     @property
     def num_available(self) -> int:
@@ -110,7 +134,7 @@ class KVMemory:
         """Return the number of leading tokens of `token_ids` whose pages are cached, with or without a state behind
         them.
         """
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return 0
         return self.layout.tokens_in(self.pages.tree.peek(token_ids, self.layout.whole_pages(max_tokens)))
 
@@ -121,23 +145,9 @@ class KVMemory:
     def _usable_pages(self, token_ids: bytes, max_pages: int) -> int:
         """Return the leading pages of `token_ids` that a request can take from the cache, at most `max_pages`."""
         tree = self.pages.tree
-        if tree is None:
-            return 0
-        windows, num_pages = self.groups.windows, max_pages
-        while True:
-            if self.has_cached_states:
-                node = tree.deepest_state(token_ids, num_pages)
-                num_pages = 0 if node is None else node.end
-            else:
-                num_pages = tree.peek(token_ids, num_pages)
-            if windows is None or num_pages == 0:
-                return num_pages
-            usable = windows.usable(tree.backwards(token_ids, num_pages), num_pages, self._first_read)
-            if usable == num_pages or not self.has_cached_states:
-                return usable
-            num_pages = usable
+        return tree.usable(token_ids, max_pages, self.first_read) if tree is not None and self._uses_cache else 0
 
-    def _first_read(self, num_pages: int) -> int:
+    def first_read(self, num_pages: int) -> int:
         """Return the number of the first page that layers with a window read for the token behind `num_pages`."""
         num_tokens = self.layout.tokens_in(num_pages)
         return self.layout.window_pages(num_tokens, num_tokens).start
@@ -155,7 +165,7 @@ class KVMemory:
         `after`: when it is called after that release.
         """
         num_pages = self.num_pages(num_tokens)
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return num_pages
         going = None if after is None else after.locks
         max_prefix_pages = self.layout.whole_pages(max_prefix_tokens)
@@ -187,7 +197,7 @@ class KVMemory:
         continues from the state and the window pages there, unless `needs_state` is False: a transfer then brings
         both, and the caller asks for no page of the prefix that the transfer's window has.
         """
-        max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
+        max_prefix_pages = self.layout.whole_pages(max_prefix_tokens) if prefix is not None and self._uses_cache else 0
         if not self.groups.is_used:
             return self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
         most = max(max_len, num_tokens)
@@ -209,11 +219,76 @@ class KVMemory:
         """Give a lease that begins with a cached prefix the window pages that its first step reads."""
         assert lease.groups is not None
         found = {}
-        for number in range(self._first_read(lease.num_prefix_pages), lease.num_prefix_pages):
+        for number in range(self.first_read(lease.num_prefix_pages), lease.num_prefix_pages):
             cached = windows.find(lease.pages[number])
             assert cached is not None, "the match was cut back"
             found[number] = cached
         self.groups.share_window(lease.groups, found)
+
+    def lock_for_copy(self, token_ids: bytes, owner: str, numbers: Iterable[int] = (), *, state: bool) -> Lease | None:
+        """Return a lease with the hold `tier` over the cached pages of `token_ids`, all whole, from which a copy reads.
+
+        It also locks the cached window pages with these numbers within the prompt, see `Lease.groups`, and with `state`
+        the state behind the tokens. None, without any change, where they are not all cached, or where too many window
+        pages are committed.
+        """
+        lease = self.pages.lock_cached(token_ids, owner)
+        if lease is None:
+            return None
+        lease.hold_only("tier")
+        found: dict[int, CachedWindowPage] = {}
+        for number in numbers:
+            cached = None if self.groups.windows is None else self.groups.windows.find(lease.pages[number])
+            if cached is not None:
+                found[number] = cached
+        if found or state:
+            source = lease.node if state else None
+            if source is None or source.state is not None:
+                lease.groups = self.groups.reserve_for_copy(owner, shared=found, source=source)
+            if lease.groups is None:
+                lease.drop("tier")
+                return None
+        return lease
+
+    def reserve_for_copy(
+        self, token_ids: bytes, num_pages: int, owner: str, numbers: Iterable[int] = (), *, state: bool
+    ) -> Lease | None:
+        """Return a lease with the hold `tier` over `num_pages` pages, into which a copy writes.
+
+        Args:
+            token_ids: whole pages of tokens; those of them that are cached come first and are not written, see
+                `Lease.num_prefix_pages`.
+            num_pages: pages of the lease.
+            owner: a label for the audit.
+            numbers: numbers of the window pages that are copied; the lease has fresh ones for those that are not
+                cached, and locks the others (`GroupLease.cached`).
+            state: with a slot for the state behind `token_ids`, see `GroupLease.kept`.
+
+        Returns:
+            None, without any change but evictions, when pages, window pages or slots are short. `cache` with these
+            tokens gives all of it to the prefix cache.
+        """
+        lease = self.pages.reserve(num_pages, owner, token_ids, num_pages)
+        if lease is None:
+            return None
+        lease.hold_only("tier")
+        found: dict[int, CachedWindowPage] = {}
+        new: list[int] = []
+        for number in numbers:
+            cached = None
+            if self.groups.windows is not None and number < lease.num_prefix_pages:
+                cached = self.groups.windows.find(lease.pages[number])
+            if cached is None:
+                new.append(number)
+            else:
+                found[number] = cached
+        if found or new or state:
+            position = len(token_ids) // TOKEN_BYTES if state else None
+            lease.groups = self.groups.reserve_for_copy(owner, shared=found, new=new, state_at=position)
+            if lease.groups is None:
+                lease.drop("tier")
+                return None
+        return lease
 
     def open_row(self, lease: Lease) -> int | None:
         """Take a page-table row for the pages and the slot of `lease`; None when no row is free."""
@@ -255,7 +330,7 @@ class KVMemory:
         The lease locks them while it lives. Call again as more is computed, and with `ending` just before the request's
         hold drops; see `LeasePool.cache`. Does nothing without a cache.
         """
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return
         num_pages = self.layout.whole_pages(len(token_ids) // TOKEN_BYTES)
         num_bytes = self.layout.tokens_in(num_pages) * TOKEN_BYTES

@@ -126,11 +126,13 @@ class GroupLease:
         return len(self.returning)
 
 
-Hold = Literal["request", "remote", "send"]
+Hold = Literal["request", "remote", "send", "tier"]
 
 
 class Lease:
     """Pages with holds; made by a `LeasePool`, starts with the hold `request`.
+
+    A copy between tiers has the hold `tier`.
 
     `pages`: all pages in token order, empty once the lease has ended. `owner`: a label for the audit, such as a rid.
     `num_prefix_pages`: pages from the prefix cache at the start. `node` locks the first `num_locked_pages` pages in the
@@ -185,6 +187,12 @@ class Lease:
         """Add a hold; the lease must be alive."""
         assert self._holds, f"hold {name} on a dead lease"
         self._holds.add(name)
+
+    def hold_only(self, name: Hold) -> Lease:
+        """Replace all holds of a new lease by `name`; return the lease."""
+        assert self._holds, f"hold {name} on a dead lease"
+        self._holds = {name}
+        return self
 
     def drop(self, name: Hold) -> None:
         """Drop a hold; does nothing when the lease does not have it. Dropping the last hold ends the lease."""
@@ -261,6 +269,19 @@ class LeasePool:
         if self.tree is not None and node is not None:
             self.tree.use(node)
         lease = Lease(self, cached + fresh, owner, node)
+        self.live_leases[lease] = None
+        return lease
+
+    def lock_cached(self, tokens: bytes, owner: str) -> Lease | None:
+        """Return a lease over the cached pages of `tokens`, all whole, which owns none of them and counts no use.
+
+        None when they are not all cached. May split a node.
+        """
+        node = None if self.tree is None else self.tree.node_at(tokens)
+        if node is None or self.tree is None:
+            return None
+        self.tree.lock(node)
+        lease = Lease(self, self.tree.pages_of(node), owner, node)
         self.live_leases[lease] = None
         return lease
 

@@ -3,8 +3,8 @@
     digest of a page = SHA-256(digest of the page before, or of the namespace || token ids of the page as uint32, LE)
 
 The chain is SGLang's. Two servers give a page the same key only if they would compute the same KV for it: same weights,
-page layout, dtype, page size and LoRA adapter. Keys are computed where they are needed, such as for KV events; the
-prefix cache itself compares tokens.
+page layout, dtype, page size and LoRA adapter. Prompts of different cache salts have different keys, too. Keys are
+computed where they are needed, such as for KV events; the prefix cache itself compares tokens.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ class KeyNamespace:
     dtype: str
     page_tokens: int
 
-    def root(self, adapter: str = "") -> bytes:
+    def root(self, adapter: str = "", salt: str = "") -> bytes:
         """Return the 32-byte digest that the first page of a prompt continues.
 
-        `adapter`: digest of the LoRA adapter; empty without one.
+        `adapter`: digest of the LoRA adapter; empty without one. `salt`: cache salt of the request; empty without one.
         """
         fields = {"version": KEY_VERSION, "adapter": adapter, **dataclasses.asdict(self)}
+        if salt:
+            fields["salt"] = salt
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
     def chain(self, before: bytes, tokens: bytes) -> list[bytes]:

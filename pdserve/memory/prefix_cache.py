@@ -1,7 +1,7 @@
 """The prefix cache: a radix tree that maps prompt prefixes to the KV pages that hold them. Owned by one `LeasePool`.
 
 Keys are bytes of int32 token ids, cut at whole pages. Every node but the root has at least one page. No two children
-of a node begin with the same page, so a prompt has exactly one path:
+of a node begin with the same page and salt (`SaltedTokens`), so a prompt has exactly one path:
 
     root ── [A B C] ─┬─ [D E]          a lock on E's node locks A..E: a lock counts on every node up to the root
                      └─ [F]            splitting gives both halves the same locks, stamp, hits and priority
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, SupportsIndex
 
 import numpy as np
 
@@ -31,6 +31,36 @@ TOKEN_BYTES = 4
 def token_bytes(token_ids: Sequence[int]) -> bytes:
     """Return token ids as int32 bytes, the format of keys."""
     return np.asarray(token_ids, dtype=np.int32).tobytes()
+
+
+class SaltedTokens(bytes):
+    """The tokens of a prompt whose request has a cache salt: the prefix cache gives it pages of this salt alone.
+
+    Slices from the first token on keep the salt.
+    """
+
+    salt: str
+
+    @classmethod
+    def of(cls, tokens: bytes, salt: str) -> SaltedTokens:
+        """Return `tokens`, the int32 bytes of a prompt from its first token on, with a salt that is not empty."""
+        assert salt
+        salted = cls(tokens)
+        salted.salt = salt
+        return salted
+
+    def __getitem__(self, index: SupportsIndex | slice) -> bytes:  # type: ignore[override]
+        """Return a part as bytes, with the salt when it begins at the first token."""
+        part = super().__getitem__(index)
+        if isinstance(part, int):
+            raise TypeError("tokens of a prompt are read in slices")
+        begins = isinstance(index, slice) and not index.start and index.step is None
+        return SaltedTokens.of(part, self.salt) if begins else part
+
+
+def salt_of(tokens: bytes) -> str:
+    """Return the cache salt of a prompt's tokens; empty without one."""
+    return tokens.salt if isinstance(tokens, SaltedTokens) else ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +158,26 @@ class RadixTree:
             node = node.parent
         return node
 
+    def usable(self, tokens: bytes, max_pages: int, first_read: Callable[[int], int]) -> int:
+        """Return the leading pages of `tokens`, at most `max_pages`, behind which a prompt can continue.
+
+        With states they end at a state, and with windows at a page behind which the window pages are cached, see
+        `CachedWindows.usable` for `first_read`. Changes nothing.
+        """
+        num_pages = max_pages
+        while True:
+            if self.states is not None:
+                node = self.deepest_state(tokens, num_pages)
+                num_pages = 0 if node is None else node.end
+            else:
+                num_pages = self.peek(tokens, num_pages)
+            if self.windows is None or num_pages == 0:
+                return num_pages
+            usable = self.windows.usable(self.backwards(tokens, num_pages), num_pages, first_read)
+            if usable == num_pages or self.states is None:
+                return usable
+            num_pages = usable
+
     def backwards(self, tokens: bytes, max_pages: int) -> Iterator[int]:
         """Yield the cached pages of `tokens`, at most the first `max_pages`, from the last to the first."""
         found, used = self._walk(tokens, max_pages)
@@ -197,7 +247,7 @@ class RadixTree:
             if alone:
                 self._append(node, key, new)
             else:
-                node = self._add_child(node, key, new, priority)
+                node = self._add_child(node, key, new, priority, salt_of(tokens))
         if held is not None and node is not held:
             assert node.end >= held.end, f"{len(pages)} pages where {held.end} are locked already"
             self.lock(node)
@@ -270,14 +320,15 @@ class RadixTree:
         assert self.recorder is not None and node.parent is not None
         before = node.pages[first - 1 : first] if first else node.parent.pages[-1:]
         key = bytes(node.key[first * self._page_bytes :])
-        self.recorder.stored(before[0] if before else None, node.pages[first:], key)
+        self.recorder.stored(before[0] if before else None, node.pages[first:], key, node.salt)
 
     def _walk(self, tokens: bytes, max_pages: int) -> tuple[RadixNode, int]:
         """Return the deepest node that `tokens` reach, and how many of its pages they cover (for the root: 0)."""
         size, node, at = self._page_bytes, self._root, 0
         end = min(max_pages, len(tokens) // size) * size
+        salt = salt_of(tokens).encode()
         while at < end:
-            child = node.children.get(tokens[at : at + size])
+            child = node.children.get(tokens[at : at + size] if at else salt + tokens[:size])
             if child is None:
                 break
             if len(child.key) > end - at or not tokens.startswith(child.key, at):
@@ -297,7 +348,8 @@ class RadixTree:
         """Split `node` behind its first `num_pages` pages. `node` becomes the lower half; returns the upper."""
         assert 0 < num_pages < len(node.pages) and node.parent is not None
         cut = num_pages * self._page_bytes
-        upper = RadixNode(node.parent, node.key[:cut], node.pages[:num_pages], node.end - len(node.pages) + num_pages)
+        end = node.end - len(node.pages) + num_pages
+        upper = RadixNode(node.parent, node.key[:cut], node.pages[:num_pages], end, node.salt)
         upper.locks, upper.stamp, upper.hits, upper.priority = node.locks, node.stamp, node.hits, node.priority
         node.parent.children[self._first(upper)] = upper
         del node.key[:cut], node.pages[:num_pages]
@@ -319,8 +371,8 @@ class RadixTree:
         node.end += len(pages)
         self._grew(node, len(pages))
 
-    def _add_child(self, parent: RadixNode, key: bytearray, pages: list[int], priority: int) -> RadixNode:
-        node = RadixNode(parent, key, pages, parent.end + len(pages))
+    def _add_child(self, parent: RadixNode, key: bytearray, pages: list[int], priority: int, salt: str) -> RadixNode:
+        node = RadixNode(parent, key, pages, parent.end + len(pages), salt)
         node.stamp, node.priority = self._clock, priority
         parent.children[self._first(node)] = node
         self._grew(node, len(pages))
@@ -399,4 +451,6 @@ class RadixTree:
         return node.parent is not None or node is self._root
 
     def _first(self, node: RadixNode) -> bytes:
-        return bytes(node.key[: self._page_bytes])
+        """Return the key of `node` among the children of its parent: its first page, at the root behind the salt."""
+        first = bytes(node.key[: self._page_bytes])
+        return node.salt.encode() + first if node.parent is self._root else first

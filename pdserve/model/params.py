@@ -348,6 +348,11 @@ class ParamSlots:
             found.append(form)
         return found
 
+    @property
+    def of_some_inputs(self) -> list[Param]:
+        """The parameters of which this rank holds some of the inputs."""
+        return [param for param in self._params.values() if param.part is not None and param.dim == 1]
+
     def names_of(self, name: str) -> list[str]:
         """Return the parameters that the checkpoint's tensor `name` has; see `rename_under` and `divide`."""
         name = self._rename(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +31,8 @@ MEDIUM = "GPU"
 """Medium of pages that steps read; readers know this name for the first tier, on a CPU as well."""
 SNAPSHOT_BLOCKS = 1024
 """Blocks of a snapshot's batch."""
+MAX_ROOTS = 1024
+"""Most roots of adapters and cache salts that are kept; others are computed again."""
 MAX_BUFFER_BYTES = 256 << 20
 """Most bytes of batches that are kept for replay."""
 _KINDS = {
@@ -45,7 +47,8 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
     """Blocks that readers of a prompt can take from the cache, in token order; field names are vLLM's.
 
     `block_hashes`: signed 64-bit numbers. `parent_block_hash`: the block before the first one; None: the prompt begins
-    there. `token_ids`: of all blocks, `block_size` for each. `group_idx`: number of the layout's group.
+    there. `token_ids`: of all blocks, `block_size` for each. `group_idx`: number of the layout's group. `extra_keys`,
+    by block: the adapter's name, and for the first block of a prompt its cache salt; None: neither.
     """
 
     block_hashes: list[int]
@@ -128,6 +131,13 @@ class _Block:
     tokens: bytes
     adapter: CacheAdapter | None
     spaces: set[PageSpace]
+    salt: str = ""
+
+    @property
+    def extra_keys(self) -> list[str] | None:
+        """The entry of the block in `BlockStored.extra_keys`, which is vLLM's."""
+        keys = [] if self.adapter is None else [self.adapter.name]
+        return [*keys, self.salt] if self.salt and self.parent is None else keys or None
 
 
 def groups_of(layout: KVLayout) -> dict[PageSpace, Group]:
@@ -160,7 +170,7 @@ class KVEventStream:
         self._dp_rank, self._wire_form, self._clock = dp_rank, wire_form, clock
         self._encoder = msgspec.msgpack.Encoder()
         self._blocks: dict[int, _Block] = {}
-        self._roots: dict[str, bytes] = {}
+        self._roots: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._buffer: deque[Numbered] = deque()
         self._buffer_steps, self._buffer_bytes = buffer_steps, 0
         self.next_seq = 0
@@ -222,23 +232,25 @@ class KVEventStream:
 
     def _store(self, change: PagesStored) -> BlockStored:
         before = None if change.parent is None else self._blocks[change.parent]
-        digest = self._root(change.adapter) if before is None else before.digest
+        digest = self._root(change.adapter, change.salt) if before is None else before.digest
         parent = None if before is None else before.hash
         size, blocks = self._namespace.page_tokens * TOKEN_BYTES, list[_Block]()
         digests = self._namespace.chain(digest, change.tokens)
         for index, (page, key) in enumerate(zip(change.pages, digests, strict=True)):
             tokens = change.tokens[index * size : (index + 1) * size]
-            block = _Block(key, short_hash(key), parent, tokens, change.adapter, set())
+            block = _Block(key, short_hash(key), parent, tokens, change.adapter, set(), change.salt)
             self._blocks[page] = block
             blocks.append(block)
             parent = block.hash
         return self._stored(blocks, PageSpace.TOKENS)
 
-    def _root(self, adapter: CacheAdapter | None) -> bytes:
-        digest = "" if adapter is None else adapter.digest
-        if digest not in self._roots:
-            self._roots[digest] = self._namespace.root(digest)
-        return self._roots[digest]
+    def _root(self, adapter: CacheAdapter | None, salt: str) -> bytes:
+        identity = "" if adapter is None else adapter.digest, salt
+        if identity not in self._roots:
+            self._roots[identity] = self._namespace.root(*identity)
+            if len(self._roots) > MAX_ROOTS:
+                self._roots.popitem(last=False)
+        return self._roots[identity]
 
     def _content(self) -> Iterator[BlockStored]:
         """Yield the whole content. Blocks entered in an order in which each parent comes before its children."""
@@ -259,6 +271,7 @@ class KVEventStream:
     def _stored(self, blocks: Sequence[_Block], space: PageSpace) -> BlockStored:
         group, adapter = self._groups[space], blocks[0].adapter
         tokens = b"".join(block.tokens for block in blocks)
+        extra_keys = [block.extra_keys for block in blocks]
         return BlockStored(
             block_hashes=[block.hash for block in blocks],
             parent_block_hash=blocks[0].parent,
@@ -267,7 +280,7 @@ class KVEventStream:
             lora_id=None if adapter is None else adapter.number,
             medium=MEDIUM,
             lora_name=None if adapter is None else adapter.name,
-            extra_keys=None if adapter is None else [[adapter.name]] * len(blocks),
+            extra_keys=extra_keys if any(extra_keys) else None,
             group_idx=group.index,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -19,15 +20,24 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """Bootstrap host of requests that transfer no KV: warm-up and health probes (SGLang's convention)."""
 
 
+class SenderAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that sends a request's KV: its instance id, and its control endpoint `host:port`."""
+
+    instance: str
+    endpoint: str
+
+
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which prefill and decode meet: the prefill server's bootstrap host and port, and the bootstrap room.
 
-    `port` None: the request names no port.
+    `port` None: the request names no port. `sender`: set for a request that migrates. It names the sending process, for
+    which no bootstrap server is asked.
     """
 
     host: str
     port: int | None
     room: int
+    sender: SenderAddress | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -55,6 +65,8 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Output tokens of an earlier attempt on another server. They are prefilled with the prompt and not sent again."""
     lora: str | None = None
     """Name of a loaded LoRA adapter. None: the model itself."""
+    cache_salt: str = ""
+    """The request shares cached KV, and past outputs as drafts, with requests of the same salt only. Empty: no salt."""
 
     local: bool = False
     """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
@@ -86,29 +98,6 @@ class RedirectReceiver(msgspec.Struct, frozen=True, kw_only=True, tag="Divert"):
     input_ids: list[int]
     replica: int
     lora: str | None = None
-
-
-class ExtractRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Asks for the state of the live request `rid`, of which a snapshot is made.
-
-    `with_kv`: also for the bytes of its KV, which `KVPart`s carry before the `ExtractReply`. `keep` False: the request
-    ends with the finish reason `suspended`.
-    """
-
-    query_id: str
-    rid: str
-    with_kv: bool = False
-    keep: bool = False
-
-
-class KVPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The next bytes of the KV of layout group `group`, in order: of an extracted request `rid`, or of one that follows
-    as a `GenerateRequest`.
-    """
-
-    rid: str
-    group: int
-    data: bytes
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -194,11 +183,57 @@ class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
+class SwitchRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Changes the role of the running engine; see `scheduler/role_switcher.py`. An `EngineReady` precedes the reply.
+
+    `disagg`: the fields of the new `DisaggConfig`, by name. `server`, `bootstrap_port`: see `ReplicaId`. `timeout_s`:
+    seconds until the last request, step and transfer must have ended; otherwise the role stays.
+    """
+
+    query_id: str
+    disagg: dict[str, str | int | float | bool | None]
+    server: str
+    bootstrap_port: int | None
+    timeout_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the scheduler."""
 
 
-Command = (
+class MigrateOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stops the running request `rid` and offers its KV in `room`. The reply's payload is a `MigrationOffer`.
+
+    The request stays stopped until `EndMigration`, a failure of the transfer, or a timeout.
+    """
+
+    query_id: str
+    rid: str
+    room: int
+
+
+class EndMigration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ends the migration of `rid`. `commit`: the other server has the request, and this one forgets it. Else the
+    request goes on here. A commit is refused unless all KV was sent and the request is still stopped.
+    """
+
+    query_id: str
+    rid: str
+    commit: bool
+
+
+class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A stopped request as a value: what another decode server needs to go on with it, but the KV.
+
+    `request.prior_output_ids` are the output tokens whose KV is sent, all but the last one. `request.room` names the
+    sender.
+    """
+
+    request: GenerateRequest
+    num_output_tokens: int
+
+
+EngineCommand = (
     FlushCache
     | PauseGeneration
     | ContinueGeneration
@@ -208,6 +243,9 @@ Command = (
     | LoadLora
     | UnloadLora
 )
+MigrationCommand = MigrateOut | EndMigration
+"""Commands about one request, for the replica that has it."""
+Command = EngineCommand | MigrationCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
     GenerateRequest
@@ -218,6 +256,7 @@ ToScheduler = (
     | Command
     | StateQuery
     | PrepareLora
+    | SwitchRole
     | Shutdown
 )
 
@@ -418,28 +457,14 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     query_id: str
     ok: bool
     message: str
-
-
-class ExtractReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Answers an `ExtractRequest`, behind all outputs of the request so far.
-
-    `failure`: why there is no snapshot; None: there is one. `kv_tokens`: tokens whose KV the `KVPart`s carry; 0: none.
-    `adapter`: digest of the LoRA adapter; empty without one.
-    """
-
-    query_id: str
-    rid: str
+    payload: bytes = b""
+    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
     failure: Failure | None = None
-    output_ids: list[int] = msgspec.field(default_factory=list)
-    cached_tokens: int = 0
-    adapter: str = ""
-    kv_tokens: int = 0
-    kv_pages: tuple[int, ...] = ()
-    """Pages of each layout group."""
+    """Of a refused migration: why."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the scheduler can take requests.
+    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
 
     `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
     """

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pdserve.base.parallel import RankCoord
 from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
 from pdserve.executor.kv_pages import KVHasher
+from pdserve.executor.page_copies import NoHostTier
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
@@ -45,7 +46,7 @@ class _Step:
     result: StepResult | None = None
 
 
-class RankExecutor:
+class RankExecutor(NoHostTier):
     """Implements `Executor` over `local`, the executor of this rank, which is at `coord`. `layout` is the whole
     model's.
 

@@ -289,6 +289,15 @@ class SchedulerContext:
         """True while no step is under way."""
         return self._launched == self._resolved
 
+    def has_ended(self, step: int) -> bool:
+        """True when step `step` has ended, so that what was released before it was launched is free."""
+        return self._resolved >= step
+
+    @property
+    def newest_step(self) -> int:
+        """The step that was launched last; 0 before the first one."""
+        return self._launched
+
     # ------------------------------------------------------------------ LoRA adapters
 
     def give_adapter(self, req: Req, name: str) -> None:

@@ -18,6 +18,7 @@ from pdserve.config.schedule_group import ScheduleConfig, SchedulePolicy
 from pdserve.executor.interface import HostPages, SampledToken
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
+from pdserve.memory.prefix_cache import SaltedTokens
 from pdserve.model.lora import LoraAdapter
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
@@ -85,6 +86,8 @@ class Req:
     """The LoRA adapter that computes the request."""
     key_offset: int = 0
     """See `LoraAdapters.key_offset`; 0 without an adapter."""
+    storage_pages: tuple[int, int] | None = None
+    """First page, and the one behind the last, that were read from the store into the host tier."""
     draft_hidden: bytes = b""
     """See `AuxRecord`; on decode, until the request has a row."""
     _token_bytes: bytes = b""
@@ -159,13 +162,15 @@ class Req:
     def token_bytes(self, num_tokens: int) -> bytes:
         """The first `num_tokens` known tokens as int32 bytes, the key of the prefix cache.
 
-        With an adapter `key_offset` is added to each, so that no other adapter has the same key.
+        With an adapter `key_offset` is added to each, so that no other adapter has the same key. With a cache salt they
+        are `SaltedTokens`.
         """
         if len(self._token_bytes) < 4 * num_tokens:
             token_ids = np.asarray(self.spec.input_ids + self.output_ids, dtype=np.int32)
             if self.key_offset:
                 token_ids = (token_ids.astype(np.int64) + self.key_offset).astype(np.uint32)
-            self._token_bytes = token_ids.tobytes()
+            packed, salt = token_ids.tobytes(), self.spec.cache_salt
+            self._token_bytes = SaltedTokens.of(packed, salt) if salt else packed
         return self._token_bytes[: 4 * num_tokens]
 
 
@@ -204,9 +209,6 @@ GRAMMAR_FAILED = Failure(
     retryable=False,
     status=400,
 )
-CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=499)
-
-
 EVICTED_CODE = "evicted_from_queue"
 EVICTED = Failure(
     code=EVICTED_CODE,

@@ -9,45 +9,47 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.base.clock import Clock, RetryAfterEstimator, TokenRate
+from pdserve.base.clock import RetryAfterEstimator, TokenRate
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
-    Command,
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EndMigration,
+    EngineCommand,
     EngineCoreOutput,
     EngineState,
-    ExtractReply,
-    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
-    KVPart,
     LoadLora,
+    MigrateOut,
     OutputBatch,
     PauseGeneration,
     PauseMode,
     PrepareLora,
     RedirectReceiver,
-    SchedulerHeartbeat,
     Shutdown,
     StartProfile,
     StateQuery,
     StateReply,
     StopProfile,
+    SwitchRole,
     ToScheduler,
     UnloadLora,
 )
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
-from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
+from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
 from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
@@ -96,27 +98,32 @@ class Scheduler:
         heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
         rules: PriorityRules | None = None,
+        switcher: RoleSwitcher | None = None,
+        load_reporter: LoadReporter | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
         With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
+        `switcher` None: the role is fixed.
+        `load_reporter` None: load is not published.
         """
         self.role = role
         self.context = context
         self.kv = kv
         self.inputs = inputs
         self._max_queued = max_queued
-        evicts = rules is not None and rules.enabled and max_queued is not None
-        self._evictions = EvictionOrder(rules, role.is_queued) if rules is not None and evicts else None
+        self._rules = rules
+        self._evictions = self._eviction_order()
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
+        self._switcher = switcher
+        self._load_reporter = load_reporter
         self._by_priority = rules is not None and rules.enabled
         self._rate, self._num_rated = TokenRate(context.clock.now), 0
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
-        self._layer_events = context.limits.layer_groups > 0
         self._step = self._num_computed = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
@@ -141,6 +148,7 @@ class Scheduler:
                 waiting = (self.kv is not None and not self.kv.quiet) or (
                     self.context.limits.has_timeouts and bool(self.role.live)
                 )
+                waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
@@ -165,6 +173,8 @@ class Scheduler:
         if self.kv is not None:
             self.kv.tick()
         self.role.poll()
+        if self._switcher is not None and self._switcher.is_pending:
+            self._switch_role(self._switcher)
         was_under_way = bool(self._under_way)
         if was_under_way and self.role.needs_sync:
             self._process_all_results()
@@ -182,11 +192,30 @@ class Scheduler:
             self._process_result()
         self.context.outbox.flush()
         self.context.memory.flush_changes()
+        if self._load_reporter is not None:
+            computed = plan is not None or was_under_way
+            self._load_reporter.report(self.role, self.context, self._times, self._gated, sleeps=not computed)
         if not self._audited and self._idle:
             times.enter("sanity_check_cache")
             self._audit_at_idle()
             times.enter("other")
         return plan is not None or was_under_way
+
+    def _switch_role(self, switcher: RoleSwitcher) -> None:
+        """Take the new role if nothing is live or under way. What is kept for the old one must be free by then."""
+        opened = switcher.run(self._idle, self.kv)
+        if opened is None:
+            return
+        self.role, self.kv = opened.role, opened.kv
+        self.facts, self._audited = dict(opened.facts), False
+        self._evictions = self._eviction_order()
+        self._profiler.name = opened.profile_name
+        switcher.finish()
+
+    def _eviction_order(self) -> EvictionOrder | None:
+        rules = self._rules
+        evicts = rules is not None and rules.enabled and self._max_queued is not None
+        return EvictionOrder(rules, self.role.is_queued) if rules is not None and evicts else None
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
@@ -225,7 +254,8 @@ class Scheduler:
         self._step, self._audited = plan.step, False
         self._times.enter("run_batch")
         self._times.launch(self.role.step_kind if plan.rows else None)
-        handle = self.context.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
+        layer_events = self.context.limits.layer_groups > 0 and bool(plan.rows)
+        handle = self.context.executor.launch(plan, layer_events=layer_events)
         self.context.launched(plan.step)
         self._times.enter("other")
         if plan.rows:
@@ -265,7 +295,7 @@ class Scheduler:
 
     def state(self) -> EngineState:
         """Return the snapshot behind `/get_server_info` and `/metrics`."""
-        num_gated = 0 if self._num_gated is None else self._num_gated()
+        num_gated = self._gated
         queues = self.role.queues() | {"num_grammar_queue_reqs": num_gated}
         memory = self.context.memory.counts() | {"reqs_live": len(self.role.live)}
         counters: dict[str, float] = {name: float(value) for name, value in self.context.counters.items()}
@@ -283,8 +313,6 @@ class Scheduler:
             facts |= self._live_facts()
         if self.kv is not None:
             facts["last_handshake_refusal"] = self.kv.sessions.last_refusal
-        num_used = memory["pages_total"] - memory["pages_free"] - memory["pages_evictable"]
-        used = self.context.memory.layout.tokens_in(num_used)
         return EngineState(
             queues=queues,
             memory=memory,
@@ -292,7 +320,7 @@ class Scheduler:
             facts=facts,
             num_running_reqs=queues["num_running_reqs"],
             num_queue_reqs=len(self.role.live) - queues["num_running_reqs"] + num_gated,
-            num_used_tokens=used,
+            num_used_tokens=self.context.memory.num_used_tokens,
             max_total_tokens=self.context.memory.max_tokens,
             audit=self._found,
             failures=dict(self.context.failures),
@@ -303,6 +331,10 @@ class Scheduler:
             progress=self._num_computed + int(counters.get("kv_transfer_bytes", 0)),
             probes={req.rid: self.role.waits_for(req) for req in self.role.live.values() if req.spec.probe},
         )
+
+    @property
+    def _gated(self) -> int:
+        return 0 if self._num_gated is None else self._num_gated()
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -330,10 +362,19 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
+            case MigrateOut() | EndMigration():
+                self._audited = False
+                self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
+            case SwitchRole():
+                if self._switcher is None:
+                    reply = CommandReply(query_id=event.query_id, ok=False, message="the role of this engine is fixed")
+                    self.context.outbox.send(reply)
+                else:
+                    self._switcher.accept(event)
             case PrepareLora(name=name, path=path):
                 self.context.prepare_adapter(name, path)
             case Shutdown():
@@ -406,7 +447,7 @@ class Scheduler:
         self.context.outbox.flush()
         return reply
 
-    def _obey(self, command: Command) -> tuple[bool, str]:
+    def _obey(self, command: EngineCommand) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""
         match command:
             case FlushCache():
@@ -454,27 +495,3 @@ class Scheduler:
             self._max_queued is not None
             and self.role.num_waiting >= self._max_queued + self.context.memory.table.num_free
         )
-
-
-class Heartbeat:
-    """Two plain fields, written by the scheduler thread only. Any thread may read them, at most one turn late."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began_at: float | None = None
-        self._num_turns = 0
-
-    def begin(self) -> None:
-        """Record that a turn of the loop begins."""
-        self._began_at = self._clock.now()
-
-    def end(self, *, computed: bool) -> None:
-        """Record that the turn has ended; the loop may sleep now."""
-        self._began_at = None
-        self._num_turns += computed
-
-    def beat(self, dp_rank: int) -> SchedulerHeartbeat:
-        """Return the message for the API process. `turn_s` is None between turns. Any thread."""
-        began_at = self._began_at
-        turn_s = None if began_at is None else self._clock.now() - began_at
-        return SchedulerHeartbeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

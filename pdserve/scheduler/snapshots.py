@@ -11,8 +11,9 @@ from __future__ import annotations
 from pdserve.errors import RequestError
 from pdserve.executor.interface import ImportedPages
 from pdserve.memory.lease import numbers_to_move
+from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import ExtractReply, FinishReason, KVPart
+from pdserve.protocol.messages import FinishReason
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
 

@@ -46,7 +46,11 @@ RECENT_STEPS = 4
 
 
 class NgramDrafter:
-    """Finds drafts in a request's tokens, and else in past outputs."""
+    """Finds drafts in a request's tokens, and else in past outputs.
+
+    Past outputs are those of requests without a cache salt, and drafts of such requests only: the speed of a request
+    must not depend on tokens of another salt.
+    """
 
     def __init__(self, min_match: int, max_match: int, capacity: int) -> None:
         """`min_match` and `max_match`: fewest and most last tokens that are compared. `capacity`: see `PastOutputs`."""
@@ -61,13 +65,14 @@ class NgramDrafter:
         index = self._updated(req, state)
         source: DraftSource = "request"
         found = index.find()
-        if found is None:
+        if found is None and not req.spec.cache_salt:
             found, source = self._past.find(index), "past"
         return ((), source, 0) if found is None else (found.drafts(num_tokens), source, found.length)
 
     def ended(self, req: Req) -> None:
-        """Keep the output of a request that has ended."""
-        self._past.add(req.output_ids)
+        """Keep the output of a request that has ended, unless it has a cache salt."""
+        if not req.spec.cache_salt:
+            self._past.add(req.output_ids)
 
     def clear(self) -> None:
         """Forget all past outputs."""

@@ -26,10 +26,12 @@ from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.request.intake import (
     TransferAddress,
+    attaches,
     check_size,
     check_token_ids,
     make_requests,
     prompt_field,
+    with_salts,
 )
 from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
@@ -142,13 +144,14 @@ class ServerContext:
             )
         if self.takes_adapters:
             prompts = self._with_adapters(prompts, body)
+        prompts = with_salts(prompts, body)
         limits, restored = self.limits(), self.restored
         check_size(prompts, n, limits.most_body_tokens, field)
         states = make_requests(
             prompts,
             n,
             body,
-            self.mode if restored is None else "null",
+            "null" if restored is not None or attaches(body) else self.mode,
             stream=stream,
             dp_size=self.config.parallel.dp_size,
             allowed_prefill=self.config.disagg.allowed_prefill,

@@ -9,16 +9,25 @@ during another begins when the other ends. Overlap therefore hides the same host
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from pdserve.base.clock import ManualClock
-from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import (
+    BatchPlan,
+    BatchRow,
+    CopyHandle,
+    HostPages,
+    SampledToken,
+    StepHandle,
+    StepResult,
+)
 from pdserve.memory.layer_events import CountedLayerEvents
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 
@@ -86,7 +95,7 @@ class CostModelExecutor:
             np.zeros(group.bytes_of(num_pages), dtype=np.uint8) for group in layout.groups
         ]
         self._rows: set[int] = set()
-        self._free_at = clock.now()
+        self._free_at = self._copied_at = clock.now()
         self.busy_s = 0.0
 
     @property
@@ -141,12 +150,25 @@ class CostModelExecutor:
         assert isinstance(saved, _Saved) and saved.num_pages == sum(map(len, pages)), saved
         self._copy(saved.num_bytes)
 
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`. A copy takes its time beside the steps, and copies wait for each other."""
+        return self._start_copy(copies)
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`; as `start_save`."""
+        return self._start_copy(copies)
+
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`. Does nothing: no KV is stored, and the cost of the few pages is not modelled."""
 
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor`. No state is stored, so none is wrong."""
         return True
+
+    def _start_copy(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        num_bytes = sum(len(one.pages) * self._layout.space_bytes(one.space) for one in copies)
+        self._copied_at = max(self._copied_at, self._clock.now()) + self._costs.copy_byte_s * num_bytes
+        return _TimedCopy(self._clock, self._copied_at)
 
     def _work(self, seconds: float) -> float:
         """Queue `seconds` of device work and return the time at which the device will be free."""
@@ -157,6 +179,22 @@ class CostModelExecutor:
     def _copy(self, num_bytes: int) -> None:
         """Queue a copy and wait for it; no step is in flight."""
         _wait_until(self._clock, self._work(self._costs.copy_byte_s * num_bytes))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _TimedCopy:
+    """Implements `CopyHandle`: the copies end at `ends_at`."""
+
+    clock: ManualClock
+    ends_at: float
+
+    @property
+    def is_done(self) -> bool:
+        """See `CopyHandle`."""
+        return self.clock.now() >= self.ends_at
+
+    def on_end(self, then: Callable[[], None]) -> None:
+        """See `CopyHandle`. Not called: only a loop that polls reads this clock."""
 
 
 class _Step:

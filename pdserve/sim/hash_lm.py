@@ -37,6 +37,7 @@ from pdserve.sim.hash_draft import HashDraftKV
 from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
 from pdserve.sim.hash_layout import hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
+from pdserve.sim.hash_tier import HashTierCopies
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
@@ -67,7 +68,7 @@ class _RowResult:
     prompt: PromptLogprobs | None = None
 
 
-class HashExecutor:
+class HashExecutor(HashTierCopies):
     """Implements `Executor` over numpy pools of uint64, one for each rank and group: `[page, layer, word]`.
 
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.
@@ -245,9 +246,8 @@ class HashExecutor:
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
         if isinstance(saved, ImportedPages):
-            (own_pools,) = self.pools
-            imported = zip(own_pools, saved.data, strict=True)
-            saved = _Saved([np.frombuffer(data, "<u8").reshape(-1, *pool.shape[1:]) for pool, data in imported])
+            both = zip(*self.pools, saved.data, strict=True)
+            saved = _Saved([np.frombuffer(own, "<u8").reshape(-1, *pool.shape[1:]) for pool, own in both])
         assert isinstance(saved, _Saved)
         contents = iter(saved.contents)
         for pools in self.pools:

@@ -20,10 +20,11 @@ from pdserve.base.clock import Clock
 from pdserve.base.mailbox import Woken
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, CopyHandle, Executor, HostPages, StepHandle, StepResult
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -32,6 +33,7 @@ from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
@@ -72,7 +74,7 @@ class RankedNode(SimNode):
         self.followers: list[_Follower] = []
         for number in range(1, parallel.num_ranks):
             own_log = FollowerLog(f"rank {number}", log.now(), self._entries[number].popleft)
-            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._rank.consensus.heard)
+            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._heard)
             self.followers.append(_Follower(self, rank, dp_size))
 
     def step(self) -> None:
@@ -102,6 +104,22 @@ class RankedNode(SimNode):
             self._hang_up()
         return LEADER_LASTS_S
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`."""
+        self._rank.begin_role(instance)
+        role = super().change_role(mode, endpoint, instance)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`."""
+        return self._rank.log.answer(super().role_change_fails)
+
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
         return bool(self._entries[number])
@@ -114,6 +132,9 @@ class RankedNode(SimNode):
     def _wake(self) -> None:
         self.mailbox.post(Woken())
 
+    def _heard(self, event: Outcome) -> None:
+        self._rank.consensus.heard(event)
+
     def _time(self) -> Clock:
         return self._rank.log
 
@@ -121,7 +142,8 @@ class RankedNode(SimNode):
         return RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
 
     def _input_source(self) -> InputSource:
-        return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        self._role_source = LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(
@@ -156,14 +178,21 @@ class _Rank:
         report_to_leader: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.number, self.log = number, log
-        self.copies = RankCopies(number)
-        self._net, self._instance = net, instance
+        self._net, self._reduction, self._wake = net, reduction, wake
+        self._report_to_leader = report_to_leader
+        self.begin_role(instance)
+
+    def begin_role(self, instance: str) -> None:
+        """Begin the agreement of a role, as another instance. Nothing is pending in the former one."""
+        self._instance = instance
+        self.copies = RankCopies(self.number)
 
         def begin(values: Tensor, then: Callable[[], None]) -> _Arrival:
-            return reduction.begin(number, values, then)
+            return self._reduction.begin(self.number, values, then)
 
-        self.consensus = Consensus(self.copies, begin, log, lambda: None, wake, in_step=False, now=net.clock.now)
-        self._report = report_to_leader or self.consensus.heard
+        now = self._net.clock.now
+        self.consensus = Consensus(self.copies, begin, self.log, lambda: None, self._wake, in_step=False, now=now)
+        self._report = self._report_to_leader or self.consensus.heard
 
     def process(self, rank: int) -> str:
         """Return the net's name for the process of a rank of this replica."""
@@ -196,6 +225,28 @@ class _Follower(SimNode):
         )
         self.name = name
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`. Rank 0 has told the net of the new instance."""
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self._net.mailboxes.pop(self.name, None)
+        self._rank.begin_role(instance)
+        self.name = self._rank.process(self._rank.number)
+        context = self.scheduler.context
+        context.limits = self._limits()
+        self.memory.change_role(self._shape.num_aux, prefix_cache=self._caches_prefixes)
+        role = self.open_role(context)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`. Rank 0 draws."""
+        return self._rank.log.answer(lambda: False)
+
     def catch_up(self) -> None:
         """Follow the log up to its end."""
         while self._leader.has_entries(self._rank.number):
@@ -217,7 +268,8 @@ class _Follower(SimNode):
         )
 
     def _input_source(self) -> InputSource:
-        return FollowerInputSource(self._rank.log, self._rank.consensus)
+        self._role_source = FollowerInputSource(self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(
@@ -242,7 +294,7 @@ class _ComputedElsewhere:
     """Implements `Executor` of a follower: rank 0 has computed each step before the follower reaches it."""
 
     def __init__(self, executor: HashExecutor, rank: int) -> None:
-        self._executor = executor
+        self._executor, self._rank = executor, rank
         self.buffers = executor.buffers_of(rank)
 
     @property
@@ -283,6 +335,16 @@ class _ComputedElsewhere:
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
+
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`: copies this rank's pages."""
+        assert self._executor.tier is not None, "there is no host tier"
+        return self._executor.tier.start(copies, (self._rank,), to_host=True)
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor`: copies this rank's pages."""
+        assert self._executor.tier is not None, "there is no host tier"
+        return self._executor.tier.start(copies, (self._rank,), to_host=False)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""

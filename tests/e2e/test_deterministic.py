@@ -20,7 +20,7 @@ from tests.unit.model.native_kit import needs_kernels
 
 MODE = "--enable-deterministic-inference"
 OVERLAP = "--no-disable-overlap-schedule"
-OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+OFFLOAD = "--disaggregation-decode-retraction-backup=cpu_tensor"
 ENOUGH = ("--max-total-tokens", "16384")
 SHORT = ("--max-total-tokens", "1024", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 NEW_TOKENS, MANY, FEW = 48, 16, 4

@@ -26,7 +26,7 @@ from tests.tiny import VOCAB_SIZE, Family
 
 POOL, NUM_REQUESTS, NEW_TOKENS = 992, 18, 128
 OVERLAP = "--no-disable-overlap-schedule"
-OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+OFFLOAD = "--disaggregation-decode-retraction-backup=cpu_tensor"
 COMMON = ("--dtype", "float32", "--chunked-prefill-size", "64")
 SHORT = ("--max-total-tokens", str(POOL), "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
 Served = Server | Pair

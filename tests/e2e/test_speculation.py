@@ -38,7 +38,7 @@ NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "
 ALWAYS = (*NGRAM, "--no-speculative-adaptive", "--speculative-ngram-min-match-window-size", "1")
 """Drafts behind every token that has occurred before, most of them wrong."""
 LITTLE = ("--max-total-tokens", "768", "--schedule-conservativeness", "0.1", "--num-reserved-decode-tokens", "8")
-OFFLOAD = "--disaggregation-decode-enable-offload-kvcache"
+OFFLOAD = "--disaggregation-decode-retraction-backup=cpu_tensor"
 NEW_TOKENS = 56
 FEW = {"70": 14.0, "71": 14.0, "72": 14.0}
 """A bias with which nearly all draws are of three tokens, so that drafts are right by chance."""

@@ -12,7 +12,8 @@ from collections import Counter
 
 import msgspec
 
-from pdserve.protocol.messages import ExtractRequest, GenerateRequest, KVPart
+from pdserve.protocol.extraction import ExtractRequest, KVPart
+from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.snapshot import (
     KVIdentity,
     RequestSnapshot,

@@ -71,7 +71,7 @@ def a_match_is_not_cut_back(patch: Patch) -> None:
         pages = lease.pages  # type: ignore[attr-defined]
         count = lease.num_prefix_pages  # type: ignore[attr-defined]
         found = {n: cached for n in range(count) if (cached := windows.find(pages[n])) is not None}
-        self.groups.share_window(groups, {n: c for n, c in found.items() if n >= self._first_read(count)})
+        self.groups.share_window(groups, {n: c for n, c in found.items() if n >= self.first_read(count)})
 
     patch.setattr(CachedWindows, "usable", lambda self, backwards, num_pages, first_read: num_pages)
     patch.setattr(KVMemory, "_share_window", share)

@@ -8,6 +8,7 @@ Conversation keys, in order of precedence:
     user
     the opening                         without a name: the common start of all turns of a conversation
 
+Requests of another cache salt share no prompt and no opening: a worker's prefix cache keeps them apart.
 Conversations with the same opening share a key. Clients of `/generate` and of text completions whose prompts start with
 one long template should therefore send a name.
 """
@@ -15,6 +16,7 @@ one long template should therefore send a name.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +26,28 @@ from pdserve.http.access import CHAT_PATH, RESPONSES_PATH
 
 TOKENS_MARK = "\udfff"
 """A lone surrogate, which text from JSON does not contain; it marks prompts of token ids."""
+SALT_FIELDS = ("cache_salt", "extra_key")
 
 
 def prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
-    """Return the prompt of a body as one string, of a batch the first prompt; None if absent or malformed."""
+    """Return the prompt of a body as one string, of a batch the first prompt; None if absent or malformed.
+
+    With a cache salt it begins with a few characters that stand for the salt.
+    """
+    prompt, salt = _prompt_of(path, body), salt_of(body)
+    return prompt if prompt is None or not salt else "".join(chr(0x10000 + byte) for byte in salt) + prompt
+
+
+def salt_of(body: Mapping[str, Any]) -> bytes:
+    """Return a digest of the cache salt, of a batch those of the first prompt; empty without one."""
+    values = [body.get(field) for field in SALT_FIELDS]
+    if values == [None, None]:
+        return b""
+    firsts = [value[0] if isinstance(value, list) and value else value for value in values]
+    return hashlib.blake2b(repr(firsts).encode(errors="surrogatepass"), digest_size=6).digest()
+
+
+def _prompt_of(path: str, body: Mapping[str, Any]) -> str | None:
     if path == CHAT_PATH:
         return _conversation(body.get("tools"), body.get("messages"))
     if path == RESPONSES_PATH:
@@ -99,7 +119,7 @@ def conversation_key(path: str, body: Mapping[str, Any], headers: Mapping[str, s
         opening = _prompt_opening(given) if isinstance(given, str) else _chat_opening(given)
     else:
         opening = _prompt_opening(first_prompt(body))
-    return None if opening is None else ConversationKey(opening, named=False)
+    return None if opening is None else ConversationKey(salt_of(body) + opening, named=False)
 
 
 def _id_of(value: Any) -> Any:

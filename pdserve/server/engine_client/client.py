@@ -21,7 +21,8 @@ import msgspec
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.failure import ABORTED_STATUS, Failure
+from pdserve.protocol.extraction import ExtractReply, KVPart
+from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     Command,
@@ -29,11 +30,11 @@ from pdserve.protocol.messages import (
     EngineCoreOutput,
     EngineReady,
     EngineState,
-    ExtractReply,
-    KVPart,
+    GenerateRequest,
     OutputBatch,
     SchedulerHeartbeat,
     StateReply,
+    SwitchRole,
     ToApi,
     ToScheduler,
 )
@@ -46,16 +47,14 @@ from pdserve.server.engine_client.live_requests import (
     RequestStatsRecorder,
     WaitingRequests,
 )
-from pdserve.server.generation import Generation
+from pdserve.server.engine_client.migration import IncomingRequests, MovedRequests
+from pdserve.server.generation import ATTACH_FIELD, Generation
 from pdserve.server.http.middleware import current_call
 from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-KV_PART_BYTES = 8 << 20
-"""Bytes of KV in one message to the scheduler."""
 
 
 class EngineClient:
@@ -73,12 +72,14 @@ class EngineClient:
         match_stops: bool = True,
         new_prefill: NewPrefill | None = None,
         waiting: WaitingRequests | None = None,
+        ready: EngineReady | None = None,
     ) -> None:
         """Create a client of `channel`, which the caller owns.
 
         `tokenizer` None: outputs have no text. `match_stops` False: stop strings are not matched, as on a prefill
         server, whose first token the decode server matches. `new_prefill` None: requests may name any number of new
-        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded.
+        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded. `ready`: what the engine has
+        sent to a former client of the channel; None: it has not sent it.
         """
         self._channel = channel
         self._new_prefill = new_prefill
@@ -88,11 +89,16 @@ class EngineClient:
         self._pattern_thread = PatternThread()
         self._stats = RequestStatsRecorder(metrics)
         self._live = RequestStates()
+        self.incoming = IncomingRequests(lambda rid: self._send_soon(AbortRequest(rid=rid)))
+        self.moved = MovedRequests(self._on_output)
         self._ended = asyncio.Event()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
-        self._ready: EngineReady | None = None
+        self._ready = ready
         self._became_ready = asyncio.Event()
+        if ready is not None:
+            self.watchdog.begin()
+            self._became_ready.set()
         self._dead: EngineDeadError | None = None
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -110,6 +116,7 @@ class EngineClient:
         tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
         if self._reader is not None:
             self._reader.cancel()
+        await self.moved.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def fail(self, error: EngineDeadError) -> None:
@@ -194,6 +201,8 @@ class EngineClient:
         }
         ready = self.require_ready()
         requests = [state.request for state in states]
+        if states[0].attaches:
+            return self._attach(states[0], prior_text)
         if self._waiting is not None:
             self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
         in_use = self._live.in_use(name for state in states for name in state.names)
@@ -216,12 +225,63 @@ class EngineClient:
             raise
         return generation
 
+    def _attach(self, state: RequestState, prior_text: dict[int, str]) -> Generation:
+        """Take over a request of another server, which the scheduler computes already."""
+        in_use = self._live.in_use(state.names)
+        if in_use is not None:
+            raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
+        entry = self.incoming.take(state.request.rid, ATTACH_FIELD, len(state.request.prior_output_ids))
+        generation = state.generation = Generation(1, self._close)
+        generation.prior_text.update(prior_text)
+        self._stats.started(state, current_call())
+        self._live.add(state)
+        for output in entry.outputs:
+            self._on_output(output)
+        return generation
+
+    async def take_in(self, request: GenerateRequest, timeout_s: float) -> None:
+        """Send a request of another server to the scheduler; return once it is computed here.
+
+        Raises:
+            RequestError: it is refused, its KV does not arrive, or `timeout_s` seconds have passed.
+            EngineDeadError: the engine is dead.
+        """
+        self.require_ready()
+        if self._live.get(request.rid) is not None:
+            raise RequestError(f"rid {request.rid!r} is in use", field="rid", status=409, code="rid_in_use")
+        entry = self.incoming.add(request)
+        try:
+            await self._channel.send(request)
+            await asyncio.wait_for(entry.runs.wait(), timeout_s)
+        except TimeoutError as error:
+            message = f"the KV did not arrive within {timeout_s:g} s"
+            raise RequestError(message, status=504, code="migration_timeout") from error
+        finally:
+            if not entry.has_begun:
+                self.incoming.drop(request.rid)
+        if entry.failure is not None:
+            raise entry.failure.error()
+        self.incoming.wait_for_reader(entry)
+
+    def find_one(self, name: str) -> RequestState | None:
+        """Return the live sequence whose client id is `name`; None without one, or with several."""
+        found = [state for rid in self._live.find(name) if (state := self._live.get(rid)) is not None]
+        return found[0] if len(found) == 1 else None
+
+    def hand_over(self, rid: str, error: RequestError) -> None:
+        """End a sequence that another server computes: its reader gets all tokens so far, then `error`."""
+        if self._live.get(rid) is None:
+            return
+        state = self._drop(rid, "abort")
+        held = state.held.flush()
+        if held is not None:
+            state.generation.put(held)
+        state.generation.end_with(error)
+
     async def _send(self, state: RequestState) -> None:
         request = state.request
-        for group, data in enumerate(state.kv or ()):
-            for first in range(0, len(data), KV_PART_BYTES):
-                part = KVPart(rid=request.rid, group=group, data=bytes(data[first : first + KV_PART_BYTES]))
-                await self._channel.send(part)
+        for part in state.kv_parts():
+            await self._channel.send(part)
         state.kv = None
         if self._waiting is None:
             await self._channel.send(request)
@@ -240,39 +300,18 @@ class EngineClient:
         """
         rids = self._live.find(name)
         for rid in rids:
-            self._send_soon(AbortRequest(rid=rid))
+            if not self.moved.abort(rid, CLIENT_ABORT):
+                self._send_soon(AbortRequest(rid=rid))
         return len(rids)
 
-    def is_live(self, name: str) -> bool:
-        """Return whether a live sequence has the client id `name`."""
-        return self._live.in_use([name]) is not None
+    def count(self, name: str) -> int:
+        """Return the number of live sequences whose client id, or whose batch's id, is `name`."""
+        return len(self._live.find(name))
 
-    def find_one(self, name: str) -> RequestState | None:
-        """Return the live sequence whose client id is `name`; None if there is none.
-
-        Raises:
-            RequestError: 409, several sequences have it.
-        """
-        rids = self._live.find(name)
-        if len(rids) > 1:
-            message = f"rid {name!r} names {len(rids)} sequences; only requests of one sequence can be extracted"
-            raise RequestError(message, field="rid", status=409, code="several_sequences")
-        return self._live.get(rids[0]) if rids else None
-
-    async def extract(self, state: RequestState, *, with_kv: bool, keep: bool) -> Extracted:
-        """Take the state of a live sequence out of the scheduler. Without `keep` the sequence ends as `suspended`.
-
-        The wait ends with the reply, or with the engine. Do not cancel it without `keep`: the reply is the only copy.
-
-        Raises:
-            RequestError: 404, the sequence has ended; 409, another extraction of it is under way.
-            EngineDeadError: the engine is dead.
-        """
+    async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
+        """See `EngineQueries.extract`."""
         self.require_ready()
-        extracted = await self._queries.extract(state.request.rid, with_kv=with_kv, keep=keep)
-        if state.outcome not in ("", "suspended"):  # a stop string in the text of its last tokens
-            raise RequestError(f"request {state.name!r} has ended", field="rid", status=404, code="not_live")
-        return extracted
+        return await self._queries.extract(rid, with_kv=with_kv, keep=keep)
 
     async def wait_for_adapter(self, name: str) -> None:
         """Wait until no live sequence has the LoRA adapter `name`. One caller at a time."""
@@ -312,6 +351,7 @@ class EngineClient:
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
         self._stats.ended(sequence, outcome)
+        self.moved.ended(rid)
         self._ended.set()
         return sequence
 
@@ -343,7 +383,7 @@ class EngineClient:
             return self.last_state
         return await self._queries.state(timeout_s, audit=audit)
 
-    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+    async def command(self, make: Callable[[str], Command | SwitchRole], timeout_s: float) -> CommandReply:
         """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:
@@ -391,11 +431,14 @@ class EngineClient:
             sequence.output_logprobs += output.logprobs or ()
             sequence.prompt_parts += () if output.prompt_logprobs is None else (output.prompt_logprobs,)
         if sequence is None:
-            return  # the sequence was aborted or stopped here while this output was in flight
+            self.incoming.on_output(output)  # else it was aborted or stopped here while this output was in flight
+            return
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.on_output(sequence.new_address, output)
         finish = output.finish
         failure = None if finish is None else finish.failure
+        if failure is not None and failure.code == MIGRATED.code:
+            return  # another server sends the rest
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)
             return

@@ -15,19 +15,18 @@ from collections.abc import Callable, Sequence
 from pdserve.base import process_use, startup_times
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
     EngineReady,
     EngineState,
-    ExtractReply,
-    ExtractRequest,
-    KVPart,
     PauseGeneration,
     SchedulerHeartbeat,
     StateQuery,
     StateReply,
+    SwitchRole,
 )
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ class EngineQueries:
         finally:
             del self._states[query_id]
 
-    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+    async def command(self, make: Callable[[str], Command | SwitchRole], timeout_s: float) -> CommandReply:
         """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:

@@ -9,7 +9,7 @@ import collections
 import dataclasses
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord
+from pdserve.protocol.extraction import KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress, TokenLogprob
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
@@ -132,6 +133,8 @@ class NewPrefill:
                 del self._named[client]
 
 
+KV_PART_BYTES = 8 << 20
+"""Bytes of KV in one message to the scheduler."""
 QUEUE_FULL = "queue_full"
 """Error code of the refusal, here and in the scheduler."""
 MAX_WAITING_TOKENS = 1 << 24
@@ -249,12 +252,22 @@ class RequestState(RequestRecord):
     output_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
     prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
     """Log probabilities so far, of the output with those of an earlier try; for snapshots."""
+    attaches: bool = False
+    """True: the request is computed here already, for another server, under the rid of `request`."""
+    has_resume_state: bool = False
+    """True: its stream has resume state, so that another server can send the rest of it."""
     new_address: NewAddress | None = None
     """The bootstrap address, if it was new when the sequence was submitted; else None."""
 
     def __post_init__(self) -> None:
         """Hold back nothing unless the request is a stream."""
         self.held = HeldUpdates(self.request.sampling.stream_interval if self.request.stream else 1)
+
+    def kv_parts(self) -> Iterator[KVPart]:
+        """Yield the messages that carry `kv`."""
+        for group, data in enumerate(self.kv or ()):
+            for first in range(0, len(data), KV_PART_BYTES):
+                yield KVPart(rid=self.request.rid, group=group, data=bytes(data[first : first + KV_PART_BYTES]))
 
     @property
     def names(self) -> tuple[str, ...]:

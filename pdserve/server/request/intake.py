@@ -35,6 +35,7 @@ MAX_PATTERN_SEQUENCES = 256
 MAX_SENT_CHARS = 1 << 26
 """Maximum characters of grammars of one body; each grammar counts once for every sequence that carries it."""
 MAX_RID_CHARS = 256
+MAX_SALT_CHARS = 1024
 MAX_TOP_LOGPROBS = 20
 """OpenAI's limit."""
 MAX_NATIVE_TOP_LOGPROBS = 128
@@ -347,9 +348,41 @@ def make_requests(
     return states
 
 
+def with_salts(prompts: Sequence[GenerateRequest], body: Any) -> Sequence[GenerateRequest]:
+    """Give each prompt its cache salt, from `cache_salt` and `extra_key` of a body: text, or a list by prompt.
+
+    One of them alone is the salt; both together are another salt than either.
+
+    Raises:
+        RequestError: 400 naming the field, for a salt that is empty, too long, or has a NUL.
+    """
+    if body.cache_salt is None and body.extra_key is None:
+        return prompts
+    parts = [
+        [check_salt(value, field) for value in scalar_or_list(getattr(body, field), len(prompts), field, str)]
+        for field in ("cache_salt", "extra_key")
+    ]
+    salts = ["\0".join(part for part in both if part is not None) for both in zip(*parts, strict=True)]
+    return [msgspec.structs.replace(prompt, cache_salt=salt) for prompt, salt in zip(prompts, salts, strict=True)]
+
+
+def check_salt(value: str | None, field: str) -> str | None:
+    """Return a cache salt. Raises RequestError, which names `field`, for one that is empty, too long, or has a NUL."""
+    if value is not None and (not 0 < len(value) <= MAX_SALT_CHARS or "\0" in value):
+        message = f"{field} must be text of 1 to {MAX_SALT_CHARS} characters without NUL"
+        raise RequestError(message, field=field)
+    return value
+
+
 def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:
     """Return the prompt tokens of a body; each prompt counts once, for any `n`."""
     return sum(state.prompt_tokens for state in states[::n])
+
+
+def attaches(body: TransferAddress) -> bool:
+    """Return whether `body` asks for the rest of a stream that this server has taken over; it names no room then."""
+    resume: Resume | None = getattr(body, "pdserve_resume", None)
+    return resume is not None and resume.attach is not None
 
 
 def resume_stream(
@@ -376,5 +409,9 @@ def resume_stream(
     logprob_params = request.logprobs
     if logprob_params is not None and resume.token_ids:
         logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
-    states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    if resume.attach is not None:
+        request = msgspec.structs.replace(request, rid=resume.attach)
+        states[0].attaches = True
+    states[0].request = request
     states[0].output_logprobs = list(resume.logprobs or ())

@@ -107,6 +107,8 @@ class GenerateBody(msgspec.Struct):
     data_parallel_rank: int | None = None
     model: str | None = None
     lora_path: Names = None
+    cache_salt: Names = None
+    extra_key: Names = None
     bootstrap_host: Hosts = None
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
@@ -151,6 +153,8 @@ class OpenAIBody(ConstraintFields):
     priority: Priority | None = None
     data_parallel_rank: int | None = None
     user: str | None = None
+    cache_salt: Names = None
+    extra_key: Names = None
     bootstrap_host: Hosts = None
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
@@ -282,6 +286,14 @@ class PeerBody(msgspec.Struct):
     """`POST /declare_peer_dead`. `instance`: as in `/observe`."""
 
     instance: str
+
+
+class MigrateBody(msgspec.Struct):
+    """`POST /migrate`. `to`: base URL of the other server. `attach`: the caller opens the rest of the stream there."""
+
+    rid: str
+    to: str
+    attach: bool = False
 
 
 class ProfileBody(msgspec.Struct):

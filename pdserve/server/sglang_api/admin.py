@@ -17,6 +17,7 @@ from pdserve.base.process_use import own_processes
 from pdserve.config.access_group import shown
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
+from pdserve.observe.load_events import TOPIC as LOAD_TOPIC
 from pdserve.observe.speculation import Acceptance
 from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
 from pdserve.server.context import ServerContext
@@ -116,6 +117,7 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),
+        "load_events": _load_events(context),
     }
 
 
@@ -125,6 +127,7 @@ def _kv_events(context: ServerContext) -> dict[str, Any] | None:
     if events is None or not context.config.wants_prefix_cache:
         return None
     facts = {} if ready is None else ready.facts
+    load = _load_events(context)
     bound = {name: str(facts.get(name) or "") for name in ("kv_events_endpoint", "kv_events_replay_endpoint")}
     return {
         "publisher": "zmq",
@@ -136,6 +139,22 @@ def _kv_events(context: ServerContext) -> dict[str, Any] | None:
         "topic": events.topic,
         "format": events.wire_form,
         "block_size": context.config.memory.page_size,
+        "dp_size": context.config.parallel.dp_size,
+        **({} if load is None else {name: load[name] for name in ("load_endpoint_port_base", "load_topic")}),
+    }
+
+
+def _load_events(context: ServerContext) -> dict[str, Any] | None:
+    """Where load is published, under SGLang's names; None when it is not. Replica n has the ports + n."""
+    endpoint, ready = context.config.load_endpoint, context.client.ready
+    if endpoint is None:
+        return None
+    bound = str(({} if ready is None else ready.facts).get("load_endpoint") or "")
+    return {
+        "endpoint": bound or endpoint.address,
+        "endpoint_host": endpoint.host,
+        "load_endpoint_port_base": _port(bound) or endpoint.port,
+        "load_topic": LOAD_TOPIC,
         "dp_size": context.config.parallel.dp_size,
     }
 

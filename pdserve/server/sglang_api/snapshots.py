@@ -75,7 +75,9 @@ async def take_snapshot(context: ServerContext, state: RequestState, *, with_kv:
         RequestError: 404, the sequence has ended; 409, another snapshot of it is being taken.
         EngineDeadError: the engine is dead.
     """
-    extracted = await context.client.extract(state, with_kv=with_kv, keep=keep)
+    extracted = await context.client.extract(state.request.rid, with_kv=with_kv, keep=keep)
+    if state.outcome not in ("", "suspended"):  # a stop string in the text of its last tokens
+        raise RequestError(f"request {state.name!r} has ended", field="rid", status=404, code="not_live")
     snapshot = _snapshot_of(context, state, extracted)
     parts = [part for group in extracted.kv for part in group] if snapshot.kv is not None else []
     return await asyncio.to_thread(encode, snapshot, parts)
@@ -205,7 +207,7 @@ class SnapshotEndpoints:
         rid, rule = body.rid, body.kv
         data = await asyncio.to_thread(self.store.get, rid)
         snapshot, kv = await asyncio.to_thread(decode, data)
-        if self._context.client.is_live(rid):
+        if self._context.client.count(rid):
             raise RequestError(f"rid {rid!r} belongs to a request that is still running", field="rid", status=409)
         response = await self._go_on(request, snapshot, kv, rule)
         self.store.drop(rid)
@@ -247,7 +249,11 @@ class SnapshotEndpoints:
 
     def _live(self, rid: str) -> RequestState:
         self._context.client.require_ready()
-        state = self._context.client.find_one(rid)
+        client = self._context.client
+        if (count := client.count(rid)) > 1:
+            message = f"rid {rid!r} names {count} sequences; only requests of one sequence can be extracted"
+            raise RequestError(message, field="rid", status=409, code="several_sequences")
+        state = client.find_one(rid)
         if state is None:
             raise RequestError(f"no request {rid!r} is live", field="rid", status=404, code="not_live")
         return state

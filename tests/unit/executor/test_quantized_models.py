@@ -13,27 +13,31 @@ from pdserve.config.groups import Quantization
 from pdserve.model.parallel import SingleRank
 from tests.driver import Driver, build, random_prompt
 from tests.model_families import FAMILIES, KIMI
-from tests.quantized import SCHEMES, edit_config, make_groups, write_mxfp4, write_quantized
+from tests.quantized import SCHEMES, awq_scheme, edit_config, make_groups, write_mxfp4, write_quantized
 from tests.tiny import VOCAB_SIZE, Family, make_tiny
 from tests.unit.executor.gang import Gang
-from tests.unit.executor.quantized_ranks import logprobs_of
+from tests.unit.executor.quantized_ranks import logprobs_of, refusal_of
 from tests.unit.model.native_kit import needs_kernels
 
 pytestmark = needs_kernels
 PACKED = [name for name, scheme in SCHEMES.items() if scheme.stays_packed]
 TP2 = ParallelShape(tp_size=2, pp_size=1)
+CUT: dict[str, dict[str, int]] = {"llama": {"intermediate_size": 96}, "qwen3_moe": {"moe_intermediate_size": 96}}
+"""Sizes of feed-forwards whose half is no multiple of 32."""
 
 
 EMBEDDING = "model.embed_tokens.weight"
 ROOMY = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
 
 
-def written_family(name: str, directory: Path) -> Path:
-    """A bfloat16 checkpoint of a family whose weights are whole groups."""
+def written_family(name: str, directory: Path, **changes: int) -> Path:
+    """A bfloat16 checkpoint of a family whose weights are whole groups. `changes`: fields of its config."""
     family = FAMILIES[name]
     experts = {"moe_intermediate_size": 64} if "moe_intermediate_size" in family.changes else {}
     heads = {"linear_head_dim": 16} if name == KIMI else {}  # the kernels have no smaller ones
-    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts, **heads}).write(directory / "tiny")
+    dataclasses.replace(family, changes={**ROOMY, **family.changes, **experts, **heads, **changes}).write(
+        directory / "tiny"
+    )
     edit_config(directory / "tiny", dtype="bfloat16")
     return directory / "tiny"
 
@@ -124,7 +128,7 @@ def test_any_model_is_rounded_to_four_bits(family: Family, tmp_path: Path) -> No
 def test_experts_in_mxfp4_have_the_bits_of_the_dequantized_ones(gang: Gang, tmp_path: Path) -> None:
     """On one rank; each of two ranks has a part of the columns of all experts, or half of the experts."""
     path = tmp_path / "quantized"
-    plain = write_mxfp4(written_family("gpt_oss", tmp_path), path)
+    plain = write_mxfp4(written_family("gpt_oss", tmp_path, intermediate_size=128), path)
     mine, samples, num_bytes = logprobs_of(SingleRank(), path, None)
     wanted, wanted_samples, plain_bytes = logprobs_of(SingleRank(), plain, None)
     assert torch.equal(mine, wanted) and samples == wanted_samples and num_bytes < plain_bytes
@@ -154,16 +158,48 @@ def test_four_bits_replace_fp8(tmp_path: Path) -> None:
 def test_ranks_have_their_part_of_the_scales(
     name: str, family: Family, ep_size: int, gang: Gang, tmp_path: Path
 ) -> None:
-    """Columns of a llama's feed-forward are cut within a group of 32, so that these layers are dequantized."""
-    path, _ = written(family, tmp_path, name)
+    tiny = make_groups(family, tmp_path / "tiny", dtype="bfloat16", intermediate_size=128)
+    write_quantized(tiny, tmp_path / "quantized", SCHEMES[name])
+    compare_ranks(gang, tmp_path / "quantized", ep_size=ep_size)
+
+
+def test_ranks_divide_the_groups_that_they_cut(gang: Gang, tmp_path: Path) -> None:
+    """The second rank has the inputs from 96 on of a feed-forward whose groups have 64 inputs."""
+    tiny = make_tiny("llama", tmp_path / "tiny", dtype="bfloat16", intermediate_size=192)
+    write_quantized(tiny, tmp_path / "quantized", awq_scheme(64))
+    compare_ranks(gang, tmp_path / "quantized")
+
+
+def compare_ranks(gang: Gang, path: Path, ep_size: int = 1) -> None:
+    """Assert that two ranks have the weights and, nearly, the log probabilities of one, with packed weights only."""
     whole, samples, _ = logprobs_of(SingleRank(), path, None)
-    for logprobs, held, _ in gang.run(TP2, logprobs_of, path, None, ep_size):
+    plain = gang.run(TP2, logprobs_of, path, "bf16", ep_size)
+    for (logprobs, held, num_bytes), (_, _, plain_bytes) in zip(
+        gang.run(TP2, logprobs_of, path, None, ep_size), plain, strict=True
+    ):
         assert divergence(logprobs, whole) < 0.02
         assert all(held[key].items() <= samples[key].items() for key in held)
+        assert num_bytes < plain_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "scheme", "flag"), [("llama", "awq", "another --tp-size"), ("qwen3_moe", "gptq", "--ep-size 2")]
+)
+def test_ranks_that_cut_a_group_too_small_to_divide_are_refused(
+    family: Family, scheme: str, flag: str, gang: Gang, tmp_path: Path
+) -> None:
+    """Half of 96 inputs begins within a group of 32. All ranks say so; dequantized it is allowed."""
+    tiny = make_tiny(family, tmp_path / "tiny", dtype="bfloat16", **CUT[family])
+    write_quantized(tiny, tmp_path / "quantized", SCHEMES[scheme])
+    for field, message in gang.run(TP2, refusal_of, tmp_path / "quantized", None):
+        assert field == "tp_size" and "down_proj.weight has a scale for each 32 inputs" in message
+        assert "would begin at 48" in message and flag in message
+    assert gang.run(TP2, refusal_of, tmp_path / "quantized", "bf16") == [None, None]
+    assert refusal_of(SingleRank(), tmp_path / "quantized", None) is None
 
 
 def test_ranks_round_weights_whose_groups_they_cut(gang: Gang, tmp_path: Path) -> None:
-    """The columns of the feed-forward as above, which `int4` rounds anew."""
+    """Half of the 96 inputs of a feed-forward begins within a group of 32: `int4` rounds these layers anew."""
     path, plain = written("llama", tmp_path, "gptq, zeros")
     wanted, samples, _ = logprobs_of(SingleRank(), plain, None)
     for logprobs, held, _ in gang.run(TP2, logprobs_of, path, "int4"):

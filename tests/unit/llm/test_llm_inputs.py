@@ -89,10 +89,24 @@ def test_prompts_are_text_or_token_ids_one_or_many() -> None:
     assert [prompt.content for prompt in mixed] == ["a", [3], "b", [4, 5]]
     assert mixed[2].where == "prompts[2]"
     assert as_prompts([]) == []
+    assert as_prompts({"prompt": "b", "cache_salt": "s"}) == [GivenPrompt("prompts", "b", "s")]
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", [""], [[]], 5, [5, "a"], {"prompt": [1]}, {"prompt": "a", "x": 1}, {"prompt_token_ids": []}, [True]]
+    "wrong",
+    [
+        "",
+        [""],
+        [[]],
+        5,
+        [5, "a"],
+        {"prompt": [1]},
+        {"prompt": "a", "x": 1},
+        {"prompt_token_ids": []},
+        [True],
+        {"cache_salt": "s"},
+    ]
+    + [{"prompt": "a", "cache_salt": salt} for salt in ("", 5, "a\0", "a" * 1025)],
 )
 def test_other_prompts_are_refused(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError) as caught:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pdserve.memory.cached_states import RadixNode
-from pdserve.memory.prefix_cache import Eviction, RadixTree, token_bytes
+from pdserve.memory.prefix_cache import Eviction, RadixTree, SaltedTokens, salt_of, token_bytes
 from tests.unit.memory.kit import PAGE_TOKENS, letters
 
 
@@ -57,6 +57,29 @@ def test_the_longest_beginning_is_found(text: str, max_pages: int, num_pages: in
     found = tree.match(letters(text), max_pages)
     assert found.num_pages == num_pages
     assert tree.pages_of(found.node) == [5, 6, 7][:num_pages]
+
+
+def test_a_salt_has_pages_of_its_own() -> None:
+    tree = RadixTree(PAGE_TOKENS)
+    plain, salts = letters("abcd"), {salt: SaltedTokens.of(letters("abcd"), salt) for salt in ("s", "t", "ss")}
+    tree.insert(plain, [0, 1, 2, 3])
+    for number, tokens in enumerate(salts.values(), start=1):
+        assert tree.peek(tokens, 9) == 0
+        tree.insert(tokens[: 2 * 4 * PAGE_TOKENS], [10 * number, 10 * number + 1])
+        found = tree.match(tokens, 1)
+        assert tree.pages_of(found.node) == [10 * number], "the node is split"
+        tree.insert(tokens, [90, 91, 10 * number + 2, 10 * number + 3])
+        assert tree.pages_of(tree.match(tokens, 9).node) == [10 * number + at for at in range(4)]
+    assert tree.pages_of(tree.match(plain, 9).node) == [0, 1, 2, 3]
+    assert len(tree.evict(15)) == 15 and tree.num_cached == 1 and len(tree.clear()) == 1
+
+
+def test_tokens_keep_their_salt_in_slices_from_the_first_on() -> None:
+    tokens = SaltedTokens.of(letters("abc"), "s")
+    assert [salt_of(part) for part in (tokens, tokens[:8], tokens[0:4], tokens[4:], tokens[8:9], b"")] == [
+        "s", "s", "s", "", "", "",
+    ]  # fmt: skip
+    assert tokens[4:8] == letters("abc")[4:8]
 
 
 def test_a_page_counts_only_as_a_whole() -> None:

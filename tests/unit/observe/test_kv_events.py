@@ -20,7 +20,7 @@ from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
-from pdserve.memory.prefix_cache import RadixTree, token_bytes
+from pdserve.memory.prefix_cache import RadixTree, SaltedTokens, token_bytes
 from pdserve.observe.kv_events import Group, KVEventStream, Numbered, groups_of
 from pdserve.sim.hash_lm import hash_layout
 from tests.kv_reader import AllBlocksCleared, BlockRemoved, BlockStored, CacheCopy, Follower, events_of
@@ -256,6 +256,26 @@ def test_pages_of_an_adapter_have_its_name_and_keys_of_their_own() -> None:
     assert with_adapter.extra_keys == [["poet"], ["poet"]] and without.extra_keys is None
     assert not set(with_adapter.block_hashes) & set(without.block_hashes)
     assert short_hash(NAMESPACE.chain(NAMESPACE.root("d1"), token_bytes(tokens))[1]) == with_adapter.block_hashes[1]
+
+
+def test_pages_of_a_salt_say_it_in_the_first_block_and_have_keys_of_their_own() -> None:
+    sink = Collected()
+    tree = RadixTree(PAGE_TOKENS, recorder=CacheRecorder(sink))
+    stream = KVEventStream(NAMESPACE, GROUPS)
+    tokens = token_bytes([5, 6, 7, 8])
+    tree.insert(SaltedTokens.of(tokens, "tenant"), [0, 1])
+    tree.insert(tokens, [2, 3])
+    [batch] = one_turn(tree, sink, stream)
+    salted, plain = events_of(batch.payload)
+    assert isinstance(salted, BlockStored) and isinstance(plain, BlockStored)
+    assert salted.extra_keys == [["tenant"], None] and plain.extra_keys is None
+    assert salted.token_ids == plain.token_ids and not set(salted.block_hashes) & set(plain.block_hashes)
+    root = NAMESPACE.root(salt="tenant")
+    assert root != NAMESPACE.root() and NAMESPACE.root("tenant") != root
+    assert short_hash(NAMESPACE.chain(root, tokens)[1]) == salted.block_hashes[1]
+    [snapshot] = stream.snapshot()
+    stored = [event for event in events_of(snapshot.payload) if isinstance(event, BlockStored)]
+    assert [event.extra_keys for event in stored] == [[["tenant"], None], None]
 
 
 def test_window_pages_are_events_of_their_group() -> None:

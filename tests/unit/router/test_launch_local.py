@@ -378,7 +378,7 @@ ROLES: tuple[Role, Role] = ("prefill", "decode")
         ("--disaggregation-layerwise-groups=2", True, False),
         ("--disaggregation-decode-enable-radix-cache", False, True),
         ("--no-disaggregation-decode-enable-radix-cache", False, True),
-        ("--disaggregation-decode-enable-offload-kvcache", False, True),
+        ("--disaggregation-decode-retraction-backup cpu_tensor", False, True),
         ("--disaggregation-decode-offload-gb 1.5", False, True),
         ("--num-reserved-decode-tokens=64", False, True),
         ("--mixed-chunk-size 64", False, True),

@@ -10,7 +10,13 @@ import pytest
 from multidict import CIMultiDict
 
 from pdserve.http.access import CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH
-from pdserve.router.policies.routing_keys import OPENING_CHARS, OPENING_TOKENS, ConversationKey, conversation_key
+from pdserve.router.policies.routing_keys import (
+    OPENING_CHARS,
+    OPENING_TOKENS,
+    ConversationKey,
+    conversation_key,
+    prompt_of,
+)
 
 RunWorld = Callable[[Callable[[Any], Coroutine[Any, Any, None]]], None]
 
@@ -162,3 +168,15 @@ def test_a_named_conversation_stays_though_its_prompts_differ(run_world: RunWorl
         assert sorted(len(decode.bodies) for decode in decodes) == [0, 0, 0, 12]
 
     run_world(scenario)
+
+
+def test_prompts_and_openings_of_other_salts_differ() -> None:
+    bodies: list[dict[str, Any]] = [
+        {}, {"cache_salt": "a"}, {"cache_salt": "b"}, {"extra_key": "a"}, {"cache_salt": "a", "extra_key": "b"},
+    ]  # fmt: skip
+    for path, body in ((COMPLETIONS_PATH, {"prompt": "x" * 300}), (CHAT_PATH, {"messages": turns(2)})):
+        prompts = [prompt_of(path, body | salt) or "" for salt in bodies]
+        assert len({prompt[:6] for prompt in prompts}) == len(bodies), "no common prefix with another salt"
+        assert len({key(path, body | salt) for salt in bodies}) == len(bodies)
+        assert prompts[1] == prompt_of(path, body | {"cache_salt": ["a", None]})
+    assert prompt_of(COMPLETIONS_PATH, {"cache_salt": "a"}) is None

@@ -14,6 +14,7 @@ from pdserve.protocol.messages import EngineCoreOutput, FinishReason, GenerateRe
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import WriteLine
+from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.scheduler import Event, Scheduler
@@ -71,6 +72,7 @@ class Mono:
         write_line: WriteLine | None = None,
         rules: PriorityRules | None = None,
         speculation: Speculation | None = None,
+        load_reporter: LoadReporter | None = None,
         executor: Callable[[int, PageTable], CountingExecutor] = CountingExecutor,
     ) -> None:
         self.sent: list[ToApi] = []
@@ -100,6 +102,7 @@ class Mono:
             overlap=overlap,
             num_gated=num_gated,
             rules=rules,
+            load_reporter=load_reporter,
         )
 
     def post(

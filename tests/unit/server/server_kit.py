@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -32,6 +33,7 @@ from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
@@ -43,12 +45,9 @@ from pdserve.protocol.messages import (
     EngineCoreOutput,
     EngineReady,
     EngineState,
-    ExtractReply,
-    ExtractRequest,
     FinishReason,
     FlushCache,
     GenerateRequest,
-    KVPart,
     LoadLora,
     OutputBatch,
     PauseGeneration,
@@ -60,6 +59,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
     StopProfile,
+    SwitchRole,
     TokenLogprob,
     UnloadLora,
     WaitsFor,
@@ -160,6 +160,12 @@ class ScriptedScheduler:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.commands: list[Command] = []
+        self.switches: list[SwitchRole] = []
+        self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
+        """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
+        """
+        self.memory: dict[str, int] = {}
+        """Counts of the state, beside those of all states."""
         self.shutdown = False
         self.kv: list[bytes] = []
         """KV of each group of an extracted request: two pages."""
@@ -170,17 +176,7 @@ class ScriptedScheduler:
         self._end = False
 
     def start(self) -> None:
-        self._channel.send(
-            EngineReady(
-                model_type="llama",
-                architectures=["LlamaForCausalLM"],
-                vocab_size=VOCAB,
-                context_length=CONTEXT,
-                max_total_tokens=1024,
-                eos_token_ids=[EOS],
-                facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
-            )
-        )
+        self._channel.send(self.ready())
         self._thread.start()
 
     def stop(self) -> None:
@@ -223,14 +219,37 @@ class ScriptedScheduler:
                     self._extract(message)
                 case KVPart():
                     self.kv_parts.append(message)
+                case SwitchRole():
+                    self._switch(message)
                 case Shutdown():
                     self.shutdown = True
+
+    def ready(self) -> EngineReady:
+        return EngineReady(
+            model_type="llama",
+            architectures=["LlamaForCausalLM"],
+            vocab_size=VOCAB,
+            context_length=CONTEXT,
+            max_total_tokens=1024,
+            eos_token_ids=[EOS],
+            facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
+        )
+
+    def _switch(self, command: SwitchRole) -> None:
+        """As the scheduler: the role in which it is then is announced before the reply."""
+        self.switches.append(command)
+        if self.on_switch is None:
+            return
+        refusal = self.on_switch(command)
+        self._channel.send(self.ready())
+        self._channel.send(CommandReply(query_id=command.query_id, ok=refusal is None, message=refusal or "ok"))
 
     def state(self) -> EngineState:
         self.progress += self.progress_per_state
         return EngineState(
             queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "num_retracted_reqs": 4} | self.queues,
-            memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
+            memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1}
+            | self.memory,
             counters={
                 "kv_transfer_bytes": 5.0,
                 "transfer_failed_reqs": 1.0,
@@ -257,26 +276,18 @@ class ScriptedScheduler:
             failure = Failure(code="not_live", message="the request has ended", status=404)
             self._channel.send(ExtractReply(query_id=message.query_id, rid=message.rid, failure=failure))
             return
-        pages: tuple[int, ...] = ()
-        if message.with_kv and self.kv:
-            pages = tuple(2 for _ in self.kv)
-            for group, data in enumerate(self.kv):
-                for part in (data[:5], data[5:]):
-                    self._channel.send(KVPart(rid=message.rid, group=group, data=part))
+        pages = tuple(2 for _ in self.kv) if message.with_kv else ()
+        for group, data in enumerate(self.kv[: len(pages)]):
+            for part in (data[:5], data[5:]):
+                self._channel.send(KVPart(rid=message.rid, group=group, data=part))
         script = self.script(held)
         assert isinstance(script, list)
         if not message.keep:
             del self._held[message.rid]
             self._send(self._output(held, [], FinishReason(type="suspended", message="stopped")))
-        reply = ExtractReply(
-            query_id=message.query_id,
-            rid=message.rid,
-            output_ids=script,
-            cached_tokens=3,
-            kv_tokens=4 if pages else 0,
-            kv_pages=pages,
-        )
-        self._channel.send(reply)
+        kv_tokens = 4 if pages else 0
+        reply = ExtractReply(query_id=message.query_id, rid=held.rid, output_ids=script, kv_tokens=kv_tokens)
+        self._channel.send(msgspec.structs.replace(reply, cached_tokens=3, kv_pages=pages))
 
     def _send(self, *outputs: EngineCoreOutput) -> None:
         self._channel.send(OutputBatch(outputs=list(outputs)))

@@ -69,6 +69,8 @@ def test_ports_of_kv_events_are_checked_where_they_will_be_bound(taken: int) -> 
         ) as caught:
             check_start(parse(*flags(f"tcp://{address}"), *more))
         assert caught.value.field == "kv_events_config"
+    with pytest.raises(ConfigError, match=r"cannot listen on .* give --load-publish-endpoint"):
+        check_start(parse("--load-publish-endpoint", f"tcp://127.0.0.1:{taken}"))
     used = flags(f"tcp://127.0.0.1:{taken}")
     check_start(parse(*used, "--disable-radix-cache"))
     check_start(parse(*flags(f"tcp://127.0.0.1:{taken}", bind=False)))

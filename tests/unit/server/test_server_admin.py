@@ -78,6 +78,19 @@ async def test_info_names_the_endpoints_of_kv_events(tokenizer: Tokenizer) -> No
         assert (await b.http.get("/get_server_info")).json()["kv_events"] is None
 
 
+async def test_info_names_the_endpoint_of_load_events(tokenizer: Tokenizer) -> None:
+    observe = {"kv_events_config": '{"publisher": "zmq", "endpoint": "tcp://*:7000"}', "load_publish_endpoint": "auto"}
+    async with bench(tokenizer, observe=observe) as b:
+        info = (await b.http.get("/get_server_info")).json()
+    assert (info["kv_events"]["load_endpoint_port_base"], info["kv_events"]["load_topic"]) == (7001, "load")
+    assert info["load_events"]["endpoint"] == "tcp://*:7001"
+    async with bench(tokenizer, "decode", observe={"load_publish_endpoint": "tcp://127.0.0.1:7000"}) as b:
+        info = (await b.http.get("/get_server_info")).json()
+    assert info["kv_events"] is None and info["load_events"]["load_endpoint_port_base"] == 7000
+    async with bench(tokenizer) as b:
+        assert (await b.http.get("/get_server_info")).json()["load_events"] is None
+
+
 async def test_metrics_have_sglang_names_and_memory_gauges(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer, "prefill") as b:
         body = {"prompt": "x", "bootstrap_room": 1, "max_tokens": 3}

@@ -36,6 +36,28 @@ async def test_usage_says_it_whole_and_streamed(tokenizer: Tokenizer, path: str,
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("field", ["cache_salt", "extra_key"])
+async def test_requests_have_the_cache_salt_of_their_body(tokenizer: Tokenizer, field: str) -> None:
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": CHAT, "/v1/completions": {"prompt": "x"}, "/v1/responses": {"input": "x"},
+        "/generate": {"text": "x"},
+    }  # fmt: skip
+    async with bench(tokenizer) as b:
+        for path, body in bodies.items():
+            for given, expected in (("s", "s"), (None, "")):
+                answer = await b.http.post(path, json={**body, field: given})
+                assert answer.status_code == 200 and b.scheduler.requests[-1].cache_salt == expected
+        answer = await b.http.post("/generate", json={"text": ["x", "y"], field: ["s", None]})
+        assert answer.status_code == 200
+        assert [request.cache_salt for request in b.scheduler.requests[-2:]] == ["s", ""]
+        for wrong in ("", "a\0", "a" * 1025, 5, ["a", "b"]):
+            answer = await b.http.post("/generate", json={"text": "x", field: wrong})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == field
+        answer = await b.http.post("/generate", json={"text": "x", "cache_salt": "s", "extra_key": "k"})
+        assert b.scheduler.requests[-1].cache_salt == "s\0k"
+
+
+@pytest.mark.asyncio
 async def test_a_batch_is_summed_and_n_answers_count_their_prompt_once(tokenizer: Tokenizer) -> None:
     async with bench(tokenizer) as b:
         b.scheduler.cached = lambda request: request.input_ids[0]

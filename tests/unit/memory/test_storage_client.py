@@ -1,0 +1,336 @@
+"""Stored objects, the circuit breaker, and a client over stores that block, fail and lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import ConfigError
+from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreaker, StorageBreakerState
+from pdserve.memory.tiers.memory_store import MemoryStorage
+from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, seal, shard_name
+from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
+from pdserve.memory.tiers.storage_options import parse_storage_options
+from tests.waiting import wait_until
+
+SIZE = 1000
+PART = shard_name("tokens", tp_rank=0, tp_size=1, pp_rank=0, pp_size=1)
+
+
+def page_ids(count: int, namespace: int = 1) -> list[ObjectId]:
+    """Pages of one prompt."""
+    return [ObjectId(bytes([namespace]) * 32, index.to_bytes(32, "big"), PART) for index in range(count)]
+
+
+def page(index: int) -> bytes:
+    """The page of an index."""
+    return bytes([index % 251]) * SIZE
+
+
+def views(count: int) -> list[memoryview]:
+    """Pages as buffers."""
+    return [memoryview(page(index)) for index in range(count)]
+
+
+# ---------------------------------------------------------------------- objects
+
+
+def stored(identity: ObjectId, payload: bytes) -> bytearray:
+    """The object of a page."""
+    target = bytearray(object_bytes(len(payload)))
+    seal(memoryview(target), identity, memoryview(payload))
+    return target
+
+
+@given(st.binary(min_size=1, max_size=300), st.integers(0), st.integers(1, 255))
+def test_any_changed_byte_is_a_miss(payload: bytes, at: int, change: int) -> None:
+    """Each byte that means something is covered by a field or by the checksum."""
+    identity = page_ids(1)[0]
+    one = stored(identity, payload)
+    assert check(memoryview(one), identity) is None
+    at %= len(one)
+    one[at] ^= change
+    is_filler = 100 <= at < 128
+    assert (check(memoryview(one), identity) is None) == is_filler
+
+
+def test_each_miss_has_its_reason() -> None:
+    """A reader says what is wrong with an object."""
+    identity = page_ids(1)[0]
+    one = stored(identity, b"page")
+    others = {
+        Miss.NAMESPACE: dataclasses.replace(identity, namespace=bytes(32)),
+        Miss.KEY: dataclasses.replace(identity, digest=b"x" * 32),
+    }
+    for miss, other in others.items():
+        assert check(memoryview(one), other) is miss
+    assert check(memoryview(one), dataclasses.replace(identity, part="window-t0of1-p0of1")) is Miss.KEY
+    assert check(memoryview(one)[:-1], identity) is Miss.LENGTH
+    assert check(memoryview(one)[:20], identity) is Miss.NOT_AN_OBJECT
+    assert check(memoryview(bytes(len(one))), identity) is Miss.NOT_AN_OBJECT
+    one[-1] ^= 1
+    assert check(memoryview(one), identity) is Miss.CHECKSUM
+
+
+def test_keys_tell_everything_apart() -> None:
+    """Keys differ with namespace, page and part."""
+    first = page_ids(1)[0]
+    others = [page_ids(2)[1], page_ids(1, namespace=2)[0]]
+    others += [
+        dataclasses.replace(first, part=shard_name("tokens", tp_rank=rank, tp_size=2, pp_rank=0, pp_size=1))
+        for rank in range(2)
+    ]
+    keys = [one.key for one in (first, *others)]
+    assert len(set(keys)) == len(keys)
+    assert all(len(key) <= 128 and key.replace("-", "").replace("_", "").isalnum() for key in keys)
+
+
+# ---------------------------------------------------------------------- options
+
+
+def test_options_are_read(tmp_path: Path) -> None:
+    """JSON or a file with it; SGLang's names and the backend's own."""
+    text = '{"prefetch_threshold": 16, "prefetch_timeout_base": 2, "max_size": "1.5gb", "directory": "/x"}'
+    options = parse_storage_options(text)
+    assert (options.threshold_tokens, options.deadline_s(4096)) == (16, 3.0)
+    assert (options.size("max_size", 1), options.text("directory", "")) == (3 << 29, "/x")
+    (tmp_path / "options.json").write_text(text)
+    assert parse_storage_options(f"@{tmp_path}/options.json") == options
+    assert parse_storage_options(None).threshold_tokens == 256
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "a JSON object is needed"),
+        ("@/no/such/file", "cannot read /no/such/file"),
+        ('{"prefetch_threshold": -1}', "prefetch_threshold must be a number"),
+        ('{"prefetch_threshold": 1.5}', "whole number"),
+        ('{"prefetch_timeout_base": "1"}', "prefetch_timeout_base must be a number"),
+    ],
+)
+def test_wrong_options_are_named(text: str, message: str) -> None:
+    """The error says which one."""
+    with pytest.raises(ConfigError, match=message) as caught:
+        parse_storage_options(text)
+    assert caught.value.field == "hicache_storage_backend_extra_config"
+
+
+@pytest.mark.parametrize("value", ["much", -1, 0, True, "4 parsecs"])
+def test_wrong_sizes_are_named(value: object) -> None:
+    """So does that of a size."""
+    options = parse_storage_options(json.dumps({"max_size": value}))
+    with pytest.raises(ConfigError, match="max_size must be a number of bytes"):
+        options.size("max_size", 1)
+
+
+# ---------------------------------------------------------------------- breaker
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        """The time."""
+        return self.now_s
+
+
+def test_breaker_opens_probes_and_waits_longer() -> None:
+    """Each failed probe doubles the pause; a good one closes it."""
+    clock = Clock()
+    breaker = StorageBreaker(2.0, now=clock)
+    assert breaker.allows
+    breaker.begin("get")
+    breaker.fail("get", "away")
+    pause_s = FIRST_PAUSE_S
+    for _ in range(3):
+        assert breaker.state is StorageBreakerState.OPEN and not breaker.begin_probe()
+        clock.now_s += pause_s
+        assert breaker.begin_probe() and not breaker.begin_probe()
+        assert breaker.state is StorageBreakerState.HALF_OPEN and not breaker.allows
+        breaker.begin("get")
+        breaker.fail("get", "away")
+        pause_s *= 2
+    clock.now_s += pause_s
+    assert breaker.begin_probe()
+    breaker.begin("get")
+    breaker.succeed("get")
+    assert breaker.allows and breaker.num_opened == 1 and breaker.last_error == "away"
+
+
+def test_breaker_is_open_while_a_call_is_stuck() -> None:
+    """A call that runs longer than the limit counts before it returns, and no probe is made meanwhile."""
+    clock = Clock()
+    breaker = StorageBreaker(2.0, now=clock)
+    breaker.begin("get")
+    clock.now_s += 1.9
+    assert breaker.allows
+    clock.now_s += 0.2
+    assert not breaker.allows and not breaker.begin_probe()
+    breaker.succeed("get")
+    assert not breaker.allows and "a call took 2.1 s" in breaker.last_error
+    clock.now_s += FIRST_PAUSE_S
+    assert breaker.begin_probe()
+
+
+# ---------------------------------------------------------------------- client
+
+
+class BadStore(MemoryStorage):
+    """A store that a test makes block, fail, lie and damage objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.entered = threading.Event()
+        self.is_away = self.lies = False
+        self.damage = 0
+        """Objects read whose last byte is changed."""
+
+    def _pass(self) -> None:
+        self.entered.set()
+        assert self.gate.wait(20)
+        if self.is_away:
+            raise StorageError("away")
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """See `Storage`."""
+        self._pass()
+        return len(keys) if self.lies else super().exists(keys)
+
+    def get_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """See `Storage`."""
+        self._pass()
+        found = super().get_into(keys, buffers)
+        for buffer in buffers[: self.damage]:
+            buffer[-1] ^= 1
+        return found
+
+    def put_from(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:
+        """See `Storage`."""
+        self._pass()
+        return super().put_from(keys, buffers)
+
+
+@pytest.fixture
+def store() -> BadStore:
+    """A good store until a test says otherwise."""
+    return BadStore()
+
+
+@pytest.fixture
+def client(store: BadStore) -> Iterator[StorageClient]:
+    """A client of it, whose breaker opens for short times."""
+    made = StorageClient(store, call_limit_s=5.0)
+    yield made
+    store.gate.set()
+    made.close()
+
+
+def put(client: StorageClient, count: int) -> None:
+    """Store pages."""
+    job = client.start_put(page_ids(count), views(count))
+    wait_until(lambda: job.is_done, "the pages are stored")
+
+
+def fetch(client: StorageClient, count: int) -> tuple[Transfer, list[bytearray]]:
+    """Read pages; the job and its buffers."""
+    buffers = [bytearray(SIZE) for _ in range(count)]
+    job = client.start_get(page_ids(count), [memoryview(buffer) for buffer in buffers])
+    wait_until(lambda: job.is_done, "the pages are read")
+    return job, buffers
+
+
+def test_pages_go_and_come(client: StorageClient) -> None:
+    """Pages of several calls come back, up to the first miss."""
+    count = 2 * MOST_KEYS + 5
+    put(client, count)
+    lookup = client.start_lookup(page_ids(count + 3))
+    wait_until(lambda: lookup.is_done, "the look-up is done")
+    assert lookup.num_found == count
+    job, buffers = fetch(client, count + 3)
+    assert job.num_done == count
+    assert all(bytes(buffer) == page(index) for index, buffer in enumerate(buffers[:count]))
+    assert client.counts.misses == {Miss.ABSENT: 1}
+    assert client.facts()["pages_written"] == client.facts()["pages_read"] == count
+
+
+def test_damaged_object_is_a_miss(client: StorageClient, store: BadStore) -> None:
+    """A damaged page ends the read; its bytes are not copied."""
+    put(client, 3)
+    store.damage = 1
+    job, buffers = fetch(client, 3)
+    assert job.num_done == 0 and not any(map(any, buffers))
+    assert client.counts.misses == {Miss.CHECKSUM: 1}
+
+
+def test_lying_store_is_left_alone(client: StorageClient, store: BadStore) -> None:
+    """A store that names what it has not gets no more calls after a few."""
+    store.lies = True
+    for _ in range(MOST_LIES):
+        assert client.breaker.allows
+        assert fetch(client, 2)[0].num_done == 0
+    assert not client.breaker.allows
+    lookup = client.start_lookup(page_ids(2))
+    assert lookup.is_done and lookup.num_found == 0
+
+
+def test_store_that_is_away_is_probed(client: StorageClient, store: BadStore) -> None:
+    """A failure opens the breaker; a probe that no request waits for closes it."""
+    put(client, 2)
+    store.is_away = True
+    assert fetch(client, 2)[0].num_done == 0
+    assert not client.breaker.allows and client.breaker.last_error == "away"
+    dropped = client.start_put(page_ids(1), views(1))
+    assert dropped.is_done and client.counts.pages_refused == 1
+    store.is_away = False
+    wait_until(lambda: client.breaker.allows, "the breaker closes")
+    assert fetch(client, 2)[0].num_done == 2
+
+
+def test_no_byte_lands_after_cancel(client: StorageClient, store: BadStore) -> None:
+    """A request gives up on a store that blocks. Its buffers are its own again, whatever the store does later."""
+    put(client, 2)
+    store.gate.clear()
+    store.entered.clear()
+    buffers = [bytearray(SIZE) for _ in range(2)]
+    job = client.start_get(page_ids(2), [memoryview(buffer) for buffer in buffers])
+    assert store.entered.wait(20)
+    client.give_up(job)
+    assert job.num_done == 0 and not client.breaker.allows
+    store.gate.set()
+    wait_until(lambda: job.is_done, "the call returns")
+    assert not any(map(any, buffers))
+
+
+def test_blocked_get_does_not_hold_up_puts(client: StorageClient, store: BadStore) -> None:
+    """A put has its own thread, and a waiting put can be taken back."""
+    store.gate.clear()
+    job = client.start_put(page_ids(1), views(1))
+    assert store.entered.wait(20)
+    waiting = client.start_put(page_ids(2), views(2))
+    waiting.cancel()
+    store.gate.set()
+    wait_until(lambda: job.is_done and waiting.is_done, "both have ended")
+    assert client.counts.pages_written == 1
+
+
+def test_clear_and_close(client: StorageClient, store: BadStore) -> None:
+    """The store is cleared in the background; closing twice does nothing."""
+    put(client, 2)
+    client.clear()
+    wait_until(lambda: store.exists([page_ids(1)[0].key]) == 0, "the store is empty")
+    client.close()
+    client.close()
