@@ -321,11 +321,15 @@ class UnloadLoraBody(msgspec.Struct):
 
 
 class RoleSwitchBody(msgspec.Struct):
-    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started."""
+    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
+
+    `reload`: end the engine and start another one, instead of a change in place.
+    """
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
     wait: bool | None = None
+    reload: bool | None = None
 
 
 class CommandBody(msgspec.Struct):
