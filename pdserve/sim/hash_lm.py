@@ -253,6 +253,15 @@ class HashExecutor(HashTierCopies):
         index = self._layout.stamp_group
         return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
 
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`; completes the slots of all ranks."""
+        index = self._layout.stamp_group
+        assert index is not None
+        groups = self._layout.groups
+        self._settle([[slot] if group.space is PageSpace.SLOTS else [] for group in groups])
+        for pools in self.pools:
+            pools[index][slot] = stamp.words
+
     # ------------------------------------------------------------------ a step
 
     def compute(self, plan: BatchPlan, tables: Mapping[int, RowPages]) -> StepResult:
