@@ -115,6 +115,29 @@ class HostPages(Protocol):
         """Bytes of host memory."""
         ...
 
+    def export(self) -> list[bytes] | None:
+        """Return the bytes of each layout group, page after page; None: other ranks have a part of them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImportedPages:
+    """Implements `HostPages` with bytes that `HostPages.export` of another server has returned.
+
+    `data`: whole pages of each layout group. Only an executor of a single rank restores them.
+    """
+
+    data: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostPages.num_bytes`."""
+        return sum(map(len, self.data))
+
+    def export(self) -> list[bytes]:
+        """See `HostPages.export`."""
+        return list(self.data)
+
 
 class CopyHandle(Protocol):
     """Copies between pages of the pool and slots of the host tier that run beside steps."""

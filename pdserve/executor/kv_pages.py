@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord
+from pdserve.executor.interface import HostPages, ImportedPages
 from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import to_device
@@ -36,6 +37,22 @@ class OffloadedPages:
     def num_bytes(self) -> int:
         """See `HostPages.num_bytes`."""
         return sum(piece.numel() for group in self.pieces for piece in group)
+
+    def export(self) -> list[bytes]:
+        """See `HostPages.export`; the bytes of this rank."""
+        return [b"".join(piece.numpy().tobytes() for piece in group) for group in self.pieces]
+
+
+def offloaded(saved: HostPages, pools: Sequence[GroupPool]) -> OffloadedPages:
+    """Return saved pages in the form of `save`, also those that came as bytes. `pools`: those of this rank."""
+    if isinstance(saved, ImportedPages):
+        rows = []
+        for pool, data in zip(pools, saved.data, strict=True):
+            pages = np.frombuffer(bytearray(data), dtype=np.uint8).reshape(-1, max(1, pool.group.page_bytes))
+            rows.append((torch.from_numpy(pages),) if len(pages) else ())
+        return OffloadedPages(tuple(rows))
+    assert isinstance(saved, OffloadedPages), "these pages were saved by another executor"
+    return saved
 
 
 @torch.inference_mode()

@@ -358,9 +358,8 @@ class LocalExecutor(HostTierCopies):
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, kv_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
-            kv_pages.load(self.pools, saved, pages)
+            kv_pages.load(self.pools, kv_pages.offloaded(saved, self.pools), pages)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""

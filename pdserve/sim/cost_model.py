@@ -71,6 +71,10 @@ class _Saved:
     num_bytes: int
     num_pages: int
 
+    def export(self) -> None:
+        """See `HostPages`: there are no bytes."""
+        return
+
 
 class CostModelExecutor:
     """Implements `Executor`. The pool is real memory, so that transports may copy it, but steps write nothing there.

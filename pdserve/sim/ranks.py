@@ -385,6 +385,10 @@ class _NoPages:
 
     num_bytes = 0
 
+    def export(self) -> None:
+        """See `HostPages`."""
+        return
+
 
 class _Alone:
     """Implements `RankGroup` for a rank that no other rank waits for."""
