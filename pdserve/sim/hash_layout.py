@@ -1,4 +1,4 @@
-"""The KV layouts of the hash model, heads of one 64-bit number in groups of all kinds; and stamps of its state slots."""
+"""The KV layouts of the hash model, heads of one 64-bit number in groups of all kinds, and stamps of its slots."""
 
 from __future__ import annotations
 
