@@ -41,6 +41,8 @@ RAN_TOO_LONG = Failure(
 """Messages and statuses of SGLang."""
 TIMEOUT_CHECK_S = 0.05
 """Seconds between two looks at the ages of all requests."""
+STOP_STRING = FinishReason(type="stop")
+"""The end of a request whose text matched a stop string, which the API process names."""
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
@@ -95,8 +97,8 @@ class SchedulerRole(Protocol):
         """Take the result of a plan. The next plan may be launched already; rows of ended requests are ignored."""
         ...
 
-    def end(self, req: Req, failure: Failure | None) -> None:
-        """End a live request early: with a failure, or as stopped by a stop string when `failure` is None."""
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
+        """End a live request early: with a failure, or with `finish` when `failure` is None."""
         ...
 
     def migrate(self, command: MigrateOut | EndMigration) -> None:
@@ -186,14 +188,14 @@ class BaseRole(abc.ABC):
         """See `SchedulerRole.step_kind`."""
         return self._batch_planner.step_kind
 
-    def end(self, req: Req, failure: Failure | None) -> None:
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """See `SchedulerRole.end`."""
         if failure is not None:
             self._context.count_failure(req, failure)
             self._count_transfer_failure(req)
         self._abort_transfer(req, failure)
         self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
+        finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
 
     def migrate(self, command: MigrateOut | EndMigration) -> None:

@@ -102,6 +102,9 @@ class DecodeRole(MixedBatchRole):
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
+        if room is None and req.spec.local:
+            self._admit_local(req)
+            return
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
@@ -118,6 +121,13 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
+
+    def _admit_local(self, req: Req) -> None:
+        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
+        validate_fits(self._context, req.max_len)
+        req.times.lost = req.times.arrived
+        self.live[req.rid] = self._lost[req.rid] = req
+        self._retracted.add(req, resumed=True)
 
     @property
     def num_waiting(self) -> int:
@@ -437,8 +447,8 @@ class DecodeRole(MixedBatchRole):
         return "transfer" if req.rid in self._transfer else None
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
-        assert req.receiver is not None
-        req.receiver.abort(failure or STOPPED)
+        if req.receiver is not None:
+            req.receiver.abort(failure or STOPPED)
 
     def _leave_queues(self, req: Req) -> None:
         self._close(req)
@@ -451,8 +461,9 @@ class DecodeRole(MixedBatchRole):
         self._lost.pop(req.rid, None)
 
     def _close(self, req: Req) -> None:
-        """Close the bootstrap room, whose number may be used again."""
-        assert req.receiver is not None and req.spec.room is not None
+        """Close the bootstrap room, whose number may be used again. A local request has none."""
+        if req.receiver is None or req.spec.room is None:
+            return
         req.receiver.close()
         if self._rooms.get(req.spec.room.room) is req:
             del self._rooms[req.spec.room.room]
