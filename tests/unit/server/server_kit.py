@@ -19,6 +19,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
+    LoadFailurePolicy,
     ModelConfig,
     ObserveConfig,
     ServerConfig,
@@ -412,6 +413,7 @@ def make_config(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
@@ -426,6 +428,7 @@ def make_config(
             disaggregation_transfer_backend=backend,
             disaggregation_allowed_prefill=allowed_prefill,
             disaggregation_bootstrap_port=bootstrap_port,
+            disaggregation_load_failure_policy=load_failure_policy,
         ),
         serving=ServingConfig(port=0, **serving),
     )
@@ -447,6 +450,7 @@ async def bench(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -460,6 +464,7 @@ async def bench(
         schedule=schedule,
         lora=lora,
         pairing=pairing,
+        load_failure_policy=load_failure_policy,
         **serving,
     )
     api, low = memory_channel_pair()
