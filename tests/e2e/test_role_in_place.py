@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.adapters import write_adapter
-from tests.e2e.harness import Server, assert_idle, ranks_of, running, start_server
+from tests.e2e.harness import Server, assert_idle, ranks_of, running, start_server, until
 from tests.tiny import Family, make_tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -180,3 +180,25 @@ def test_adapters_stay_and_more_can_be_loaded_in_the_new_role(tmp_path: Path) ->
         other = made.ask(prefill, server, BODIES[0] | {"lora_path": "two"})[0]
         made.switch(server, "null")
         assert post(server, BODIES[0] | {"lora_path": "two"})["output_ids"] == other != expected
+
+
+@pytest.mark.slow
+def test_a_suspended_request_goes_on_behind_role_changes(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    long = BODIES[1] | {"sampling_params": BODIES[1]["sampling_params"] | {"max_new_tokens": 800}}
+    with cluster(str(tiny_checkpoint("llama")), ["null"]) as (made, (server,)):
+        expected = post(server, long)["output_ids"]
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            cut = pool.submit(post, server, long | {"rid": "one"})
+
+            def is_suspended() -> bool:
+                return requests.post(f"{server.url}/suspend", json={"rid": "one"}, timeout=60).status_code == 200
+
+            until(is_suspended, 30.0, "suspended")
+            first = cut.result()["output_ids"]
+        assert 0 < len(first) < len(expected)
+        made.switch(server, "decode")
+        made.switch(server, "null")
+        answer = requests.post(f"{server.url}/resume", json={"rid": "one"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        rest = answer.json()["output_ids"]
+        assert expected in (rest, first + rest)
