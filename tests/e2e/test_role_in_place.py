@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.adapters import write_adapter
-from tests.e2e.harness import Server, assert_idle, ranks_of, running, start_server, until
+from tests.e2e.harness import Server, assert_idle, ranks_of, running, running_nodes, start_server, until
 from tests.tiny import Family, make_tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -202,3 +202,22 @@ def test_a_suspended_request_goes_on_behind_role_changes(tiny_checkpoint: Callab
         assert answer.status_code == 200, answer.text
         rest = answer.json()["output_ids"]
         assert expected in (rest, first + rest)
+
+
+@pytest.mark.slow
+def test_a_server_on_two_hosts_takes_each_role(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    model, token = str(tiny_checkpoint("llama")), "a token that both hosts know"
+    flags = ("--page-size", "16", "--cpu-threads", "1", *FLAGS)
+    pair = ("--disaggregation-mode", "decode", "--no-require-control-proof", "--port", "0", "--device", "cpu")
+    with running_nodes(model, token, "--tp-size", "2", *flags) as nodes:
+        argv = ["--model-path", model, *flags, *pair]
+        decode = Server("decode", "pdserve.launch_server", argv, variables={"PDSERVE_CONTROL_TOKEN": token})
+        with running(decode):
+            made, server = Cluster([nodes.first, decode]), nodes.first
+            expected = [post(server, body)["output_ids"] for body in BODIES]
+            made.switch(server, "prefill")
+            assert [made.ask(server, decode, body)[0] for body in BODIES] == expected
+            made.switch(server, "decode")
+            made.switch(server, "null")
+            assert [post(server, body)["output_ids"] for body in BODIES] == expected
+            assert_idle(server, decode, deadline_s=40.0)
