@@ -35,6 +35,7 @@ from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -46,14 +47,12 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EngineCoreOutput,
     EngineReady,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
     OutputBatch,
     PauseGeneration,
-    PeerLoad,
     RequestTiming,
     Shutdown,
     SpeculationStats,
@@ -64,7 +63,6 @@ from pdserve.protocol.messages import (
     SwitchRole,
     TokenLogprob,
     UnloadLora,
-    WaitsFor,
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
