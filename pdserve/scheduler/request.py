@@ -86,6 +86,8 @@ class Req:
     """The LoRA adapter that computes the request."""
     key_offset: int = 0
     """See `LoraAdapters.key_offset`; 0 without an adapter."""
+    storage_pages: tuple[int, int] | None = None
+    """First page, and the one behind the last, that were read from the store into the host tier."""
     draft_hidden: bytes = b""
     """See `AuxRecord`; on decode, until the request has a row."""
     _token_bytes: bytes = b""

@@ -337,21 +337,29 @@ class UnknownPeers:
 
     # ------------------------------------------------------------------ challenges
 
-    def owns(self, instance: str, endpoint: str, session: int) -> bool:
-        """Return whether `instance` has proved that it is the process at `endpoint` and has begun `session`.
+    def may_begin(self, instance: str, endpoint: str, session: int, *, ends_others: bool) -> bool:
+        """Return whether `session` of `instance` may begin; one that `ends_others` needs a proof.
 
-        If not, it is challenged there. Any other process drops packets that are not addressed to it, and the process of
-        that name answers for sessions of its own only.
+        The proof is that `instance` is the process at `endpoint` and has begun `session`. Without it `instance` is
+        challenged there. Any other process drops packets that are not addressed to it, and the process of that name
+        answers for sessions of its own only. When a session begins, older proofs of its instance are forgotten: with
+        them a late copy of a Hello could end the new session.
         """
+        if ends_others and not self._proved(instance, endpoint, session):
+            return False
+        for key in [key for key in self._challenges if key[0] == instance]:
+            del self._challenges[key]
+        return True
+
+    def _proved(self, instance: str, endpoint: str, session: int) -> bool:
+        """Return whether a challenge was answered; if not, send it."""
         challenge = self._challenges.get((instance, session))
         if challenge is None or challenge.endpoint != endpoint:
             challenge = _Challenge(endpoint, self._mint(f"challenge {instance}"))
             _remember(self._challenges, (instance, session), challenge)
-        if challenge.proved:
-            del self._challenges[instance, session]
-            return True
-        self._send(instance, endpoint, session, Ping(nonce=challenge.nonce, endpoint=self._socket.endpoint))
-        return False
+        if not challenge.proved:
+            self._send(instance, endpoint, session, Ping(nonce=challenge.nonce, endpoint=self._socket.endpoint))
+        return challenge.proved
 
     def repeated(self, instance: str, session: int, nonce: int) -> None:
         """Check the answer of `instance` to a challenge."""

@@ -388,7 +388,7 @@ class Sessions:
         if not rivals and len(self._peers) >= MAX_PEERS:
             self._counters["hellos_refused"] += 1
             return False
-        return not rivals or self._unknown.owns(instance, hello.endpoint, hello.session)
+        return self._unknown.may_begin(instance, hello.endpoint, hello.session, ends_others=bool(rivals))
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
         """Handle a refused handshake. The peer is kept for one more heartbeat, so that the Refusal is delivered."""
