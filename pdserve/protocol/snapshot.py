@@ -115,6 +115,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
     lora: Name | None = None
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
+    cache_salt: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     cached_tokens: Count = 0
     created_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     origin: SnapshotOrigin | None = None

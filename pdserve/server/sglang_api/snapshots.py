@@ -108,6 +108,7 @@ def _snapshot_of(context: ServerContext, state: RequestState, extracted: Extract
         prompt_logprobs=[parts[start] for start in sorted(parts)],
         lora=request.lora,
         priority=request.priority,
+        cache_salt=request.cache_salt,
         cached_tokens=reply.cached_tokens,
         created_s=time.time(),
         origin=_origin_of(state),
