@@ -37,6 +37,7 @@ from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
 from pdserve.server.http.middleware import DrainGate
 from pdserve.server.sglang_api.role_switch import FAILED_CODE, RoleChanged, RoleChanger
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class EngineBackend:
 class EngineInstance:
     """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
-    `ready`: what the engine has sent to the instance before; None: the engine starts.
+    `ready`: what the engine has sent to the instance before; None: the engine starts. `snapshots`: suspended requests.
 
     Raises:
         ConfigError: a configured request log or tracing cannot be opened.
@@ -120,6 +121,7 @@ class EngineInstance:
         tokenizer: Tokenizer | None,
         changer: RoleChanger,
         *,
+        snapshots: SnapshotStore,
         on_trial: bool = False,
         ready: EngineReady | None = None,
     ) -> None:
@@ -151,6 +153,7 @@ class EngineInstance:
                 changer=changer,
                 warm=True,
                 control_token=backend.control_token,
+                snapshot_store=snapshots,
             )
         except BaseException:
             if ready is None:
@@ -263,7 +266,8 @@ class RoleSwitchApp:
         self._changing: asyncio.Task[RoleChanged] | None = None
         self._preparing = self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._instance = EngineInstance(first, tokenizer, self)
+        self._snapshots = SnapshotStore.of(first.config)
+        self._instance = EngineInstance(first, tokenizer, self, snapshots=self._snapshots)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the ASGI call to the present role's application."""
@@ -381,7 +385,8 @@ class RoleSwitchApp:
                 text = "the bootstrap server does not know all replicas"
                 raise RequestError(text, status=500, code=FAILED_CODE)
             await asyncio.sleep(POLL_S)
-        instance = EngineInstance(backend, self._tokenizer, self, ready=old.client.require_ready())
+        ready = old.client.require_ready()
+        instance = EngineInstance(backend, self._tokenizer, self, snapshots=self._snapshots, ready=ready)
         await instance.open()
         self._instance = instance
         await old.hand_over("the role of this server has changed")
@@ -422,7 +427,8 @@ class RoleSwitchApp:
     async def _begin(self, backend: EngineBackend) -> None:
         """Start an engine and forward calls to it from now on; returns when it is ready."""
         backend.start()
-        instance = self._instance = EngineInstance(backend, self._tokenizer, self, on_trial=True)
+        instance = EngineInstance(backend, self._tokenizer, self, snapshots=self._snapshots, on_trial=True)
+        self._instance = instance
         await instance.open()
         self._keep(asyncio.create_task(self._guard(instance)))
         await instance.client.wait_ready()

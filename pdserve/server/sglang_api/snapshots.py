@@ -107,6 +107,7 @@ def _snapshot_of(context: ServerContext, state: RequestState, extracted: Extract
         output_logprobs=_padded(state.output_logprobs, count) if wants_output else [],
         prompt_logprobs=[parts[start] for start in sorted(parts)],
         lora=request.lora,
+        cache_salt=request.cache_salt,
         priority=request.priority,
         cached_tokens=reply.cached_tokens,
         created_s=time.time(),
