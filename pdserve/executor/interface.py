@@ -157,7 +157,7 @@ class Executor(Protocol):
 
     Steps run in the order of their launch. A launched step reads page table, sampling metadata and row tokens as they
     are at the launch. It writes KV and tokens until it is resolved: its pages and rows must not be reused before.
-    `offload` and `restore` are called while no step is unresolved.
+    `offload`, `restore` and `seal` are called while no step is unresolved.
     """
 
     @property
@@ -243,6 +243,13 @@ class Executor(Protocol):
 
         True also where rank 0 has no layer with a state. All ranks copy from the same lists of slots, so rank 0 answers
         for all.
+        """
+        ...
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """Complete state slot `slot` of a row that is sent to a peer: fold its pending tokens, and write `stamp`.
+
+        No step may be unresolved. Only models with STATE groups have slots.
         """
         ...
 

@@ -57,8 +57,12 @@ def offloaded(saved: HostPages, pools: Sequence[GroupPool]) -> OffloadedPages:
 
 @torch.inference_mode()
 def save(pools: Sequence[GroupPool], pages: Sequence[Sequence[int]]) -> OffloadedPages:
-    """Copy `pages`, a list for each pool, to the host. On CUDA the copies run in the current stream."""
-    return OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
+    """Copy `pages`, a list for each pool, to the host. On CUDA in the current stream, which is awaited."""
+    saved = OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
+    device = pools[0].pages_as_bytes.device if pools else None
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return saved
 
 
 @torch.inference_mode()

@@ -353,10 +353,7 @@ class LocalExecutor(HostTierCopies):
         with self._runner.behind(), torch.inference_mode():
             if self._pending is not None and self._fold is not None:
                 self._pending.settle_pages(self._layout, pages, self._fold)
-            saved = kv_pages.save(self.pools, pages)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        return saved
+            return kv_pages.save(self.pools, pages)
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
@@ -372,6 +369,12 @@ class LocalExecutor(HostTierCopies):
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor.has_stamp`; looks at this rank's slot."""
         return self._stamps is None or self._stamps.has(slot, stamp)
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor.seal`; completes this rank's slot."""
+        assert not self._launched and self._stamps is not None
+        with self._runner.behind(), torch.inference_mode():
+            self._stamps.seal(slot, stamp, self._pending, self._fold)
 
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""

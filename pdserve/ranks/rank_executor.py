@@ -154,6 +154,10 @@ class RankExecutor(NoHostTier):
         """See `Executor.has_stamp`."""
         return self._log.answer(lambda: self._local.has_stamp(slot, stamp))
 
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor.seal`: completes this rank's slot; every rank does the same."""
+        self._local.seal(slot, stamp)
+
     def _compute(self, step: _Step) -> StepResult:
         """Wait for the local part of a step, and report it."""
         step.result = guarded(lambda: self._local.resolve(step.own), self._rank_group.root_cause)

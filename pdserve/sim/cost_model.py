@@ -165,6 +165,9 @@ class CostModelExecutor:
         """See `Executor`. No state is stored, so none is wrong."""
         return True
 
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`. No state is stored."""
+
     def _start_copy(self, copies: Sequence[PageCopies]) -> CopyHandle:
         num_bytes = sum(len(one.pages) * self._layout.space_bytes(one.space) for one in copies)
         self._copied_at = max(self._copied_at, self._clock.now()) + self._costs.copy_byte_s * num_bytes

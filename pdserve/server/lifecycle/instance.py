@@ -109,7 +109,8 @@ class EngineBackend:
 class EngineInstance:
     """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
-    `ready`: what the engine has sent to the instance before; None: the engine starts. `snapshots`: suspended requests.
+    `store`: the snapshots of suspended requests, which all instances of the server share.
+    `ready`: what the engine has sent to the instance before; None: the engine starts.
 
     Raises:
         ConfigError: a configured request log or tracing cannot be opened.
@@ -121,7 +122,7 @@ class EngineInstance:
         tokenizer: Tokenizer | None,
         changer: RoleChanger,
         *,
-        snapshots: SnapshotStore,
+        store: SnapshotStore,
         on_trial: bool = False,
         ready: EngineReady | None = None,
     ) -> None:
@@ -153,7 +154,7 @@ class EngineInstance:
                 changer=changer,
                 warm=True,
                 control_token=backend.control_token,
-                snapshot_store=snapshots,
+                snapshot_store=store,
             )
         except BaseException:
             if ready is None:
@@ -266,8 +267,8 @@ class RoleSwitchApp:
         self._changing: asyncio.Task[RoleChanged] | None = None
         self._preparing = self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._snapshots = SnapshotStore.of(first.config)
-        self._instance = EngineInstance(first, tokenizer, self, snapshots=self._snapshots)
+        self._store = SnapshotStore.of(first.config)
+        self._instance = EngineInstance(first, tokenizer, self, store=self._store)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the ASGI call to the present role's application."""
@@ -386,10 +387,10 @@ class RoleSwitchApp:
                 raise RequestError(text, status=500, code=FAILED_CODE)
             await asyncio.sleep(POLL_S)
         ready = old.client.require_ready()
-        instance = EngineInstance(backend, self._tokenizer, self, snapshots=self._snapshots, ready=ready)
-        await instance.open()
+        instance = EngineInstance(backend, self._tokenizer, self, store=self._store, ready=ready)
         self._instance = instance
         await old.hand_over("the role of this server has changed")
+        await instance.open()  # now: a channel has one reader
         await asyncio.to_thread(backend.adopt)
         self._keep(asyncio.create_task(self._guard(instance)))
         backend.on_ready(self._port)
@@ -427,8 +428,7 @@ class RoleSwitchApp:
     async def _begin(self, backend: EngineBackend) -> None:
         """Start an engine and forward calls to it from now on; returns when it is ready."""
         backend.start()
-        instance = EngineInstance(backend, self._tokenizer, self, snapshots=self._snapshots, on_trial=True)
-        self._instance = instance
+        instance = self._instance = EngineInstance(backend, self._tokenizer, self, store=self._store, on_trial=True)
         await instance.open()
         self._keep(asyncio.create_task(self._guard(instance)))
         await instance.client.wait_ready()
