@@ -1,4 +1,4 @@
-"""Real requests that stop and go on: within an LLM, in another one, and over HTTP with grammar and log probabilities."""
+"""Real requests that stop and go on: in an LLM, in another one, and over HTTP with grammar and log probabilities."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
 from pdserve.observe.load_events import TOPIC as LOAD_TOPIC
 from pdserve.observe.speculation import Acceptance
-from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
+from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.messages import CommandReply, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.sampling_fields import RequestLimits
@@ -180,6 +181,7 @@ async def server_info(context: ServerContext, _: Request) -> Response:
         "status": "ready" if ready else "not_ready",
         "control_token_id": context.control_token_id,
         "version": pdserve.__version__,
+        **({} if context.prefill_servers is None else {"prefill_servers": context.prefill_servers()}),
     }
     return json_response(body)
 
