@@ -310,6 +310,10 @@ class EngineClient:
         """Return the number of live sequences whose client id, or whose batch's id, is `name`."""
         return len(self._live.find(name))
 
+    def single_names(self) -> list[str]:
+        """Return the client ids of all requests of one live sequence."""
+        return self._live.single_names()
+
     async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
         """See `EngineQueries.extract`."""
         self.require_ready()

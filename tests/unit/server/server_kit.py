@@ -19,6 +19,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
+    LoadFailurePolicy,
     ModelConfig,
     ObserveConfig,
     ServerConfig,
@@ -410,6 +411,7 @@ def make_config(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
@@ -424,6 +426,7 @@ def make_config(
             disaggregation_transfer_backend=backend,
             disaggregation_allowed_prefill=allowed_prefill,
             disaggregation_bootstrap_port=bootstrap_port,
+            disaggregation_load_failure_policy=load_failure_policy,
         ),
         serving=ServingConfig(port=0, **serving),
     )
@@ -445,6 +448,7 @@ async def bench(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -458,6 +462,7 @@ async def bench(
         schedule=schedule,
         lora=lora,
         pairing=pairing,
+        load_failure_policy=load_failure_policy,
         **serving,
     )
     api, low = memory_channel_pair()
