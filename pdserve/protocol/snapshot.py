@@ -116,7 +116,6 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     lora: Name | None = None
     cache_salt: Name = ""
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
-    cache_salt: Annotated[str, msgspec.Meta(max_length=4096)] = ""
     cached_tokens: Count = 0
     created_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     origin: SnapshotOrigin | None = None

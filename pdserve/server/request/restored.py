@@ -196,7 +196,6 @@ class RestoredRequest:
             request,
             sampling=sampling,
             logprobs=logprobs,
-            cache_salt=snapshot.cache_salt,
             prior_output_ids=list(snapshot.output_ids),
             local=True,
             kv_tokens=0 if self.kv is None or snapshot.kv is None else snapshot.kv.num_tokens,

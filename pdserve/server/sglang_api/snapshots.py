@@ -111,7 +111,6 @@ def _snapshot_of(context: ServerContext, state: RequestState, extracted: Extract
         lora=request.lora,
         cache_salt=request.cache_salt,
         priority=request.priority,
-        cache_salt=request.cache_salt,
         cached_tokens=reply.cached_tokens,
         created_s=time.time(),
         origin=_origin_of(state),
