@@ -27,8 +27,9 @@ from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.role_switcher import RoleSwitcher
-from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
+from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ def build_scheduler(
         "device": str(built.device),
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
+        "weights_fingerprint": engine.weights_fingerprint,
+        "page_tokens": built.layout.page_tokens,
         "layout": str(built.layout.fields()),
         "kv_groups": ",".join(group.name for group in built.layout.groups if group.kind is not GroupKind.STAMP),
         "state_type": built.layout.state_type,

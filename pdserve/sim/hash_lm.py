@@ -18,7 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import (
+    BatchPlan,
+    BatchRow,
+    HostPages,
+    ImportedPages,
+    SampledToken,
+    StepHandle,
+    StepResult,
+)
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
@@ -232,10 +240,14 @@ class HashExecutor(HashTierCopies):
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor`. The accepted tokens that are pending are folded into the slots first."""
         self._settle(pages)
-        return _Saved([pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)])
+        contents = [pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)]
+        return _Saved(contents, len(self.pools))
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
+        if isinstance(saved, ImportedPages):
+            both = zip(*self.pools, saved.data, strict=True)
+            saved = _Saved([np.frombuffer(own, "<u8").reshape(-1, *pool.shape[1:]) for pool, own in both])
         assert isinstance(saved, _Saved)
         contents = iter(saved.contents)
         for pools in self.pools:
@@ -252,6 +264,15 @@ class HashExecutor(HashTierCopies):
         """See `Executor`; compares the stamps of all ranks."""
         index = self._layout.stamp_group
         return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`; completes the slots of all ranks."""
+        index = self._layout.stamp_group
+        assert index is not None
+        groups = self._layout.groups
+        self._settle([[slot] if group.space is PageSpace.SLOTS else [] for group in groups])
+        for pools in self.pools:
+            pools[index][slot] = stamp.words
 
     # ------------------------------------------------------------------ a step
 
@@ -457,11 +478,16 @@ class _Saved:
     """Implements `HostPages`."""
 
     contents: list[U64]
+    num_ranks: int = 1
 
     @property
     def num_bytes(self) -> int:
         """See `HostPages`."""
         return sum(content.nbytes for content in self.contents)
+
+    def export(self) -> list[bytes] | None:
+        """See `HostPages`."""
+        return [content.tobytes() for content in self.contents] if self.num_ranks == 1 else None
 
 
 class HashHasher:

@@ -303,7 +303,7 @@ class RoleSwitchApp:
         """See `RoleChanger`."""
         return self._instance.client.ready is not None and self._changing is None and not self._closing
 
-    async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
+    async def begin(self, role: DisaggMode, drain_s: float, *, reload: bool = False) -> asyncio.Future[RoleChanged]:
         """See `RoleChanger`."""
         if self._preparing or self._closing or self._changing is not None:
             text = "the role of this server is being changed already, or the server is shutting down"
@@ -313,6 +313,9 @@ class RoleSwitchApp:
         self._preparing = True
         try:
             backend = await asyncio.to_thread(self._other, role)
+            if reload and backend.reload is not None:
+                await asyncio.to_thread(backend.end)
+                backend = await asyncio.to_thread(backend.reload)
         except ConfigError as error:
             message = f"new_role: this server cannot be {_article(role)}: {error}"
             raise RequestError(message, field="new_role", code="role_not_possible") from error
