@@ -35,7 +35,7 @@ from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_draft import HashDraftKV
 from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
-from pdserve.sim.hash_layout import hash_layout
+from pdserve.sim.hash_layout import HashStamps, hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
 from pdserve.sim.hash_tier import HashTierCopies
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
@@ -68,7 +68,7 @@ class _RowResult:
     prompt: PromptLogprobs | None = None
 
 
-class HashExecutor(HashTierCopies):
+class HashExecutor(HashTierCopies, HashStamps):
     """Implements `Executor` over numpy pools of uint64, one for each rank and group: `[page, layer, word]`.
 
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.
@@ -260,19 +260,10 @@ class HashExecutor(HashTierCopies):
             for pool, own in zip(pools, pages, strict=True):
                 pool[list(own)] = 0
 
-    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
-        """See `Executor`; compares the stamps of all ranks."""
-        index = self._layout.stamp_group
-        return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
-
     def seal(self, slot: int, stamp: SlotStamp) -> None:
         """See `Executor`; completes the slots of all ranks."""
-        index = self._layout.stamp_group
-        assert index is not None
-        groups = self._layout.groups
-        self._settle([[slot] if group.space is PageSpace.SLOTS else [] for group in groups])
-        for pools in self.pools:
-            pools[index][slot] = stamp.words
+        self._settle([[slot] if group.space is PageSpace.SLOTS else [] for group in self._layout.groups])
+        self.put_stamp(slot, stamp)
 
     # ------------------------------------------------------------------ a step
 
@@ -449,10 +440,8 @@ class HashExecutor(HashTierCopies):
 
     def _stamp(self, row: BatchRow, own: _Row, slot: int) -> None:
         """Write the stamp of a row that computes known tokens."""
-        index = self._layout.stamp_group
-        if index is not None and row.end <= own.num_known:
-            for pools in self.pools:
-                pools[index][slot] = SlotStamp(own.stamp, row.end).words
+        if row.end <= own.num_known:
+            self.put_stamp(slot, SlotStamp(own.stamp, row.end))
 
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
