@@ -182,7 +182,7 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    store = snapshot_store or SnapshotStore.of(config)
+    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store))
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)

@@ -323,13 +323,15 @@ class UnloadLoraBody(msgspec.Struct):
 class RoleSwitchBody(msgspec.Struct):
     """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
 
-    `reload`: end the engine and start another one, instead of a change in place.
+    `reload`: end the engine and start another one, instead of a change in place. `prepare_only` (SGLang): change
+    nothing; there is nothing to prepare.
     """
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
     wait: bool | None = None
     reload: bool | None = None
+    prepare_only: bool | None = None
 
 
 class CommandBody(msgspec.Struct):

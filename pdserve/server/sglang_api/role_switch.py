@@ -88,6 +88,8 @@ async def pd_role_switch(
         message = "new_role: the role of this server cannot be changed (--no-enable-pd-role-switch)"
         raise RequestError(message, field="new_role", code="role_switch_off")
     context.client.require_ready()
+    if body.prepare_only:
+        return _answer(RoleChanged(old, body.new_role, "nothing has to be prepared; the role is the same"), status=200)
     done = await changer.begin(body.new_role, drain_s, reload=body.reload is True)
     if body.wait is False:
         return _answer(
