@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
@@ -198,6 +199,15 @@ class ServerMetrics:
     def cache_hit_rate(self) -> float:
         """See `HitRate`."""
         return self._hit_rate.value()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of every sample."""
+        return dict(self._labels)
+
+    def add(self, collector: Collector) -> None:
+        """Add a collector to every scrape. Its samples must have `labels`."""
+        self._registry.register(collector)
 
     def show(self, own_counters: Callable[[], Mapping[str, float]]) -> None:
         """Add totals of the API process to every scrape."""

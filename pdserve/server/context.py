@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -68,6 +69,9 @@ class ServerContext:
     """The snapshot that the next request goes on from, in the context of one call; None: requests begin anew."""
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
+
+    prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
+    """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
     def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` as a handler of this server's requests."""

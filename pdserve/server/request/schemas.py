@@ -113,6 +113,8 @@ class GenerateBody(msgspec.Struct):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
+    pdserve_single_request: bool | None = None
+    """Whether decode sent the prefill half itself: no router merges the prompt's log probabilities into the answer."""
 
 
 class StreamOptions(msgspec.Struct):

@@ -26,6 +26,7 @@ from pdserve.config.groups import (
     TransferBackend,
 )
 from pdserve.config.lora_group import LoraConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
@@ -73,6 +74,7 @@ from tests.waiting import until
 
 OPEN = AccessConfig()
 NO_LORA = LoraConfig()
+NO_PAIRING = PairingConfig()
 EOS = 0
 CONTEXT = 128
 TEMPLATE = (
@@ -409,12 +411,14 @@ def make_config(
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    pairing: PairingConfig = NO_PAIRING,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
         schedule=schedule or ScheduleConfig(),
         lora=lora,
+        pairing=pairing,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(
@@ -442,6 +446,7 @@ async def bench(
     control_token: str = "",
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    pairing: PairingConfig = NO_PAIRING,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -454,6 +459,7 @@ async def bench(
         bootstrap_port=bootstrap_port,
         schedule=schedule,
         lora=lora,
+        pairing=pairing,
         **serving,
     )
     api, low = memory_channel_pair()
