@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -24,7 +25,6 @@ from pdserve.protocol.messages import (
     EndMigration,
     EngineCommand,
     EngineCoreOutput,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
@@ -35,6 +35,7 @@ from pdserve.protocol.messages import (
     PauseMode,
     PrepareLora,
     RedirectReceiver,
+    SendPrefix,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -219,18 +220,18 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        memory, live = self.context.memory, self.role.live
+        memory, live, guests = self.context.memory, self.role.live, self.role.guests
         found = memory.audit()
         if not self._under_way:
             found += [
                 f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
                 for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
                 for lease in pool.live_leases
-                if self._idle or (lease.held_by("request") and lease.owner not in live)
+                if self._idle or (lease.held_by("request") and lease.owner not in live and lease.owner not in guests)
             ]
             taken = {req.row for req in live.values()}
             found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
-        if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
+        if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live) + len(guests):
             found.append(f"{num_rooms} rooms are live for {len(live)} requests")
         if self._idle and self.context.offloaded_bytes:
             found.append(f"{self.context.offloaded_bytes} bytes of host memory are held for no request")
@@ -362,7 +363,7 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
-            case MigrateOut() | EndMigration():
+            case MigrateOut() | EndMigration() | SendPrefix():
                 self._audited = False
                 self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):

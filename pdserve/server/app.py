@@ -181,14 +181,15 @@ def create_app(
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
+    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
         dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
+        suspended=store,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
