@@ -149,8 +149,8 @@ def _serve(
     )
     stack.callback(built.executor.close)
     copying = memory = None
+    copies = RankCopies(coord.rank)
     if config.disagg.disaggregation_mode != "null":
-        copies = RankCopies(coord.rank)
         write_line = open_kv_log(config, dp_rank, coord.rank, stack)
         transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line)
         copying = _Copying(transport, workers, copies, parallel)

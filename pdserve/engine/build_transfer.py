@@ -133,7 +133,7 @@ def _open_copies(
     if group is None:
         transport, workers = open_workers(config, built, mailbox.post, stack, dp_rank, write_line, [aux.buffer])
         return transport, workers, None
-    copies = RankCopies(0)
+    copies = group.copies
     transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line, [aux.buffer])
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
     stack.callback(consensus.close)

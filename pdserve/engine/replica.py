@@ -21,6 +21,7 @@ from pdserve.executor.kv_pages import KVHasher, PoolHasher
 from pdserve.executor.model_loading import TORCH
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
+from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
 from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
@@ -37,7 +38,7 @@ log = logging.getLogger(__name__)
 class RankProcessGroup:
     """The followers of rank 0: their links, their readiness reports, and the input log they follow.
 
-    `rebalances` is True when ranks move experts between steps.
+    `rebalances` is True when ranks move experts between steps. `copies`: the copies that all ranks agree on.
     """
 
     followers: WorkerLinks
@@ -45,6 +46,7 @@ class RankProcessGroup:
     log: LeaderLog
     parallel: Parallel
     rebalances: bool
+    copies: RankCopies
 
     def begin(self, transfer: TransferStart | None) -> None:
         """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
@@ -213,10 +215,11 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         ready = followers.wait_ready()
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
-        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
+        leader_log, copies = LeaderLog(MonotonicClock(), followers.broadcast), RankCopies(0)
+        group = RankProcessGroup(followers, ready, leader_log, parallel, moves, copies)
         adapter_of = None if built.loras is None else built.loras.fingerprint
         executor = RankExecutor(
-            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of
+            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of, copies=copies
         )
         root_cause = followers.root_cause
     if moves and root_cause is not None:

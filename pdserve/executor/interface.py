@@ -134,7 +134,7 @@ class Executor(Protocol):
 
     Steps run in the order of their launch. A launched step reads page table, sampling metadata and row tokens as they
     are at the launch. It writes KV and tokens until it is resolved: its pages and rows must not be reused before.
-    `offload` and `restore` are called while no step is unresolved.
+    `offload`, `restore` and `copy_now` are called while no step is unresolved.
     """
 
     @property
@@ -205,6 +205,13 @@ class Executor(Protocol):
 
         Until the handle is done, no step reads or writes the pages, and the slots are not overwritten. Steps that are
         launched afterwards read what was copied.
+        """
+        ...
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """Copy pages of the pool into slots of the host tier, or back, on all ranks. No step is unresolved.
+
+        `to_host`: into slots, with the pending tokens of state slots folded first.
         """
         ...
 

@@ -8,6 +8,7 @@ rank 0                                    follower
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
+  | <----------------------- PagesCopied |   its part of a copy between tiers has ended
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -23,6 +24,7 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.messages import ToScheduler
+from pdserve.ranks.copies import PagesCopied
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import (
     CopyDone,
@@ -225,6 +227,7 @@ ToLeader = (
     | Notified
     | ReceiverOpened
     | PeerFenced
+    | PagesCopied
     | RankFailed
     | Alive
 )

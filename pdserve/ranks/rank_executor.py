@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdserve.base.parallel import RankCoord
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, CopyHandle, Executor, HostPages, StepHandle, StepResult
 from pdserve.executor.kv_pages import KVHasher
-from pdserve.executor.page_copies import NoHostTier
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
@@ -42,7 +43,7 @@ class _Step:
     result: StepResult | None = None
 
 
-class RankExecutor(NoHostTier):
+class RankExecutor:
     """Implements `Executor` over `local`, the executor of this rank, which is at `coord`. `layout` is the whole
     model's.
 
@@ -64,10 +65,13 @@ class RankExecutor(NoHostTier):
         *,
         compute_at_launch: bool = False,
         adapter_of: Callable[[int], int] | None = None,
+        copies: RankCopies | None = None,
     ) -> None:
         """`adapter_of`: a number for the LoRA adapter of a table row, which all ranks must have alike; None: no row has
-        adapters.
+        adapters. `copies`: where the ranks agree on the ends of copies to and from the host tier; None: there is none.
         """
+        self._copies = copies
+        self._num_ranks = coord.shape.num_ranks
         self._local = local
         self._adapter_of = adapter_of
         self._table = table
@@ -141,6 +145,21 @@ class RankExecutor(NoHostTier):
         """See `Executor.restore`."""
         assert isinstance(saved, _AllRanksPages), "the pages were saved by another executor"
         self._local.restore(saved.own, pages)
+
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor.start_save`. The handle is done in the turn in which all ranks agree on the end."""
+        assert self._copies is not None, "there is no host tier"
+        return self._copies.watch(self._local.start_save(copies), self._num_ranks)
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor.start_load`; as `start_save`."""
+        assert self._copies is not None, "there is no host tier"
+        return self._copies.watch(self._local.start_load(copies), self._num_ranks)
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor.copy_now`. When rank 0's call returns, every rank has copied."""
+        self._local.copy_now(copies, to_host=to_host)
+        self._rank_group.offloaded(next(self._offloads))
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`: zeroes this rank's part; every rank does the same."""

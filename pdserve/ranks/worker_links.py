@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
-from pdserve.ranks.copies import Outcome
+from pdserve.ranks.copies import PagesCopied, RankReport
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
@@ -64,7 +64,7 @@ class WorkerLinks:
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
-        self._on_copied: Callable[[Outcome], None] | None = None
+        self._on_copied: Callable[[RankReport], None] | None = None
         links.connect(
             peers,
             token,
@@ -117,7 +117,7 @@ class WorkerLinks:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
-    def on_copied(self, take: Callable[[Outcome], None]) -> None:
+    def on_copied(self, take: Callable[[RankReport], None]) -> None:
         """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call once, before `Begin`."""
         assert self._on_copied is None
         self._on_copied = take
@@ -140,7 +140,7 @@ class WorkerLinks:
         match report:
             case Alive():
                 return
-            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
+            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced() | PagesCopied():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
                 return

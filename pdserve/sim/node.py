@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -20,6 +20,8 @@ from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
+from pdserve.memory.tiers.host_memory import slots_for
+from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
@@ -146,10 +148,12 @@ class SimNode:
             num_stages=shape.num_stages,
             state_grid=self.layout.tokens_in(shape.state_grid_pages) if self.layout.has_state else 0,
         )
+        host = self._host_pool()
         speculation = None if shape.drafting is None else shape.drafting.speculation()
         context = SchedulerContext(
-            self.memory, self._steps(table), Outbox(self._hear), self._time(), limits, speculation
-        )
+            self.memory, self._steps(table), Outbox(self._hear), self._time(), limits, speculation,
+            host=host, write_policy=shape.write_policy,
+        )  # fmt: skip
         waiting = WaitingQueue(shape.policy, 10.0, self.memory, shape.rules)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
@@ -209,7 +213,9 @@ class SimNode:
     @property
     def idle(self) -> bool:
         """Whether no request, step, transfer or unacknowledged message is left."""
-        ended = self.scheduler.context.no_step_in_flight and not self.scheduler.role.live
+        context = self.scheduler.context
+        ended = context.no_step_in_flight and not self.scheduler.role.live
+        ended = ended and (context.tier is None or not context.tier.has_work)
         return ended and (self.kv is None or self.kv.quiet)
 
     @property
@@ -221,7 +227,10 @@ class SimNode:
         """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
-        for name in ("slots", "window_pages"):
+        if self.scheduler.context.tier is not None:
+            counts |= self.scheduler.context.tier.pool.counts()
+            counts["host_pages_free"] += counts["host_pages_evictable"]
+        for name in ("slots", "window_pages", "host_slots", "host_window_pages"):
             counts[f"{name}_free"] = counts.get(f"{name}_free", 0) + counts.get(f"{name}_cached", 0)
         names = [name.removesuffix("_total") for name in counts if name.endswith("_total")]
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}
@@ -254,6 +263,35 @@ class SimNode:
         )
         executor.late = self._shape.late
         return executor
+
+    def _host_pool(self) -> HostPool | None:
+        """Return the slots of the host tier; None without one."""
+        shape = self._shape
+        if not shape.host_ratio or not self.memory.has_prefix_cache:
+            return None
+        pages = {
+            PageSpace.TOKENS: shape.num_pages,
+            PageSpace.WINDOW: shape.num_window_pages,
+            PageSpace.SLOTS: shape.num_slots,
+        }
+        num_slots = slots_for(self.layout, pages, ratio=shape.host_ratio)
+        self._open_tier(num_slots)
+        return HostPool(self.layout, num_slots, on_free=self._on_slots_free)
+
+    def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
+        """Make the bytes of the host tier, with copies that end at random moments."""
+        tier, net = self.executor.open_tier(num_slots), self._net
+
+        def later(action: Callable[[], None]) -> None:
+            slow = net.happens("copies to and from the host tier that take long", net.faults.slow_tier)
+            net.later(action, min_delay_s=20.0 if slow else 0.0)
+
+        tier.later = later
+
+    def _on_slots_free(self, space: PageSpace, slots: list[int]) -> None:
+        """Poison slots that became free."""
+        assert self.executor.tier is not None
+        self.executor.tier.poison(space, slots)
 
     def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Poison pages that went back to the allocator."""

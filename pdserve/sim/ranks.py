@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -28,7 +28,7 @@ from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
-from pdserve.ranks.copies import Outcome, RankCopies
+from pdserve.ranks.copies import RankCopies, RankReport
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
@@ -119,7 +119,14 @@ class RankedNode(SimNode):
         return self._rank.log
 
     def _steps(self, table: PageTable) -> Executor:
-        return RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
+        return RankExecutor(
+            self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log,
+            copies=self._rank.copies,
+        )  # fmt: skip
+
+    def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
+        super()._open_tier(num_slots)
+        self.executor.tier_ranks = (0,)
 
     def _input_source(self) -> InputSource:
         return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
@@ -154,7 +161,7 @@ class _Rank:
         instance: str,
         reduction: _Reduction,
         wake: Callable[[], None],
-        report_to_leader: Callable[[Outcome], None] | None = None,
+        report_to_leader: Callable[[RankReport], None] | None = None,
     ) -> None:
         self.number, self.log = number, log
         self.copies = RankCopies(number)
@@ -208,14 +215,21 @@ class _Follower(SimNode):
     def _model(self, table: PageTable) -> HashExecutor:
         return self._leader.executor
 
+    def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
+        """Do nothing: rank 0 has opened the tier of all ranks."""
+
+    def _on_slots_free(self, space: PageSpace, slots: list[int]) -> None:
+        """Do nothing: rank 0 has poisoned the slots of all ranks."""
+
     def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Do nothing: rank 0 has poisoned the pages in all pools."""
 
     def _steps(self, table: PageTable) -> Executor:
         local = _ComputedElsewhere(self._leader.executor, self._rank.number)
         return RankExecutor(
-            local, table, self.layout, self._parallel.coord(self._rank.number), _Alone(), self._rank.log
-        )
+            local, table, self.layout, self._parallel.coord(self._rank.number), _Alone(), self._rank.log,
+            copies=self._rank.copies,
+        )  # fmt: skip
 
     def _input_source(self) -> InputSource:
         return FollowerInputSource(self._rank.log, self._rank.consensus)
@@ -294,6 +308,9 @@ class _ComputedElsewhere:
         """See `Executor`: copies this rank's pages."""
         assert self._executor.tier is not None, "there is no host tier"
         return self._executor.tier.start(copies, (self._rank,), to_host=False)
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor`. Rank 0 has copied the pages of all ranks."""
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
