@@ -21,7 +21,7 @@ from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor
+from pdserve.protocol.messages import EndMigration, GenerateRequest, MigrateOut, RoomAddress, ToApi, WaitsFor
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import Req, WaitingQueue
@@ -173,6 +173,10 @@ class WatchedRole:
     def retract_all(self) -> None:
         """See `SchedulerRole`."""
         self.role.retract_all()
+
+    def migrate(self, command: MigrateOut | EndMigration) -> None:
+        """See `SchedulerRole`."""
+        self.role.migrate(command)
 
 
 @dataclasses.dataclass(frozen=True)

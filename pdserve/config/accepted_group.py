@@ -33,10 +33,6 @@ class AcceptedConfig:
         "a step always takes prompts and running requests together; --mixed-chunk-size limits its prompt tokens"
     )
     enable_dynamic_chunking: bool | None = _no_effect("all chunks have the size of --chunked-prefill-size")
-    optimistic_prefill_attempts: int | None = _no_effect(
-        "prefill computes a prompt when decode has published its pages, and never computes it again",
-        names=("--optimistic-prefill-retries",),
-    )
     nccl_port: int | None = _no_effect(
         "ranks of one host choose free ports; ranks of several hosts meet at --dist-init-addr", 1, 65535
     )

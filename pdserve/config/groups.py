@@ -16,6 +16,7 @@ from pdserve.config.accepted_group import AcceptedConfig
 from pdserve.config.access_group import AccessConfig, flag
 from pdserve.config.kv_events_group import Endpoint, KVEventsConfig, parse_kv_events, parse_load_endpoint
 from pdserve.config.lora_group import LoraConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 
@@ -266,8 +267,9 @@ class DisaggConfig:
 
     @property
     def may_share_memory(self) -> bool:
-        """Whether peers on this host may map this server's KV."""
-        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("shm", "auto")
+        """Whether peers on this host may map this server's KV, now or after a role change."""
+        transfers = self.disaggregation_mode != "null" or self.enable_pd_role_switch
+        return transfers and self.disaggregation_transfer_backend in ("shm", "auto")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -432,6 +434,7 @@ class ServerConfig:
     memory: MemoryConfig = MemoryConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
+    pairing: PairingConfig = PairingConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()

@@ -21,7 +21,6 @@ from pdserve.executor.kv_pages import KVHasher, PoolHasher
 from pdserve.executor.model_loading import TORCH
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
-from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
 from pdserve.ranks.input_log import InputLog, LeaderLog
 from pdserve.ranks.messages import Begin, RankReady, TransferStart
@@ -29,7 +28,6 @@ from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebal
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor
 from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
-from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ log = logging.getLogger(__name__)
 class RankProcessGroup:
     """The followers of rank 0: their links, their readiness reports, and the input log they follow.
 
-    `rebalances` is True when ranks move experts between steps. `copies`: the copies that all ranks agree on.
+    `rebalances` is True when ranks move experts between steps.
     """
 
     followers: WorkerLinks
@@ -46,7 +44,6 @@ class RankProcessGroup:
     log: LeaderLog
     parallel: Parallel
     rebalances: bool
-    copies: RankCopies
 
     def begin(self, transfer: TransferStart | None) -> None:
         """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
@@ -125,12 +122,6 @@ class ReplicaEngine:
             "graph_bytes": graph_bytes,
         }
         return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
-
-    @property
-    def others(self) -> Sequence[RankMemory]:
-        """Memory of the other ranks that peers write to; empty in a monolith."""
-        ready = () if self.group is None else self.group.ready
-        return [one.memory for one in ready if one.memory is not None]
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the other ranks; with `error`, send the reason. May be called again."""
@@ -215,11 +206,10 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         ready = followers.wait_ready()
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
-        leader_log, copies = LeaderLog(MonotonicClock(), followers.broadcast), RankCopies(0)
-        group = RankProcessGroup(followers, ready, leader_log, parallel, moves, copies)
+        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
         adapter_of = None if built.loras is None else built.loras.fingerprint
         executor = RankExecutor(
-            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of, copies=copies
+            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of
         )
         root_cause = followers.root_cause
     if moves and root_cause is not None:

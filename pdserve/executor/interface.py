@@ -208,6 +208,10 @@ class Executor(Protocol):
         """
         ...
 
+    def poll_copies(self) -> None:
+        """Take the ends of copies on all ranks; called once a turn, before handles are asked."""
+        ...
+
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """Copy pages of the pool into slots of the host tier, or back, on all ranks. No step is unresolved.
 

@@ -485,10 +485,9 @@ class LocalExecutor(HostTierCopies):
         """Wait for the results of a step. Scheduler thread."""
         sampled, scored = fetched()
         prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
-        plan = step.plan
         if step.params is None or sampled is None:
-            return StepResult(plan.step, (None,) * len(plan.rows), prompts)
-        failed = sampled.failed_positions(step.params)
+            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts)
+        plan, failed = step.plan, sampled.failed_positions(step.params)
         tokens = to_host(sampled, step.params)
         if failed is None and step.drafts is None and len(tokens) == len(plan.rows) and proposals is None:
             return StepResult(plan.step, tuple(tokens), prompts)

@@ -36,6 +36,9 @@ class NoHostTier:
         """See `Executor.start_load`."""
         raise AssertionError("this executor has no host tier")
 
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`. Does nothing: handles of a single rank need no agreement."""
+
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """See `Executor.copy_now`."""
         raise AssertionError("this executor has no host tier")
@@ -108,6 +111,9 @@ class HostTierCopies:
         """See `Executor.start_load`."""
         assert self._copier is not None, "there is no host tier"
         return self._copier.start_load(copies)
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`. Does nothing: handles of a single rank need no agreement."""
 
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """See `Executor.copy_now`. Raises what made the copy fail."""

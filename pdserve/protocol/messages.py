@@ -19,15 +19,24 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """Bootstrap host of requests that transfer no KV: warm-up and health probes (SGLang's convention)."""
 
 
+class SenderAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that sends a request's KV: its instance id, and its control endpoint `host:port`."""
+
+    instance: str
+    endpoint: str
+
+
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which prefill and decode meet: the prefill server's bootstrap host and port, and the bootstrap room.
 
-    `port` None: the request names no port.
+    `port` None: the request names no port. `sender`: set for a request that migrates. It names the sending process, for
+    which no bootstrap server is asked.
     """
 
     host: str
     port: int | None
     room: int
+    sender: SenderAddress | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -166,11 +175,57 @@ class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
+class SwitchRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Changes the role of the running engine; see `scheduler/role_switcher.py`. An `EngineReady` precedes the reply.
+
+    `disagg`: the fields of the new `DisaggConfig`, by name. `server`, `bootstrap_port`: see `ReplicaId`. `timeout_s`:
+    seconds until the last request, step and transfer must have ended; otherwise the role stays.
+    """
+
+    query_id: str
+    disagg: dict[str, str | int | float | bool | None]
+    server: str
+    bootstrap_port: int | None
+    timeout_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the scheduler."""
 
 
-Command = (
+class MigrateOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stops the running request `rid` and offers its KV in `room`. The reply's payload is a `MigrationOffer`.
+
+    The request stays stopped until `EndMigration`, a failure of the transfer, or a timeout.
+    """
+
+    query_id: str
+    rid: str
+    room: int
+
+
+class EndMigration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ends the migration of `rid`. `commit`: the other server has the request, and this one forgets it. Else the
+    request goes on here. A commit is refused unless all KV was sent and the request is still stopped.
+    """
+
+    query_id: str
+    rid: str
+    commit: bool
+
+
+class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A stopped request as a value: what another decode server needs to go on with it, but the KV.
+
+    `request.prior_output_ids` are the output tokens whose KV is sent, all but the last one. `request.room` names the
+    sender.
+    """
+
+    request: GenerateRequest
+    num_output_tokens: int
+
+
+EngineCommand = (
     FlushCache
     | PauseGeneration
     | ContinueGeneration
@@ -180,8 +235,13 @@ Command = (
     | LoadLora
     | UnloadLora
 )
+MigrationCommand = MigrateOut | EndMigration
+"""Commands about one request, for the replica that has it."""
+Command = EngineCommand | MigrationCommand
 """Answered with a `CommandReply`."""
-ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | Shutdown
+ToScheduler = (
+    GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | SwitchRole | Shutdown
+)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -379,10 +439,14 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     query_id: str
     ok: bool
     message: str
+    payload: bytes = b""
+    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    failure: Failure | None = None
+    """Of a refused migration: why."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the scheduler can take requests.
+    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
 
     `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
     """

@@ -4,7 +4,7 @@ A request is sent to the replica with the fewest live requests. On a prefill ser
 dp_size), to which decode connects. If that replica holds over `REDIRECT_TOKENS` more prompt tokens than the least
 loaded one, the latter gets the request. The named replica then receives a `RedirectReceiver` and redirects decode. A
 request for a live room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered
-when all have replied.
+when all have replied. A migration is sent to the replica that has the request.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from pdserve.protocol.channel import ApiChannel
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
+    EndMigration,
     EngineReady,
     EngineState,
     GenerateRequest,
+    MigrateOut,
     OutputBatch,
     RedirectReceiver,
     SchedulerHeartbeat,
@@ -70,6 +72,8 @@ class ReplicatedChannel:
         """Prompt tokens of live requests, by replica."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
+        self._single: dict[str, None] = {}
+        """Queries that one replica alone answers: it has the request."""
         self._arrived: asyncio.Queue[ToApi | ProtocolError | EngineDeadError] = asyncio.Queue()
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(channels))]
 
@@ -81,6 +85,12 @@ class ReplicatedChannel:
             live = self._live.get(message.rid)
             if live is not None:
                 await self._channels[live.replica].send(message)
+        elif isinstance(message, MigrateOut | EndMigration):
+            live = self._live.get(message.rid)
+            self._single[message.query_id] = None
+            if len(self._single) > MAX_OPEN_QUERIES:
+                del self._single[next(iter(self._single))]
+            await self._channels[0 if live is None else live.replica].send(message)
         else:
             for channel in self._channels:
                 await channel.send(message)
@@ -91,6 +101,10 @@ class ReplicatedChannel:
         if isinstance(message, ProtocolError | EngineDeadError):
             raise message
         return message
+
+    def begin_role(self, *, named: bool) -> None:
+        """Fit the channel to another role of the server. `named`: see the class."""
+        self._named = named
 
     def close(self) -> None:
         """See `ApiChannel.close`."""
@@ -160,11 +174,17 @@ class ReplicatedChannel:
                 return message
             case EngineReady():
                 self._ready[index] = message
-                return _all_ready(self._ready) if len(self._ready) == len(self._channels) else None
+                if len(self._ready) < len(self._channels):
+                    return None
+                ready, self._ready = self._ready, {}  # each replica sends another one with each role change
+                return _all_ready(ready)
             case StateReply() | CommandReply():
                 return self._collect(index, message)
 
     def _collect(self, index: int, answer: Answer) -> Answer | None:
+        if answer.query_id in self._single:
+            del self._single[answer.query_id]
+            return answer
         answers = self._answers.setdefault(answer.query_id, {})
         answers[index] = answer
         if len(answers) < len(self._channels):

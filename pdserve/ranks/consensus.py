@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pdserve.errors import PdserveError
 from pdserve.model.parallel import Arrival
-from pdserve.ranks.copies import Item, Outcome, RankCopies, RankReport, failure_of, item_of
+from pdserve.ranks.copies import Item, Outcome, RankCopies, failure_of, item_of
 from pdserve.ranks.input_log import InputLog, guarded
 
 WAIT_S = 0.001
@@ -90,7 +90,7 @@ class Consensus:
         self._ended: set[Item] = set()
         """Items that have ended on their rank, and are not agreed on. Rank 0 only."""
 
-    def heard(self, event: RankReport) -> None:
+    def heard(self, event: Outcome) -> None:
         """Record the outcome of an item of any rank. Rank 0 only; any thread."""
         item = item_of(event)
         self._copies.heard(event)

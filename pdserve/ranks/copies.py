@@ -13,7 +13,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from pdserve.executor.interface import CopyHandle
 from pdserve.protocol.failure import Failure
 from pdserve.transfer.events import (
     CopyDone,
@@ -41,59 +40,16 @@ class Fencing(msgspec.Struct, frozen=True):
     name: str
 
 
-class OwnCopy(msgspec.Struct, frozen=True):
-    """A copy that each rank makes of its own pages, between tiers. `number`: the same on all ranks."""
-
-    number: int
-
-
-class PagesCopied(msgspec.Struct, frozen=True, tag=True):
-    """The part of rank `rank` in the `OwnCopy` with this number has ended. `amount`: how much of it was possible."""
-
-    number: int
-    rank: int
-    amount: int = 0
-
-
-Subject = MemoryKey | Opening | Fencing | OwnCopy | str
-Item = tuple[Subject, int]
+Item = tuple[MemoryKey | Opening | Fencing | str, int]
 """A pending item: a copy job by its index; `-1 - r` for the notifications that rank r expects; an address that rank r
-connects to; a receiving engine that rank r opens or fences; or rank r's part of a copy between tiers.
+connects to; or a receiving engine that rank r opens or fences.
 """
 Outcome = PeerConnected | CopyDone | Notified | ReceiverOpened | PeerFenced
-RankReport = Outcome | PagesCopied
-"""The end of a rank's item, as that rank reports it."""
-Report = Callable[[RankReport], None]
+Report = Callable[[Outcome], None]
 
 LOST = Failure(code="transfer_failed", message="another rank failed; see its log", status=502)
 _LATER = torch.iinfo(torch.int64).max
 """A rank's value for an item of another rank: the maximum, so that MIN keeps the owner's value."""
-
-
-class AgreedCopy:
-    """Implements `CopyHandle` over `own`, this rank's: it is done in the turn in which all ranks agree on the end.
-
-    `amount`: the least of all ranks, valid once it is done.
-    """
-
-    def __init__(self, own: CopyHandle, num_ranks: int) -> None:
-        self._own = own
-        self._num_left = num_ranks
-        self.amount: int | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """See `CopyHandle`."""
-        return self._num_left == 0 and self._own.is_done
-
-    def on_end(self, then: Callable[[], None]) -> None:
-        """See `CopyHandle`: of this rank's part."""
-        self._own.on_end(then)
-
-    def ended(self, amount: int) -> None:
-        """Record that the ranks agree on the end of one rank's part."""
-        self._num_left -= 1
-        self.amount = amount if self.amount is None else min(self.amount, amount)
 
 
 class RankCopies:
@@ -109,9 +65,9 @@ class RankCopies:
         self._lock = threading.RLock()
         self._pending: dict[Item, int] = {}
         """Rank of each item, in the order of submission."""
-        self._together: dict[Subject, set[Item]] = {}
+        self._together: dict[MemoryKey | Opening | Fencing | str, set[Item]] = {}
         """The same items, grouped by key, address or session."""
-        self._outcomes: dict[Item, RankReport] = {}
+        self._outcomes: dict[Item, Outcome] = {}
         """Outcomes of own items, until all ranks agree."""
         self._reasons: dict[Item, Failure] = {}
         """Failures of other ranks' items, as far as reported."""
@@ -119,24 +75,6 @@ class RankCopies:
         """Addresses of other ranks' receiving engines, as far as reported. Used by rank 0 only."""
         self.drain_timeout_s = 0.0
         self.fence_drain_timeout_s = 0.0
-        self._own_copies: dict[int, AgreedCopy] = {}
-        self._num_own_copies = 0
-
-    def report_to(self, report: Report) -> None:
-        """Report the outcomes of own items to `report`, on any thread."""
-        self._report = report
-
-    def watch(self, own: CopyHandle, num_ranks: int, amount: Callable[[], int] = int) -> AgreedCopy:
-        """Return the handle of a copy that every rank makes of its own pages; all ranks call this in the same turn.
-
-        `own`: this rank's part. `amount` is called at its end, and the result has the least of all ranks.
-        """
-        number, self._num_own_copies = self._num_own_copies, self._num_own_copies + 1
-        copy = self._own_copies[number] = AgreedCopy(own, num_ranks)
-        for rank in range(num_ranks):
-            self._add((OwnCopy(number), rank), rank)
-        own.on_end(lambda: self._end(PagesCopied(number, self._rank, amount())))
-        return copy
 
     def drive(self, own: CopyEngine, drain_timeout_s: float, fence_drain_timeout_s: float, report: Report) -> None:
         """Copy with `own`, which must report to `post`. Call once, before the first submission.
@@ -216,16 +154,13 @@ class RankCopies:
         assert isinstance(event, Outcome), event
         if not isinstance(event, CopyDone):
             event = msgspec.structs.replace(event, rank=self._rank)
-        self._end(event)
-
-    def _end(self, event: RankReport) -> None:
         item = item_of(event)
         with self._lock:  # record and report atomically: `poll` and `report` must agree
             if item in self._pending:
                 self._outcomes[item] = event
                 self._report(event)
 
-    def heard(self, event: RankReport) -> None:
+    def heard(self, event: Outcome) -> None:
         """Record another rank's report: the reason of a failure, or an address. The outcome itself needs consensus. Any
         thread.
         """
@@ -236,7 +171,7 @@ class RankCopies:
             if isinstance(event, ReceiverOpened):
                 self._addresses[item_of(event)] = event.transport_address
 
-    def all_ended(self, ended: Container[Item], of: Subject | None = None) -> bool:
+    def all_ended(self, ended: Container[Item], of: MemoryKey | Opening | Fencing | str | None = None) -> bool:
         """Return whether all items of one transfer are in `ended`: of any transfer, or only of `of`. Any thread."""
         with self._lock:
             some = self._together.values() if of is None else [self._together.get(of, set())]
@@ -280,11 +215,6 @@ class RankCopies:
                     ended.append(ReceiverOpened(name, address, failure, rank))
                 case Fencing(name=name), rank:
                     ended.append(PeerFenced(name, state == KVPoll.SUCCESS, rank))
-                case OwnCopy(number=number), rank:
-                    copy = self._own_copies[number]
-                    copy.ended(settled)
-                    if copy.is_done:
-                        del self._own_copies[number]
                 case key, index if index < 0:
                     ended.append(Notified(key, int(state == KVPoll.FAILED), -1 - index))
                 case key, index:
@@ -320,7 +250,7 @@ class RankCopies:
         return self._own
 
 
-def item_of(event: RankReport) -> Item:
+def item_of(event: Outcome) -> Item:
     """Return the item of an outcome."""
     match event:
         case PeerConnected(transport_address=address, rank=rank):
@@ -331,18 +261,16 @@ def item_of(event: RankReport) -> Item:
             return Opening(peer), rank
         case PeerFenced(peer=peer, rank=rank):
             return Fencing(peer), rank
-        case PagesCopied(number=number, rank=rank):
-            return OwnCopy(number), rank
         case CopyDone(key=key, index=index):
             return key, index
 
 
-def failure_of(event: RankReport) -> Failure | None:
+def failure_of(event: Outcome) -> Failure | None:
     """Return the failure of an outcome; None on success, and for outcomes that encode failure in another field."""
-    return None if isinstance(event, Notified | PeerFenced | PagesCopied) else event.failure
+    return None if isinstance(event, Notified | PeerFenced) else event.failure
 
 
-def _values_of(outcome: RankReport | None) -> tuple[int, int, int]:
+def _values_of(outcome: Outcome | None) -> tuple[int, int, int]:
     """Return the values of an item at its own rank; see `RankCopies.poll`."""
     match outcome:
         case None:
@@ -351,8 +279,6 @@ def _values_of(outcome: RankReport | None) -> tuple[int, int, int]:
             return KVPoll.SUCCESS if failure is None else KVPoll.FAILED, 1, 0
         case PeerFenced(fenced=fenced):
             return KVPoll.SUCCESS if fenced else KVPoll.FAILED, 1, 0
-        case PagesCopied(amount=amount):
-            return KVPoll.SUCCESS, amount, 0
         case Notified(num_missing=num_missing):
             return KVPoll.FAILED if num_missing else KVPoll.SUCCESS, 1, 0
         case CopyDone(failure=failure, settled=settled, write_s=write_s):

@@ -8,7 +8,9 @@ rank 0                                    follower
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
-  | <----------------------- PagesCopied |   its part of a copy between tiers has ended
+  | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
+  | <----------------------- PagesCopied |   ends of copies to and from the host tier (`rank_copies`)
+  | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
   | <------------------------ RankFailed |
@@ -24,7 +26,6 @@ from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.interface import StepResult
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.messages import ToScheduler
-from pdserve.ranks.copies import PagesCopied
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import (
     CopyDone,
@@ -159,6 +160,23 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE
     draft_samples: dict[str, dict[int, float]] = {}
 
 
+class RolePrepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The follower has opened its parts for role change `number`, or could not: `trouble`. Else as in `RankReady`."""
+
+    number: Count
+    memory: RankMemory | None = None
+    drain_timeout_s: float = 0.0
+    fence_drain_timeout_s: float = 0.0
+    trouble: Trouble | None = None
+
+
+class RoleDecision(msgspec.Struct, frozen=True):
+    """Rank 0's decision on a role change, in an `Answer`. `failure` None: all ranks change now, with `transfer`."""
+
+    failure: str | None
+    transfer: TransferStart | None
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """The follower's part of the step is computed and writes no more. Sent only by the last pipeline stage."""
 
@@ -169,6 +187,19 @@ class Offloaded(msgspec.Struct, frozen=True, tag=True):
     """The pages of offload `number` are copied to host memory."""
 
     number: Count
+
+
+class PagesCopied(msgspec.Struct, frozen=True, tag=True):
+    """The follower's part of the copy between tiers with this number has ended (`rank_copies`)."""
+
+    number: Count
+
+
+class StorageEnded(msgspec.Struct, frozen=True, tag=True):
+    """The storage job `number` has ended on this rank, with so many leading pages (`rank_storage`)."""
+
+    number: Count
+    num_pages: Count
 
 
 class Digested(msgspec.Struct, frozen=True, tag=True):
@@ -219,15 +250,17 @@ ToFollower = Entry | Begin | PoolSize | Stop | Alive
 ToLeader = (
     PageCapacity
     | RankReady
+    | RolePrepared
     | StepDone
     | Offloaded
+    | StorageEnded
+    | PagesCopied
     | Digested
     | PeerConnected
     | CopyDone
     | Notified
     | ReceiverOpened
     | PeerFenced
-    | PagesCopied
     | RankFailed
     | Alive
 )

@@ -95,6 +95,7 @@ class PreStepExecutor:
         self.open_row, self.close_row, self.draft_hidden = inner.open_row, inner.close_row, inner.draft_hidden
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
         self.start_save, self.start_load, self.copy_now = inner.start_save, inner.start_load, inner.copy_now
+        self.poll_copies = inner.poll_copies
         self.has_stamp = inner.has_stamp
 
     @property

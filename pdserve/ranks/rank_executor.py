@@ -20,8 +20,8 @@ from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
+from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
 
@@ -65,13 +65,12 @@ class RankExecutor:
         *,
         compute_at_launch: bool = False,
         adapter_of: Callable[[int], int] | None = None,
-        copies: RankCopies | None = None,
     ) -> None:
         """`adapter_of`: a number for the LoRA adapter of a table row, which all ranks must have alike; None: no row has
-        adapters. `copies`: where the ranks agree on the ends of copies to and from the host tier; None: there is none.
+        adapters.
         """
-        self._copies = copies
-        self._num_ranks = coord.shape.num_ranks
+        self.copy_ends: RankCopyEnds | None = None
+        """Where the ranks agree on the ends of copies to and from the host tier; None: there is no tier."""
         self._local = local
         self._adapter_of = adapter_of
         self._table = table
@@ -148,13 +147,18 @@ class RankExecutor:
 
     def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
         """See `Executor.start_save`. The handle is done in the turn in which all ranks agree on the end."""
-        assert self._copies is not None, "there is no host tier"
-        return self._copies.watch(self._local.start_save(copies), self._num_ranks)
+        assert self.copy_ends is not None, "there is no host tier"
+        return self.copy_ends.watch(self._local.start_save(copies))
 
     def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
         """See `Executor.start_load`; as `start_save`."""
-        assert self._copies is not None, "there is no host tier"
-        return self._copies.watch(self._local.start_load(copies), self._num_ranks)
+        assert self.copy_ends is not None, "there is no host tier"
+        return self.copy_ends.watch(self._local.start_load(copies))
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`."""
+        if self.copy_ends is not None:
+            self.copy_ends.poll()
 
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """See `Executor.copy_now`. When rank 0's call returns, every rank has copied."""

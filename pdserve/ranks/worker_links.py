@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from pdserve.base.parallel import ParallelShape
 from pdserve.errors import PdserveError
-from pdserve.ranks.copies import PagesCopied, RankReport
+from pdserve.ranks.copies import Outcome
 from pdserve.ranks.failure_detector import LinkTimes, PeerRank
 from pdserve.ranks.links import LinkCondition, OnLost, RankLink, end_process
 from pdserve.ranks.messages import (
@@ -22,11 +22,14 @@ from pdserve.ranks.messages import (
     Digested,
     Offloaded,
     PageCapacity,
+    PagesCopied,
     PoolSize,
     RankFailed,
     RankReady,
+    RolePrepared,
     StepDone,
     Stop,
+    StorageEnded,
     ToFollower,
     ToLeader,
     Trouble,
@@ -61,10 +64,15 @@ class WorkerLinks:
         self._changed = LinkCondition(on_lost)
         self._capacities: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
+        self._prepared: dict[int, RolePrepared] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
-        self._on_copied: Callable[[RankReport], None] | None = None
+        self._on_copied: Callable[[Outcome], None] | None = None
+        self.on_pages_copied: Callable[[PagesCopied], None] = lambda report: None
+        """Receiver of the ends of followers' copies to and from the host tier, as `on_storage_ended`."""
+        self.on_storage_ended: Callable[[StorageEnded], None] = lambda report: None
+        """Receiver of the ends of followers' storage jobs, on the link thread. Set it before `Begin`."""
         links.connect(
             peers,
             token,
@@ -99,6 +107,18 @@ class WorkerLinks:
         self._changed.wait_until(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
         return tuple(self._ready[rank] for rank in self._peers)
 
+    def wait_role(self, number: int) -> tuple[RolePrepared, ...]:
+        """Wait for the reports on role change `number` of all followers; return them in rank order.
+
+        Raises RankError when a rank is lost.
+        """
+        self._changed.wait_until(
+            lambda: sum(one.number == number for one in self._prepared.values()) == len(self._peers),
+            "opened the parts of the new role",
+            ANSWER_TIMEOUT_S,
+        )
+        return tuple(self._prepared[rank] for rank in self._peers)
+
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: waits for the ranks of the last stage; without pipeline stages it need not wait."""
         if self.shape.pp_size > 1:
@@ -117,9 +137,10 @@ class WorkerLinks:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
-    def on_copied(self, take: Callable[[RankReport], None]) -> None:
-        """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call once, before `Begin`."""
-        assert self._on_copied is None
+    def on_copied(self, take: Callable[[Outcome], None]) -> None:
+        """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call before any of them copies:
+        before `Begin`, and before a role change is decided.
+        """
         self._on_copied = take
 
     def root_cause(self) -> PdserveError | None:
@@ -140,9 +161,15 @@ class WorkerLinks:
         match report:
             case Alive():
                 return
-            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced() | PagesCopied():
+            case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
+                return
+            case PagesCopied():
+                self.on_pages_copied(report)
+                return
+            case StorageEnded():
+                self.on_storage_ended(report)
                 return
             case RankFailed(trouble=trouble):
                 self._links.report(rank, trouble.error())
@@ -153,6 +180,8 @@ class WorkerLinks:
                     self._capacities[rank] = num_pages
                 case RankReady():
                     self._ready[rank] = report
+                case RolePrepared():
+                    self._prepared[rank] = report
                 case Digested(number=number, digest=digest):
                     self._digests.setdefault(number, {})[rank] = digest
                 case StepDone() | Offloaded():

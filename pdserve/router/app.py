@@ -34,6 +34,8 @@ from pdserve.router.openapi import OpenApi
 from pdserve.router.proxy.attempts import SHUTTING_DOWN, WRITE_S, Drain
 from pdserve.router.proxy.dispatch import Dispatcher
 from pdserve.router.proxy.generate import GenerateHandler, failure_response
+from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
+from pdserve.router.proxy.migration import Migrator
 from pdserve.router.proxy.watchdog import PairWatchdog
 from pdserve.router.workers.admission import OTHER_TOKENS, Admission
 from pdserve.router.workers.api import WorkersApi
@@ -89,6 +91,7 @@ class RouterApp:
         self._role_switch = RoleSwitch(
             config, self.registry, self.health, session, self.admission.wake, self.admission.now
         )
+        self._migrator = Migrator(config, self.registry, self.admission, session, self.metrics, self._drain, rng)
         self._observer = Observer(config, self.registry, self.admission, session)
         self._engine_metrics = EngineMetrics(config, self.registry, session, self.admission.now)
         self._openapi = OpenApi(self._fanout, FORWARDED, self.routes, with_keys=config.access.keys.some)
@@ -119,6 +122,7 @@ class RouterApp:
         for task in self._background:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+        await self._migrator.close()
         await self.watchdog.close()
         await self._observer.close()
         await self._engine_metrics.close()
@@ -210,6 +214,7 @@ class RouterApp:
             web.get(ENGINE_METRICS_PATH, self._engine_metrics.get),
             *self._workers_api.routes(),
             web.post(ROLE_SWITCH_PATH, self._role_switch.post),
+            web.post(MIGRATE_PATH, self._migrator.post),
             web.get(OPENAPI_PATH, self._openapi.get),
             web.get(OBSERVE_PATH, self._observer.get),
             *self._page.routes(),

@@ -16,6 +16,8 @@ from aiohttp import web
 from pdserve.http.errors import ErrorAnswer
 from pdserve.http.openapi import json_content, openapi_document, openapi_operation
 from pdserve.router.http import json_response
+from pdserve.router.proxy.migration import PATH as MIGRATE_PATH
+from pdserve.router.proxy.migration import MoveBody
 from pdserve.router.workers.api import AddBody, ChangeBody
 from pdserve.router.workers.fanout import WorkerFanout
 from pdserve.router.workers.role_switch import PATH as ROLE_SWITCH_PATH
@@ -27,6 +29,7 @@ BODIES: Mapping[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/workers"): AddBody,
     ("PUT", "/workers/{name}"): ChangeBody,
     ("POST", ROLE_SWITCH_PATH): SwitchBody,
+    ("POST", MIGRATE_PATH): MoveBody,
 }
 QUERIES = {
     ("DELETE", "/workers/{name}"): ("force",),

@@ -276,7 +276,7 @@ class SchedulerContext:
         self.failures: Counter[str] = Counter()
         self.tier: HostTier | None = None
         """The host tier of the prefix cache; None without one."""
-        if host is not None and memory.has_prefix_cache:
+        if host is not None:
             more = {} if wake is None else {"wake": wake}
             self.tier = HostTier(memory, host, executor, self.counters, clock.now, write_policy, **more)
         self.retracted_kv = RetractedKV(memory, executor, self.counters, lambda: self.limits.offload_bytes, host)
@@ -299,6 +299,15 @@ class SchedulerContext:
     def no_step_in_flight(self) -> bool:
         """True while no step is under way."""
         return self._launched == self._resolved
+
+    def has_ended(self, step: int) -> bool:
+        """True when step `step` has ended, so that what was released before it was launched is free."""
+        return self._resolved >= step
+
+    @property
+    def newest_step(self) -> int:
+        """The step that was launched last; 0 before the first one."""
+        return self._launched
 
     # ------------------------------------------------------------------ LoRA adapters
 

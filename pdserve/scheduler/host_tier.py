@@ -19,7 +19,7 @@ from pdserve.executor.interface import CopyHandle, Executor
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
-from pdserve.memory.prefix_cache import TOKEN_BYTES
+from pdserve.memory.prefix_cache import TOKEN_BYTES, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies, num_copied
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.scheduler.request import Req
@@ -29,6 +29,8 @@ MAX_SAVES, MAX_LOADS = 4, 8
 """Most copies of each direction under way."""
 MAX_PENDING = 1024
 """Most prompts whose pages wait for their save."""
+_OWNERS = ("save of", "load for", "retracted")
+"""How the owners of this module's leases begin, and those of `RetractedKV`."""
 CLEAN_SHARE = 8
 """With `write_back`, pages are saved while fewer than this part of the pool is free: 1/8."""
 
@@ -82,9 +84,7 @@ class HostTier:
         wake: Callable[[], None] = _do_nothing,
     ) -> None:
         """`wake` is called on any thread when a copy has ended on this rank."""
-        assert memory.pages.tree is not None, "the host tier is below a prefix cache"
         self._memory, self.pool, self._executor = memory, pool, executor
-        self._tree = memory.pages.tree
         self._counters, self._now, self.policy, self._wake = counters, now, policy, wake
         self._layout = memory.layout
         self._pending: OrderedDict[str, _Pending] = OrderedDict()
@@ -111,18 +111,23 @@ class HostTier:
     def cached(self, rid: str, token_ids: bytes, num_tokens: int) -> None:
         """Note that the prefix cache has the first whole pages of `token_ids` from request `rid`."""
         num_pages = self._layout.whole_pages(num_tokens)
-        if self.policy == "write_back" or num_pages == 0:
+        if self.policy == "write_back" or num_pages == 0 or not self._memory.has_prefix_cache:
             return
         self._add(rid, token_ids[: self._num_bytes(num_pages)])
 
     def poll(self) -> None:
-        """Take the copies that have ended, and start saves."""
+        """Take the copies that have ended, and start saves. Called once a turn."""
+        if self.num_running:
+            self._executor.poll_copies()
         for copy in [copy for copy in self._saves if copy.handle.is_done]:
             self._saves.remove(copy)
             self._end_save(copy)
         for rid, copy in [(rid, copy) for rid, copy in self._loads.items() if copy.handle.is_done]:
             del self._loads[rid]
             self._end_load(copy)
+        if not self._memory.has_prefix_cache:
+            self._pending.clear()
+            return
         if self.policy == "write_back":
             self._find_dirty()
         self._start_saves()
@@ -136,7 +141,8 @@ class HostTier:
         """
         if req.rid in self._loads:
             return True
-        if req.rid in self._loaded or req.saved is not None or req.spec.probe or not req.cacheable:
+        is_known = req.rid in self._loaded or req.saved is not None or req.spec.probe or not req.cacheable
+        if is_known or not self._memory.has_prefix_cache:
             return False
         token_ids = req.token_bytes(req.seq_len)
         if pages_only is None:
@@ -188,9 +194,9 @@ class HostTier:
     def audit(self, *, idle: bool) -> list[str]:
         """Return one sentence for each inconsistency; `idle`: no copy runs, and no retracted request is left."""
         found = self.pool.audit()
-        leases = self.pool.slots.pages.live_leases
-        if idle and leases:
-            found.append(f"host tier: slots are held at idle: {', '.join(map(repr, leases))}")
+        if idle:
+            kept = [lease for lease in self.pool.slots.pages.live_leases if lease.owner.startswith(_OWNERS)]
+            found += [f"host tier: slots are held at idle: {lease!r}" for lease in kept]
         return found
 
     # ------------------------------------------------------------------ saves
@@ -388,6 +394,12 @@ class HostTier:
         last one, see `CachedWindows.usable`.
         """
         return min(self._memory.first_read(end), max(0, end - 1))
+
+    @property
+    def _tree(self) -> RadixTree:
+        """The prefix cache; a change of role may make it anew."""
+        assert self._memory.pages.tree is not None
+        return self._memory.pages.tree
 
     def _num_bytes(self, num_pages: int) -> int:
         return self._layout.tokens_in(num_pages) * TOKEN_BYTES

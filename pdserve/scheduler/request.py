@@ -88,6 +88,8 @@ class Req:
     """The LoRA adapter that computes the request."""
     key_offset: int = 0
     """See `LoraAdapters.key_offset`; 0 without an adapter."""
+    storage_pages: tuple[int, int] | None = None
+    """First page, and the one behind the last, that were read from the store into the host tier."""
     draft_hidden: bytes = b""
     """See `AuxRecord`; on decode, until the request has a row."""
     _token_bytes: bytes = b""
@@ -209,9 +211,6 @@ GRAMMAR_FAILED = Failure(
     retryable=False,
     status=400,
 )
-CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=499)
-
-
 EVICTED_CODE = "evicted_from_queue"
 EVICTED = Failure(
     code=EVICTED_CODE,

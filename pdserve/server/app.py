@@ -34,6 +34,7 @@ from pdserve.server.http.middleware import (
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
+from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, TakeInBody
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
@@ -48,6 +49,7 @@ from pdserve.server.request.schemas import (
     FunctionCallBody,
     GenerateBody,
     LoadLoraBody,
+    MigrateBody,
     PairProbeBody,
     PauseBody,
     PeerBody,
@@ -60,6 +62,7 @@ from pdserve.server.request.schemas import (
 from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
 from pdserve.server.text.chat_formats import ChatFormats
@@ -80,6 +83,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
     "/declare_peer_dead": PeerBody,
+    "/migrate": MigrateBody,
+    "/migrate_in": TakeInBody,
+    "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
     "/start_profile": ProfileBody,
@@ -136,6 +142,7 @@ def create_app(
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
+    peers = MigrationClient(control_token, config.access.admin_api_key or config.access.api_key)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -148,6 +155,7 @@ def create_app(
         for task in background:
             task.cancel()
         await client.stop()
+        await peers.close()
         await checks.close()
         observer.close()
 
@@ -162,6 +170,12 @@ def create_app(
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
     _add_routes(app, context, drain_gate, changer)
+    migrations = Migrations(context, peers)
+    app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
+    app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
+    app.add_api_route(
+        "/migrate_stream", migrations.migrate_stream, methods=["POST"], name="migrate_stream", response_model=None
+    )
     proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)

@@ -26,6 +26,7 @@ from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.request.intake import (
     TransferAddress,
+    attaches,
     check_size,
     check_token_ids,
     make_requests,
@@ -146,7 +147,7 @@ class ServerContext:
             prompts,
             n,
             body,
-            self.mode,
+            "null" if attaches(body) else self.mode,
             stream=stream,
             dp_size=self.config.parallel.dp_size,
             allowed_prefill=self.config.disagg.allowed_prefill,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.sim.faults import Recorder
+from pdserve.sim.migrations import SimMigrations
 from pdserve.sim.mishaps import Mishaps
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import MachineClock, SimNode
@@ -70,6 +71,7 @@ class Cluster:
                 host = f"host-{role}-{index}"
                 self.servers.append(self.start(role, host, self._machine_clock()))
         self.mishaps = Mishaps(self)
+        self.migrations = SimMigrations(self.net, self.of_role)
         self.router: SimRouter | None = None
 
     def of_role(self, role: str) -> list[SimServer]:
@@ -96,11 +98,14 @@ class Cluster:
                 self.net.hosts[name] = host
         self.net.hosts[host] = host
         server = SimServer(role, host, clock, replicas, self.net, self.layout.redirect)
-        if role == "prefill":
-            self.net.served[server.address] = tuple((node.instance, node.endpoint) for node in replicas)
-        else:
-            self.net.served.pop(server.address, None)
+        server.take_role(role)
         return server
+
+    def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
+        """Return the endpoint and the instance with which a replica takes `role` in place."""
+        number = next(self._births)
+        same = self.rng.random() < 0.5
+        return endpoint if same else f"{endpoint.rpartition(':')[0]}:{number}", f"{role}-{number}"
 
     def run(
         self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000
@@ -139,10 +144,11 @@ class Cluster:
             else:
                 self.mishaps.end()
             router.step()
+            self.migrations.step(router)
             for server in list(self.servers):
                 if self.clock.now() >= server.stopped_until:
                     server.step()
-            busy = todo or at_last or router.open or router.tries or self.mishaps.pending
+            busy = todo or at_last or router.open or router.tries or self.mishaps.pending or self.migrations.num_pending
             if busy or not all(server.idle for server in self.servers):
                 quiet_since = None
                 continue

@@ -106,6 +106,9 @@ class HashTierCopies:
         assert self.tier is not None, "there is no host tier"
         return self.tier.start(copies, self.tier_ranks, to_host=False)
 
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`."""
+
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """See `Executor.copy_now`: of all ranks."""
         assert self.tier is not None, "there is no host tier"

@@ -28,11 +28,13 @@ from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
-from pdserve.ranks.copies import RankCopies, RankReport
+from pdserve.ranks.copies import Outcome, RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
+from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
@@ -73,7 +75,7 @@ class RankedNode(SimNode):
         self.followers: list[_Follower] = []
         for number in range(1, parallel.num_ranks):
             own_log = FollowerLog(f"rank {number}", log.now(), self._entries[number].popleft)
-            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._rank.consensus.heard)
+            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._heard)
             self.followers.append(_Follower(self, rank, dp_size))
 
     def step(self) -> None:
@@ -103,6 +105,22 @@ class RankedNode(SimNode):
             self._hang_up()
         return LEADER_LASTS_S
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`."""
+        self._rank.begin_role(instance)
+        role = super().change_role(mode, endpoint, instance)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`."""
+        return self._rank.log.answer(super().role_change_fails)
+
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
         return bool(self._entries[number])
@@ -115,21 +133,25 @@ class RankedNode(SimNode):
     def _wake(self) -> None:
         self.mailbox.post(Woken())
 
+    def _heard(self, event: Outcome) -> None:
+        self._rank.consensus.heard(event)
+
     def _time(self) -> Clock:
         return self._rank.log
 
     def _steps(self, table: PageTable) -> Executor:
-        return RankExecutor(
-            self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log,
-            copies=self._rank.copies,
-        )  # fmt: skip
+        executor = RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
+        self.copy_reports = CopyReports(self._parallel.num_ranks, self._wake)
+        executor.copy_ends = RankCopyEnds(self._rank.log, self.copy_reports.add, self.copy_reports)
+        return executor
 
     def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
         super()._open_tier(num_slots)
         self.executor.tier_ranks = (0,)
 
     def _input_source(self) -> InputSource:
-        return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        self._role_source = LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(
@@ -161,17 +183,24 @@ class _Rank:
         instance: str,
         reduction: _Reduction,
         wake: Callable[[], None],
-        report_to_leader: Callable[[RankReport], None] | None = None,
+        report_to_leader: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.number, self.log = number, log
-        self.copies = RankCopies(number)
-        self._net, self._instance = net, instance
+        self._net, self._reduction, self._wake = net, reduction, wake
+        self._report_to_leader = report_to_leader
+        self.begin_role(instance)
+
+    def begin_role(self, instance: str) -> None:
+        """Begin the agreement of a role, as another instance. Nothing is pending in the former one."""
+        self._instance = instance
+        self.copies = RankCopies(self.number)
 
         def begin(values: Tensor, then: Callable[[], None]) -> _Arrival:
-            return reduction.begin(number, values, then)
+            return self._reduction.begin(self.number, values, then)
 
-        self.consensus = Consensus(self.copies, begin, log, lambda: None, wake, in_step=False, now=net.clock.now)
-        self._report = report_to_leader or self.consensus.heard
+        now = self._net.clock.now
+        self.consensus = Consensus(self.copies, begin, self.log, lambda: None, self._wake, in_step=False, now=now)
+        self._report = self._report_to_leader or self.consensus.heard
 
     def process(self, rank: int) -> str:
         """Return the net's name for the process of a rank of this replica."""
@@ -204,6 +233,28 @@ class _Follower(SimNode):
         )
         self.name = name
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`. Rank 0 has told the net of the new instance."""
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self._net.mailboxes.pop(self.name, None)
+        self._rank.begin_role(instance)
+        self.name = self._rank.process(self._rank.number)
+        context = self.scheduler.context
+        context.limits = self._limits()
+        self.memory.change_role(self._shape.num_aux, prefix_cache=self._caches_prefixes)
+        role = self.open_role(context)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`. Rank 0 draws."""
+        return self._rank.log.answer(lambda: False)
+
     def catch_up(self) -> None:
         """Follow the log up to its end."""
         while self._leader.has_entries(self._rank.number):
@@ -226,13 +277,14 @@ class _Follower(SimNode):
 
     def _steps(self, table: PageTable) -> Executor:
         local = _ComputedElsewhere(self._leader.executor, self._rank.number)
-        return RankExecutor(
-            local, table, self.layout, self._parallel.coord(self._rank.number), _Alone(), self._rank.log,
-            copies=self._rank.copies,
-        )  # fmt: skip
+        coord = self._parallel.coord(self._rank.number)
+        executor = RankExecutor(local, table, self.layout, coord, _Alone(), self._rank.log)
+        executor.copy_ends = RankCopyEnds(self._rank.log, self._leader.copy_reports.add)
+        return executor
 
     def _input_source(self) -> InputSource:
-        return FollowerInputSource(self._rank.log, self._rank.consensus)
+        self._role_source = FollowerInputSource(self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(
@@ -308,6 +360,9 @@ class _ComputedElsewhere:
         """See `Executor`: copies this rank's pages."""
         assert self._executor.tier is not None, "there is no host tier"
         return self._executor.tier.start(copies, (self._rank,), to_host=False)
+
+    def poll_copies(self) -> None:
+        """See `Executor`."""
 
     def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         """See `Executor`. Rank 0 has copied the pages of all ranks."""

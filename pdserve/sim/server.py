@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, RedirectReceiver
+from pdserve.protocol.failure import MIGRATED
+from pdserve.protocol.messages import AbortRequest, FinishReason, GenerateRequest, RedirectReceiver
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
@@ -50,6 +51,8 @@ class SimServer:
         self._net = net
         self._redirect = redirect
         self._whose: dict[str, SimNode] = {}
+        self._refused: dict[str, RequestHalf] = {}
+        """Requests that came for a role that the server does not have any more."""
 
     def post(self, spec: GenerateRequest) -> None:
         """See `ServerView`. As `ReplicatedChannel`: a room names a prefill replica, but another may get the request."""
@@ -64,8 +67,22 @@ class SimServer:
         self._whose[spec.rid] = self.replicas[chosen]
         self.replicas[chosen].mailbox.post(spec)
 
+    def take_role(self, role: str) -> None:
+        """Serve in `role`: all replicas have it. A prefill server is found at its address, under new instances."""
+        self.role = role
+        if role == "prefill":
+            self._net.served[self.address] = tuple((node.instance, node.endpoint) for node in self.replicas)
+        else:
+            self._net.served.pop(self.address, None)
+
+    def refuse(self, rid: str) -> None:
+        """See `ServerView`."""
+        self._refused[rid] = RequestHalf(finish=FinishReason(type="abort", status_code=503, err_type="wrong_role"))
+
     def abort(self, rid: str) -> None:
         """See `ServerView`."""
+        if rid in self._refused:
+            return
         self._whose[rid].mailbox.post(AbortRequest(rid=rid))
 
     def abort_all(self) -> None:
@@ -74,10 +91,23 @@ class SimServer:
         for node in self.replicas:
             node.mailbox.post(AbortRequest(rid=None))
 
+    def has(self, rid: str) -> bool:
+        """Whether a request of that name was sent here."""
+        return rid in self._whose
+
+    def node_of(self, rid: str) -> SimNode:
+        """Return the replica that has a request."""
+        return self._whose[rid]
+
     def half(self, rid: str) -> RequestHalf | None:
         """See `ServerView`."""
+        if rid in self._refused:
+            return self._refused[rid]
         node = self._whose.get(rid)
-        return None if node is None else node.halves.get(rid)
+        half = None if node is None else node.halves.get(rid)
+        if half is not None and half.finish is not None and half.finish.err_type == MIGRATED.code:
+            return RequestHalf(tokens=half.tokens)  # the API process does not pass this end on
+        return half
 
     def status(self, rid: str) -> int:
         """See `ServerView`."""

@@ -11,6 +11,7 @@ from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import CPU_COST, StepCost
 from pdserve.scheduler.host_tier import WritePolicy
 from pdserve.scheduler.request import PriorityRules
+from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from pdserve.sim.hash_sampling import HashDrafting
 
@@ -75,6 +76,8 @@ class Shape:
     fences: bool = True
     """Whether the transport can fence a peer's writes; otherwise only the death of the peer's process ends them."""
     load_failure_policy: LoadFailurePolicy = "fail"
+    optimistic: OptimisticLimits = OptimisticLimits()
+    """How often prefill computes a prompt before its decode server is ready."""
     num_stages: int = 1
     """Steps in flight at once; as with a model split into this many pipeline stages."""
     num_heads: int = 1

@@ -28,7 +28,7 @@ from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
 from pdserve.sim.shape import Prompt, Shape
-from tests.world.workload import MAX_NEW, MAX_PROMPT, with_drafts, with_groups, with_salts, with_states
+from tests.world.workload import MAX_NEW, MAX_PROMPT, optimistic, with_drafts, with_groups, with_salts, with_states
 
 Rng = random.Random
 KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
@@ -53,6 +53,7 @@ KINDS: Mapping[str, Callable[[Rng], dict[str, Any]]] = {
         "max_look_up_s": rng.choice((10.0, 60.0, 90.0)),
     },
     "switches": lambda rng: {"switch": rng.uniform(0.001, 0.01)},
+    "changes": lambda rng: {"change": rng.uniform(0.002, 0.02), "change_failed": rng.choice((0.0, 0.3))},
     "ranks": lambda rng: {},
     "replicas": lambda rng: {},
 }
@@ -122,6 +123,7 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None, m
     prompts = _prompts(rng)
     late = [dataclasses.replace(prompt, tokens=(*prompt.tokens, 1)) for prompt in prompts[:6]]
     shape, layout = _cluster(rng, kinds)
+    shape = dataclasses.replace(shape, optimistic=optimistic(seed))
     if without == "replicas":
         layout = dataclasses.replace(layout, prefill_dp=1, decode_dp=1, redirect=0.0)
     elif without == "ranks":

@@ -22,6 +22,7 @@ from pdserve.protocol.messages import AbortRequest
 from pdserve.scheduler.request import PriorityRules
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monolith_tokens, request
+from tests.world.workload import optimistic
 
 MAX_PROMPT, MAX_NEW = 40, 24
 CALM = Faults()
@@ -61,6 +62,7 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
         reserved_decode_tokens=rng.choice((0, 1, 2)),
         layer_groups=rng.choice((0, 0, 1, 2, 3)),
         num_stages=rng.choice((1, 1, 1, 2, 3)),
+        optimistic=optimistic(seed),
     )
     if shape.chunk_tokens is not None and seed % 2:
         shape = dataclasses.replace(shape, mixed_chunk_tokens=seed // 2 % shape.chunk_tokens + 1)

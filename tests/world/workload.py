@@ -8,12 +8,19 @@ from collections.abc import Sequence
 
 from pdserve.memory.layout import pages_for
 from pdserve.protocol.sampling import CoreSamplingParams, Grammar
+from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.sim.hash_sampling import ECHO_TOKENS
 from pdserve.sim.network import Faults
 from pdserve.sim.shape import SimDrafting
 from pdserve.sim.world import Prompt, RequestHalf, Shape, World, monolith_tokens
 
 MAX_PROMPT, MAX_NEW = 23, 8
+
+
+def optimistic(seed: int) -> OptimisticLimits:
+    """Whether the servers of a seed compute prompts early: in half of the seeds, with few to many pages."""
+    rng = random.Random(f"optimistic {seed}")
+    return OptimisticLimits(attempts=rng.choice((0, 0, 0, 1, 2, 5)), memory_fraction=rng.choice((0.2, 0.5, 1.0, 1.0)))
 
 
 def workload(seed: int) -> tuple[Shape, list[Prompt]]:
@@ -30,6 +37,7 @@ def workload(seed: int) -> tuple[Shape, list[Prompt]]:
         chunk_tokens=rng.choice((None, 1, 3, 5, 9)),
         notifies=seed % 2 == 1,
         fences=seed % 4 != 2,
+        optimistic=optimistic(seed),
     )
     prompts: list[Prompt] = []
     for _ in range(rng.randint(4, 20)):

@@ -39,7 +39,7 @@ import msgspec
 from pdserve.config.transfer_engines import MOONCAKE_HELP
 from pdserve.errors import ConfigError
 from pdserve.memory import shared
-from pdserve.memory.tiers.storage import StorageError
+from pdserve.memory.tiers.storage import PUT_THREAD, StorageError
 from pdserve.memory.tiers.storage_options import StorageOptions
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ class MooncakeStorage:
 
     def exists(self, keys: Sequence[str]) -> int:
         """See `Storage.exists`."""
-        ok = self._call("get", LaneCall("exists", list(keys)))
+        lane = "put" if threading.current_thread().name == PUT_THREAD else "get"
+        ok = self._call(lane, LaneCall("exists", list(keys)))
         return next((index for index, found in enumerate(ok) if not found), len(ok))
 
     def get_into(self, keys: Sequence[str], buffers: Sequence[memoryview]) -> list[bool]:

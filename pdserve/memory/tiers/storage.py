@@ -24,6 +24,8 @@ OBJECT_VERSION = 1
 _MAGIC = b"PDKV"
 _HEADER = struct.Struct("<4sHH32s32s16sQ")
 _CHECKSUM = struct.Struct("<I")
+PUT_THREAD = "kv-tier-put"
+"""Name of the thread that puts and clears; `kv-tier-get` makes the other calls."""
 HEADER_BYTES = 128
 """Bytes in front of the page. Payloads begin at a multiple of 64 bytes."""
 
@@ -33,7 +35,7 @@ class StorageError(PdserveError):
 
 
 class Storage(Protocol):
-    """Bytes by key. A `StorageClient` calls it on two threads: `put_from` and `clear` on one, the rest on the other.
+    """Bytes by key. A `StorageClient` calls it on two threads: puts on one, gets on the other, `exists` on both.
 
     A key is text of letters, digits, `-` and `_`, at most 128 of them. One key always has the same bytes, so a put of a
     key that the store has may keep the old object. Calls may block; the client bounds what depends on them.

@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from pdserve.memory.tiers.breaker import StorageBreaker
-from pdserve.memory.tiers.storage import Miss, ObjectId, Storage, StorageError, check, object_bytes, seal
+from pdserve.memory.tiers.storage import PUT_THREAD, Miss, ObjectId, Storage, StorageError, check, object_bytes, seal
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class StorageClient:
         self._to_clear = threading.Event()
         self._threads = [
             threading.Thread(target=self._run_gets, name="kv-tier-get", daemon=True),
-            threading.Thread(target=self._run_puts, name="kv-tier-put", daemon=True),
+            threading.Thread(target=self._run_puts, name=PUT_THREAD, daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -258,7 +258,16 @@ class StorageClient:
             self._end(job)
 
     def _put(self, job: Transfer, staging: _Staging) -> None:
+        """Store the pages of a job but for the leading ones that the store has, such as a prompt's."""
+        has = self._call(PUT, functools.partial(self.storage.exists, [identity.key for identity in job.ids]))
+        if has is None:
+            self.counts.pages_refused += len(job.ids)
+            return
+        job.num_done = has
         for first, end in _batches(job.buffers):
+            first = max(first, has)
+            if first >= end:
+                continue
             ids, buffers = job.ids[first:end], job.buffers[first:end]
             objects = staging.objects([len(buffer) for buffer in buffers])
             if not self.breaker.allows:

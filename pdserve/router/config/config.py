@@ -267,6 +267,8 @@ class RouterConfig:
     """Deadline from a request's arrival to its last byte, including the queue and all attempts."""
     max_request_bytes: int = 32 << 20
     shutdown_timeout_s: float = 5.0
+    drain_migrate: bool = False
+    """Whether running requests of a draining decode worker move to other decode workers."""
     policies: PolicyConfig = PolicyConfig()
     health: HealthConfig = HealthConfig()
     probes: ProbeConfig = ProbeConfig()

@@ -153,6 +153,8 @@ def _add_limits(group: Group) -> None:
     add("--retry-jitter-factor", type=float, default=retry.jitter, help=text)
     text = "how often a stream of one sequence continues at another pair when its decode server dies; 0: never"
     add("--retry-streams", type=int, default=retry.stream_retries, metavar="N", help=text)
+    text = "move the running requests of a decode server that is drained to other decode servers"
+    add("--drain-migrate", action="store_true", help=text)
 
 
 def _add_health(group: Group) -> None:
@@ -195,6 +197,7 @@ def config_from(args: argparse.Namespace) -> RouterConfig:
         request_timeout_s=args.request_timeout_secs,
         max_request_bytes=args.max_payload_size,
         shutdown_timeout_s=args.shutdown_grace_period_secs,
+        drain_migrate=args.drain_migrate,
         policies=_policies(args),
         health=_health(args),
         retry=RetryConfig(

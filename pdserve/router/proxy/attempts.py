@@ -107,11 +107,25 @@ class Attempt:
     `reason` is set when a lost worker or the shutdown ended the attempt.
     """
 
-    __slots__ = ("_can_recompute", "_changed", "_drain", "_upstream", "begun", "pair", "reason")
+    __slots__ = ("_can_recompute", "_changed", "_drain", "_upstream", "attaches", "begun", "pair", "reason", "rids")
 
-    def __init__(self, pair: Pair, drain: Drain, can_recompute: Callable[[Pair], bool] = lambda pair: False) -> None:
-        """`can_recompute`: whether decode computes the prompt itself when the pair's prefill server is lost."""
+    def __init__(
+        self,
+        pair: Pair,
+        drain: Drain,
+        can_recompute: Callable[[Pair], bool] = lambda pair: False,
+        rids: tuple[str, ...] = (),
+        *,
+        attaches: bool = False,
+    ) -> None:
+        """`can_recompute`: whether decode computes the prompt itself when the pair's prefill server is lost.
+
+        `rids`: names of the request at decode, the newest last; empty: none names it alone. `attaches`: the router
+        opens the rest of the stream at the worker to which the request moves.
+        """
         self._can_recompute = can_recompute
+        self.rids = rids
+        self.attaches = attaches
         self.pair = pair
         self.begun = asyncio.get_running_loop().time()
         self._drain = drain

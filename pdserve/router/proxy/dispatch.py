@@ -34,9 +34,17 @@ from pdserve.router.config.config import RouterConfig, WorkerRole
 from pdserve.router.http import CallTrace, half_of
 from pdserve.router.policies import RoutedRequest
 from pdserve.router.policies.routing_keys import conversation_key, prompt_of
-from pdserve.router.proxy.attempts import SHUTTING_DOWN, Attempt, Drain, wants_prompt_logprobs, with_rooms
+from pdserve.router.proxy.attempts import (
+    SHUTTING_DOWN,
+    Attempt,
+    Drain,
+    batch_size,
+    num_sequences,
+    wants_prompt_logprobs,
+    with_rooms,
+)
 from pdserve.router.proxy.merge import event_merger, merged_body, prefill_metas
-from pdserve.router.proxy.stream_retry import StreamProgress, can_go_on, with_seed
+from pdserve.router.proxy.stream_retry import MIGRATED, Moved, StreamProgress, can_go_on, with_seed
 from pdserve.router.workers.admission import Admission, PairSlots, rids_of
 from pdserve.router.workers.health import LOAD_FAILURE_POLICY, HealthMonitor
 from pdserve.router.workers.metrics import RouterMetrics
@@ -124,7 +132,9 @@ class Dispatcher:
 
     def answer(self, call: ProxiedCall) -> AbstractAsyncContextManager[Outcome]:
         """Return a context manager with the final outcome, after retries; its end closes all open connections."""
-        if self._config.retry.stream_retries and can_go_on(call.path, call.body):
+        if self._config.drain_migrate:
+            call = self._named(call)
+        if (self._config.retry.stream_retries or self._config.drain_migrate) and can_go_on(call.path, call.body):
             return self._continued(call)
         return self._with_retries(call, set())
 
@@ -145,9 +155,12 @@ class Dispatcher:
                     await stack.aclose()
                     spec = worker.spec
                     log.info("a stream of %s %s moves to another pair: %s", spec.role, spec.url, failure.message)
-                    self._metrics.stream_retries.inc()
                     avoid.add(worker)
-                    await self._after_failure(ConnectionFailed(worker, failure.message), 1)
+                    if failure.code == MIGRATED:
+                        self._metrics.attached.labels("recomputed").inc()
+                    else:
+                        self._metrics.stream_retries.inc()
+                        await self._after_failure(ConnectionFailed(worker, failure.message), 1)
                     resumed = dataclasses.replace(call, body=body, data=_json_of(call, body))
                     found = await stack.enter_async_context(self._with_retries(resumed, avoid))
                     worker = found.worker if isinstance(found, WorkerStream) else worker
@@ -157,7 +170,22 @@ class Dispatcher:
                         else None
                     )
 
-                stream = StreamProgress(body, self._config.retry.stream_retries, again)
+                async def attach(body: dict[str, Any], moved: Moved) -> WorkerStream | None:
+                    nonlocal worker
+                    target = self._registry.find(moved.to)
+                    slots = None if target is None else self._admission.enter_at(target)
+                    if slots is None:
+                        return None
+                    await stack.aclose()
+                    resumed = dataclasses.replace(call, body=body, data=_json_of(call, body))
+                    found = await stack.enter_async_context(self._attached(slots, resumed, moved))
+                    if not isinstance(found, WorkerStream) or found.response.content_type != EVENT_STREAM:
+                        return None
+                    worker = found.worker
+                    self._metrics.attached.labels("attached").inc()
+                    return found
+
+                stream = StreamProgress(body, self._config.retry.stream_retries, again, attach)
                 outcome = dataclasses.replace(outcome, stream=stream)
             yield outcome
 
@@ -173,7 +201,8 @@ class Dispatcher:
                 break
             if attempt > 1:
                 self._metrics.retries.inc()
-            with Attempt(entered.pair, self._drain, self._can_recompute) as this:
+            rids_alone = alone_rids(call.path, call.body)
+            with Attempt(entered.pair, self._drain, self._can_recompute, rids_alone, attaches=call.continued) as this:
                 async with self._attempt(entered, call, this) as result:
                     if isinstance(result, Failure) or not retryable(result):
                         yield result
@@ -192,6 +221,21 @@ class Dispatcher:
         if isinstance(outcome, Failure):
             self._metrics.refused.labels(outcome.code).inc()
         yield outcome
+
+    @contextlib.asynccontextmanager
+    async def _attached(self, slots: PairSlots, call: ProxiedCall, moved: Moved) -> AsyncIterator[Outcome]:
+        """Yield the answer of the worker that has the moved request."""
+        rids = (*alone_rids(call.path, call.body), moved.rid)
+        with Attempt(slots.pair, self._drain, rids=rids, attaches=True) as this:
+            async with self._attempt(slots, call, this) as result:
+                yield result
+
+    def _named(self, call: ProxiedCall) -> ProxiedCall:
+        """Give a request of one sequence a `rid`, if it has none, so that the router can name it to the worker."""
+        if call.body.get("rid") is not None or num_sequences(call.body) != 1 or batch_size(call.path, call.body):
+            return call
+        body = call.body | {"rid": f"{self._rng.getrandbits(128):032x}"}
+        return dataclasses.replace(call, body=body, data=_json_of(call, body))
 
     @contextlib.asynccontextmanager
     async def _attempt(self, slots: PairSlots, call: ProxiedCall, this: Attempt) -> AsyncIterator[Outcome]:
@@ -332,10 +376,12 @@ class Dispatcher:
             log.log(logging.INFO if ours else logging.DEBUG, "%s %s failed: %s: %s", spec.role, spec.url, kind, text)
         if counts_as_failure(outcome):
             slot.failed()
-            self._admission.pairs.suspect(slots.pair)
+            if slots.is_pair:
+                self._admission.pairs.suspect(slots.pair)
         elif isinstance(outcome, WorkerStream):
             slot.answered()
-            self._admission.pairs.served(slots.pair, self._admission.now())
+            if slots.is_pair:
+                self._admission.pairs.served(slots.pair, self._admission.now())
         elif not asked_to_retry_later(outcome):
             slot.completed()
 
@@ -364,6 +410,14 @@ class Dispatcher:
             late = slots.decode if prefill is None or prefill.done() else slots.prefill
             assert late is not None
             late.failed()
+
+
+def alone_rids(path: str, body: dict[str, Any]) -> tuple[str, ...]:
+    """Return the `rid` of a request of one sequence; empty for several sequences, and without a `rid`."""
+    rid = body.get("rid")
+    if isinstance(rid, str) and num_sequences(body) == 1 and batch_size(path, body) is None:
+        return (rid,)
+    return ()
 
 
 def _json_of(call: ProxiedCall, body: dict[str, Any]) -> bytes | None:

@@ -1,9 +1,11 @@
-"""Continues streams at another pair when their decode worker dies. Made by `dispatch`, used by `generate`.
+"""Continues streams at another worker when their decode worker dies or their request has moved. Made by `dispatch`.
 
     worker ── events with resume state ──> StreamProgress ── complete events ──> client
     broken ──> the state has the end of the stream: the router sends it
                the client has received nothing: the request is retried from its start
                else: the body with the resume state ──> another pair ──> the rest of the stream
+    moved  ──> the worker ends the stream with the event `migrated`: the body with the resume state and `attach` ──> the
+               worker that has the request now; where that fails, another pair computes the rest
 
 For streams of one sequence. Streams with `n` above 1, batches, streams with merged prompt log probabilities, and
 `/v1/responses` are not continued. `base/stream_state.py` defines the resume state.
@@ -11,6 +13,7 @@ For streams of one sequence. Streams with `n` above 1, batches, streams with mer
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -30,6 +33,21 @@ _ERROR = b'data: {"error":'
 Body = dict[str, Any]
 Again = Callable[[Body, Failure], Awaitable[WorkerStream | None]]
 """Sends a body to another pair after the stream broke; None if no pair answers."""
+MIGRATED = "migrated"
+"""Error code of a stream whose request has moved to another decode worker."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """Where a request goes on: at the worker with the URL `to`, under the name `rid`, behind `num_tokens` tokens."""
+
+    to: str
+    rid: str
+    num_tokens: int
+
+
+Attach = Callable[[Body, Moved], Awaitable[WorkerStream | None]]
+"""Sends a body to the worker that has the request; None if that does not answer with the stream."""
 
 
 def can_go_on(path: str, body: Body) -> bool:
@@ -57,9 +75,12 @@ def with_seed(path: str, body: Body, rng: random.Random) -> Body:
 class StreamProgress:
     """Progress of one client's stream across workers."""
 
-    def __init__(self, body: Body, max_retries: int, again: Again) -> None:
+    def __init__(self, body: Body, max_retries: int, again: Again, attach: Attach | None = None) -> None:
+        """`attach` None: a request that has moved is computed again at another pair."""
         self._body = body
         self._again = again
+        self._attach = attach
+        self._moved: Moved | None = None
         self._num_left = max_retries
         self._rest = b""
         self._head: dict[str, Any] | None = None
@@ -100,6 +121,14 @@ class StreamProgress:
 
     async def go_on(self, failure: Failure) -> WorkerStream | None:
         """Continue the stream after `failure`; returns the next answer, or None if the stream cannot be continued."""
+        moved, self._moved = self._moved, None
+        if moved is not None:
+            self._num_left = max(1, self._num_left)  # a migration that fails costs the client no stream
+            if self._attach is not None and moved.num_tokens == len(self._token_ids) and self._head is not None:
+                upstream = await self._attach(self._resumed_body(moved.rid), moved)
+                if upstream is not None:
+                    self._rest, self.failure, self.error_event = b"", None, b""
+                    return upstream
         can = self._num_left > 0 and self._may_go_on
         if not can or failure.code not in (WORKER_FAILED, *([self.failure.code] if self.failure else [])):
             return None
@@ -114,10 +143,12 @@ class StreamProgress:
         """Whether the worker sends resume state, or the client has received nothing yet."""
         return self._head is not None or not self._passed_on
 
-    def _resumed_body(self) -> Body:
+    def _resumed_body(self, attach: str | None = None) -> Body:
+        """Return the body with the resume state. `attach`: name of the request at the worker that gets the body."""
         if self._head is None:
             return self._body
-        resume = {"head": self._head, "token_ids": self._token_ids, "cached_tokens": self._cached_tokens}
+        resume: dict[str, Any] = {} if attach is None else {"attach": attach}
+        resume |= {"head": self._head, "token_ids": self._token_ids, "cached_tokens": self._cached_tokens}
         if self._logprobs:
             resume["logprobs"] = self._logprobs
         return self._body | {RESUME_FIELD: resume}
@@ -132,11 +163,20 @@ class StreamProgress:
             self._cached_tokens, self._tail = state.cached_tokens, state.tail
         if self.failure is None and self._may_go_on and shown.startswith(_ERROR):
             self.failure = _retryable(shown)
+            self._moved = None if self.failure is None or self.failure.code != MIGRATED else _moved(shown)
             self.error_event = b"" if self.failure is None else shown + EVENT_END + DONE
         if self.failure is not None:
             return b""
         self._done = self._done or shown + EVENT_END == DONE
         return shown + EVENT_END if shown else b""
+
+
+def _moved(event: bytes) -> Moved | None:
+    """Parse the error event of a request that has moved; None if it lacks a field."""
+    error = orjson.loads(event.removeprefix(b"data: "))["error"]
+    to, rid, num_tokens = (error.get(name) for name in ("to", "migrated_rid", "next_token_index"))
+    is_whole = isinstance(to, str) and isinstance(rid, str) and isinstance(num_tokens, int)
+    return Moved(to, rid, num_tokens) if is_whole else None
 
 
 def _retryable(event: bytes) -> Failure | None:

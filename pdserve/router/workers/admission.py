@@ -99,10 +99,12 @@ class Slot:
 class PairSlots:
     """The slots of one attempt. `prefill` is released as soon as prefill has answered."""
 
-    def __init__(self, admission: Admission, pair: Pair) -> None:
+    def __init__(self, admission: Admission, pair: Pair, *, is_pair: bool = True) -> None:
+        """Not `is_pair`: a decode worker alone continues a request that has moved there."""
         self._admission = admission
         self._open = True
         self.pair = pair
+        self.is_pair = is_pair
         self.prefill = None if pair.prefill is None else Slot(admission, pair.prefill)
         self.decode = Slot(admission, pair.decode)
         admission.num_inside += 1
@@ -190,6 +192,14 @@ class Admission:
         if len(self._waiting) >= self._limits.queue_size and not again:
             return self._refuse_full(f"{len(self._waiting)} requests wait already", "queue_full")
         return await self._wait(_Waiter(request, avoid, rids, asyncio.get_running_loop().create_future()), again)
+
+    def enter_at(self, worker: Worker) -> PairSlots | None:
+        """Take a slot at the decode worker that has a moved request; None if the worker gets no requests.
+
+        Limits of requests do not apply: the request runs there already.
+        """
+        admits = worker.healthy and not worker.forgotten and worker.breaker.admits(self.now())
+        return PairSlots(self, Pair(None, worker), is_pair=False) if admits else None
 
     def wake(self) -> None:
         """Admit requests from the head of the queue while slots are free."""

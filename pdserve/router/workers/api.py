@@ -211,6 +211,8 @@ def describe(worker: Worker, now: float) -> dict[str, Any]:
         "connection_mode": "HTTP",
         "metadata": dict(worker.facts),
         "draining": worker.draining,
+        "num_moving": worker.num_moving,
+        "num_moved_away": worker.num_moved_away,
         "breaker": worker.breaker.state(now).value,
         "reported": None if report is None else {"num_reqs": report.requests, "num_tokens": report.tokens},
         "last_error": worker.last_error,

@@ -27,6 +27,18 @@ class RouterMetrics:
         self.stream_retries = Counter(
             "pdserve_router_stream_retries", "Broken streams that were sent to another pair", registry=registry
         )
+        self.migrations = Counter(
+            "pdserve_router_migrations",
+            "Calls that move a running request to another decode worker: moved, gone, later, refused, failed",
+            ["result"],
+            registry=registry,
+        )
+        self.attached = Counter(
+            "pdserve_router_migrated_streams",
+            "Streams of requests that have moved: attached to the new worker, or recomputed at another pair",
+            ["result"],
+            registry=registry,
+        )
         self.disconnects = Counter(
             "pdserve_router_client_disconnects", "Clients that disconnected early", registry=registry
         )

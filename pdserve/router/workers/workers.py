@@ -5,7 +5,8 @@ Each field of `Worker` has one writer:
     Registry    the set of workers; draining, leaving, forgotten
     health      healthy, ended, late_checks, good_checks, last_error, bootstrap_port, facts, report
     admission   inflight, breaker (`health` closes it for a new process)
-    proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers; num_sent
+    proxy       attempts, ended_bytes: `Attempt`, and `Dispatcher` for prefill's answers; num_sent; num_moving,
+                num_arriving, num_moved_away: `Migrator`
 
 `workers.api` adds and removes workers while the router runs:
 
@@ -189,6 +190,12 @@ class Worker:
     forgotten: bool = False
     """True: the worker was removed from the registry; requests may still run there."""
     inflight: int = 0
+    num_moving: int = 0
+    """Requests that move, or wait to move, to other workers."""
+    num_arriving: int = 0
+    """Requests of other workers that are being moved to this one."""
+    num_moved_away: int = 0
+    """Requests that have moved to other workers."""
     num_sent: int = 0
     """Requests that were sent to the worker."""
     late_checks: int = 0
@@ -251,6 +258,7 @@ class Registry:
         self._workers: dict[str, Worker] = {}
         self.on_added: list[Callable[[Worker], None]] = []
         self.on_forgotten: list[Callable[[Worker], None]] = []
+        self.on_draining: list[Callable[[Worker], None]] = []
 
     @property
     def workers(self) -> list[Worker]:
@@ -297,6 +305,8 @@ class Registry:
         if not worker.draining:
             log.info("%s %s is draining: %d requests run", worker.spec.role, worker.spec.url, worker.inflight)
         worker.draining = True
+        for notify in self.on_draining:
+            notify(worker)
 
     def resume(self, worker: Worker) -> None:
         """Send new requests to the worker again."""

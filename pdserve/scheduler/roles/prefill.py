@@ -1,7 +1,7 @@
 """The prefill role: computes the prompt and exactly one token, and sends KV and token to decode.
 
 bootstrap    a sender is open; waits until the decode server has published its pages
-   v
+   v         with `--optimistic-prefill-attempts` a prompt may be computed meanwhile, see `optimistic`
 waiting      waits for memory, a row and an aux slot
    v
 active       chunks are computed; the whole pages of each chunk are sent at once
@@ -27,6 +27,7 @@ from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.roles.optimistic import ComputedPrompt, OptimisticLimits, OptimisticPrefill
 from pdserve.transfer.aux import MAX_FIRST_DRAFTS, AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -37,9 +38,18 @@ class PrefillRole(BaseRole):
     """Owns the bootstrap and inflight queues; `BatchPlanner` owns waiting and active."""
 
     def __init__(
-        self, context: SchedulerContext, kv: KVManager, waiting: WaitingQueue, kv_checksum: KVChecksum | None = None
+        self,
+        context: SchedulerContext,
+        kv: KVManager,
+        waiting: WaitingQueue,
+        kv_checksum: KVChecksum | None = None,
+        *,
+        optimistic: OptimisticLimits | None = None,
     ) -> None:
-        """`kv_checksum` hashes the KV that is sent; None: no checksums."""
+        """`kv_checksum` hashes the KV that is sent; None: no checksums.
+
+        `optimistic` None: no prompt is computed before its decode server has published its pages.
+        """
         planner = BatchPlanner(
             context, waiting, lambda req, without: 0.0, prefill_only=True, num_proposals=self._num_first_drafts
         )
@@ -49,6 +59,7 @@ class PrefillRole(BaseRole):
         self._poll_failures = PollFailures(kv.args.poll_failures, kv.args.secret)
         self._waiting = waiting
         self._bootstrap: dict[str, Req] = {}
+        self._optimistic = OptimisticPrefill(context, planner, self._bootstrap, optimistic or OptimisticLimits())
         self._inflight: dict[str, Req] = {}
         self._rooms: dict[int, Req] = {}
 
@@ -75,7 +86,7 @@ class PrefillRole(BaseRole):
 
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
-        for room in self._kv.drain_state_changes():
+        for room in self._kv.drain_state_changes(sending=True):
             req = self._rooms[room]
             assert req.sender is not None
             state = req.sender.poll()
@@ -85,11 +96,17 @@ class PrefillRole(BaseRole):
                 self.end(req, INJECTED)
             elif state is KVPoll.SUCCESS and req.rid in self._inflight:
                 self._succeed(req)
-            elif req.rid in self._bootstrap and state is KVPoll.WAITING_FOR_INPUT:
-                del self._bootstrap[req.rid]
+            elif state is KVPoll.WAITING_FOR_INPUT and req.times.peer_ready is None:
                 req.times.peer_ready = self._context.clock.now()
-                self._waiting.add(req)
+                self._bound(req)
         self._end_timed_out()
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """See `SchedulerRole.plan`."""
+        self._optimistic.offer()
+        plan = super().plan(step)
+        self._optimistic.withdraw()
+        return plan
 
     def launched(self, handle: StepHandle) -> None:
         """With layer events, send the pages that this step completes, one layer range at a time."""
@@ -100,6 +117,8 @@ class PrefillRole(BaseRole):
         layers = [range(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         for row in handle.plan.rows:
             req = self.live[row.rid]
+            if req in self._optimistic:
+                continue
             assert req.sender is not None and req.lease is not None
             req.sender.send(req.lease, self._num_whole_pages(req, row.end), layers, handle.layer_events)
 
@@ -113,31 +132,22 @@ class PrefillRole(BaseRole):
             if index in result.prompts:
                 self._send_logprobs(req, result.prompts[index])
             complete = self._batch_planner.prefilling.committed(req, row.end)
-            num_pages = self._num_whole_pages(req, row.end)
-            if self._kv_checksum is not None:
-                self._kv_checksum.computed(req, num_pages)
+            is_early = req in self._optimistic
             if not complete:
-                req.sender.send(req.lease, num_pages)
+                if not is_early:
+                    self._send_pages(req, row.end)
                 continue
-            assert token is not None and req.aux is not None and req.spec.room is not None
-            req.first_token = token
-            self._context.append(req, token)
-            record = AuxRecord(
-                room=req.spec.room.room,
-                attempt=0,
-                first_token=token.token_id,
-                cached_tokens=req.num_cached,
-                logprob=token.logprob,
-                top=token.top,
-            )
-            if req.sender.sends_drafts:
+            assert token is not None
+            req.times.prefilled = self._context.clock.now()
+            prompt = ComputedPrompt(token)
+            if is_early or req.sender.sends_drafts:
                 hidden = self._context.executor.draft_hidden(row.row)
-                record = dataclasses.replace(record, drafts=result.drafts.get(index, ()), draft_hidden=hidden)
-            if token.picked:
-                req.sender.send_logprobs(PromptLogprobs.of_token(req.num_prompt, token.picked))
+                prompt = ComputedPrompt(token, result.drafts.get(index, ()), hidden)
             self._context.release_row(req)
-            req.sender.finish(req.aux, record, self._sent_stats(req), lease=req.lease, num_pages=num_pages)
-            self._inflight[req.rid] = req
+            if is_early:
+                self._optimistic.hold(req, prompt)
+            else:
+                self._finish(req, prompt)
 
     def end(self, req: Req, failure: Failure | None) -> None:
         """See `SchedulerRole.end`. Prefill matches no stop strings, so an end without a failure is an abort."""
@@ -151,19 +161,64 @@ class PrefillRole(BaseRole):
         return {
             "num_queue_reqs": self._waiting,
             "num_running_reqs": self._batch_planner.prefilling.active.values(),
-            "num_prefill_bootstrap_queue_reqs": self._bootstrap.values(),
+            "num_prefill_bootstrap_queue_reqs": [*self._bootstrap.values(), *self._optimistic.held],
             "num_prefill_inflight_queue_reqs": self._inflight.values(),
         }
 
     def waits_for(self, req: Req) -> WaitsFor:
         """See `SchedulerRole.waits_for`."""
-        if req.rid in self._bootstrap:
+        if req.rid in self._bootstrap or self._optimistic.holds(req):
             return "peer"
         return "transfer" if req.rid in self._inflight else "compute"
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`."""
-        return self._prefilling_facts()
+        return self._prefilling_facts() | self._optimistic.facts()
+
+    def _bound(self, req: Req) -> None:
+        """Send what is computed of a request whose decode server has published its pages, or let it wait for its
+        turn.
+        """
+        if req not in self._optimistic:
+            del self._bootstrap[req.rid]
+            self._waiting.add(req)
+            return
+        prompt = self._optimistic.bound(req)
+        if prompt is None:
+            self._send_pages(req, req.computed)
+        else:
+            self._finish(req, prompt)
+
+    def _send_pages(self, req: Req, end: int) -> None:
+        """Send the whole pages of the first `end` tokens, which are computed, without those sent before."""
+        assert req.sender is not None and req.lease is not None
+        num_pages = self._num_whole_pages(req, end)
+        if self._kv_checksum is not None:
+            self._kv_checksum.computed(req, num_pages)
+        req.sender.send(req.lease, num_pages)
+
+    def _finish(self, req: Req, prompt: ComputedPrompt) -> None:
+        """Send the pages that are left, and the first token."""
+        assert req.sender is not None and req.lease is not None and req.aux is not None and req.spec.room is not None
+        token, num_pages = prompt.token, self._num_whole_pages(req, req.num_input_tokens)
+        if self._kv_checksum is not None:
+            self._kv_checksum.computed(req, num_pages)
+        req.first_token = token
+        self._context.append(req, token)
+        record = AuxRecord(
+            room=req.spec.room.room,
+            attempt=0,
+            first_token=token.token_id,
+            cached_tokens=req.num_cached,
+            logprob=token.logprob,
+            top=token.top,
+        )
+        if req.sender.sends_drafts:
+            record = dataclasses.replace(record, drafts=prompt.drafts, draft_hidden=prompt.draft_hidden)
+        if token.picked:
+            req.sender.send_logprobs(PromptLogprobs.of_token(req.num_prompt, token.picked))
+        req.sender.finish(req.aux, record, self._sent_stats(req), lease=req.lease, num_pages=num_pages)
+        self._inflight[req.rid] = req
 
     def _send_logprobs(self, req: Req, part: PromptLogprobs) -> None:
         """Send log probabilities of a part of the prompt to the client, and to decode where its client wants them."""
@@ -180,8 +235,12 @@ class PrefillRole(BaseRole):
         if speculation is None:
             return 0
         reqs = [self.live[row.rid] for row in rows if row.sample and row.rid in self.live]
-        takes = (speculation.may_draft(req) and req.sender is not None and req.sender.sends_drafts for req in reqs)
+        takes = (speculation.may_draft(req) and self._may_send_drafts(req) for req in reqs)
         return min(speculation.max_drafts, MAX_FIRST_DRAFTS) if any(takes) else 0
+
+    def _may_send_drafts(self, req: Req) -> bool:
+        """True when the drafts of the request are sent, or when its decode server is not known yet."""
+        return req in self._optimistic or (req.sender is not None and req.sender.sends_drafts)
 
     def _num_whole_pages(self, req: Req, end: int) -> int:
         """Pages whose tokens are all computed once tokens `[0, end)` are."""
@@ -193,12 +252,14 @@ class PrefillRole(BaseRole):
         tokens: tuple[SampledToken, ...] = () if req.first_token is None else (req.first_token,)
         stats = self._stats(req)
         assert req.sender is not None
-        sent, prefilled = req.sender.stats, req.times.prefilled
+        sent, prefilled, ready = req.sender.stats, req.times.prefilled, req.times.peer_ready
         timing = RequestTiming(
             queue_s=stats.queue_s,
             bootstrap_s=stats.bootstrap_s,
             prefill_s=stats.prefill_s,
-            transfer_s=None if prefilled is None else self._context.clock.now() - prefilled,
+            transfer_s=None
+            if prefilled is None or ready is None
+            else self._context.clock.now() - max(prefilled, ready),
             kv_bytes=sent.num_bytes,
             kv_pages=sent.num_pages,
             kv_transfer_s=sent.write_s,
@@ -207,7 +268,7 @@ class PrefillRole(BaseRole):
         self._context.outbox.emit(req, tokens, FinishReason(type="length", length=1), timing)
 
     def _transfer_phase(self, req: Req) -> TransferPhase:
-        return "bootstrap" if req.rid in self._bootstrap else "transfer"
+        return "bootstrap" if req.rid in self._bootstrap or req in self._optimistic else "transfer"
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
         assert req.sender is not None and failure is not None
@@ -220,6 +281,7 @@ class PrefillRole(BaseRole):
         if self._kv_checksum is not None:
             self._kv_checksum.forget(req)
         self._bootstrap.pop(req.rid, None)
+        self._optimistic.forget(req)
         self._inflight.pop(req.rid, None)
 
     def _running_since_s(self, req: Req) -> float | None:
@@ -239,11 +301,12 @@ class PrefillRole(BaseRole):
         )
 
     def _stats(self, req: Req) -> TransferStats:
+        """Return the durations after which decode's pages were known: what was computed before that cost no time."""
         times = req.times
         if times.peer_ready is None or times.started is None or times.prefilled is None:
             return TransferStats()
         return TransferStats(
             bootstrap_s=times.peer_ready - times.arrived,
-            queue_s=times.started - times.peer_ready,
-            prefill_s=times.prefilled - times.started,
+            queue_s=max(0.0, times.started - times.peer_ready),
+            prefill_s=max(0.0, times.prefilled - max(times.started, times.peer_ready)),
         )

@@ -231,6 +231,10 @@ class RequestState(RequestRecord):
     generation: Generation = dataclasses.field(init=False, repr=False)
     detokenizer: Detokenizer = dataclasses.field(init=False, repr=False)
     held: HeldUpdates = dataclasses.field(init=False, repr=False)
+    attaches: bool = False
+    """True: the request is computed here already, for another server, under the rid of `request`."""
+    has_resume_state: bool = False
+    """True: its stream has resume state, so that another server can send the rest of it."""
     new_address: NewAddress | None = None
     """The bootstrap address, if it was new when the sequence was submitted; else None."""
 

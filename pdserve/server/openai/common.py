@@ -191,6 +191,7 @@ class OpenAICall(abc.ABC):
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen = self._seen_elsewhere(generation)
         states = StreamStates(request, self._head, num_sequences=len(self.states))
+        self.states[0].has_resume_state = states.wanted
         async with generation:
             async for update in generation:
                 self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)

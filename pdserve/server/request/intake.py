@@ -374,6 +374,12 @@ def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:
     return sum(state.prompt_tokens for state in states[::n])
 
 
+def attaches(body: TransferAddress) -> bool:
+    """Return whether `body` asks for the rest of a stream that this server has taken over; it names no room then."""
+    resume: Resume | None = getattr(body, "pdserve_resume", None)
+    return resume is not None and resume.attach is not None
+
+
 def resume_stream(
     states: Sequence[RequestState], resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
 ) -> None:
@@ -398,4 +404,8 @@ def resume_stream(
     logprob_params = request.logprobs
     if logprob_params is not None and resume.token_ids:
         logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
-    states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    if resume.attach is not None:
+        request = msgspec.structs.replace(request, rid=resume.attach)
+        states[0].attaches = True
+    states[0].request = request

@@ -288,6 +288,14 @@ class PeerBody(msgspec.Struct):
     instance: str
 
 
+class MigrateBody(msgspec.Struct):
+    """`POST /migrate`. `to`: base URL of the other server. `attach`: the caller opens the rest of the stream there."""
+
+    rid: str
+    to: str
+    attach: bool = False
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 
@@ -313,11 +321,15 @@ class UnloadLoraBody(msgspec.Struct):
 
 
 class RoleSwitchBody(msgspec.Struct):
-    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started."""
+    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
+
+    `reload`: end the engine and start another one, instead of a change in place.
+    """
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
     wait: bool | None = None
+    reload: bool | None = None
 
 
 class CommandBody(msgspec.Struct):

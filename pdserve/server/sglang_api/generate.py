@@ -153,6 +153,7 @@ class GenerateCall:
             num_sequences=2 if self.listed else 1,
             logprobs=self.states[0].request.logprobs is not None and not incremental,
         )
+        self.states[0].has_resume_state = states.wanted
         async with generation:
             async for update in generation:
                 total = totals[update.index]

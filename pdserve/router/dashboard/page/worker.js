@@ -33,11 +33,19 @@ function stateOf(worker, { dead, all, error }) {
   if (dead.length && dead.length === all) return ["down", "not ready", `No token comes through with ${dead.join(", ") || "it"}${error ? `: ${error}` : ""}`];
   if (ill) return ["warn", "unhealthy replica", ill.trouble ?? `replica ${ill.dp_rank} is silent`];
   if (dead.length) return ["warn", "pair not ready", `No token comes through with ${dead.join(", ")}`];
-  if (worker.draining) return ["warn", "draining", "It gets no new requests"];
+  if (worker.draining) return ["warn", "draining", drained(worker)];
   if (worker.breaker === "half_open") return ["warn", BREAKERS.half_open, "A few requests test whether it works again"];
   if (observed.server?.status === "not_ready") return ["warn", "not ready", observed.server.trouble];
   if (observed.error !== null) return ["warn", "no details", observed.error];
   return ["ok", "healthy", null];
+}
+
+/** What a draining worker does. */
+function drained(worker) {
+  const parts = ["It gets no new requests"];
+  if (worker.num_moving) parts.push(`${count(worker.num_moving)} move to other servers`);
+  if (worker.num_moved_away) parts.push(`${count(worker.num_moved_away)} have moved`);
+  return parts.join("; ");
 }
 
 function addUp(replicas, of) {

@@ -1,0 +1,131 @@
+"""The scheduler's view of the store: pages by their keys and the slots of the host tier, jobs by numbers.
+
+    scheduler/storage_tier.py ── look_up, get, put, give_up, poll ──> StoragePort
+        LocalStoragePort       one rank, over a StorageClient
+        ranks/rank_storage.py  several ranks: the least of what each one got
+
+All ranks of a replica make the same calls, so that a job has the same number on all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from pdserve.memory.tiers.storage import ObjectId
+from pdserve.memory.tiers.storage_client import Job, Lookup, StorageClient
+
+SlotBytes = Callable[[int], memoryview]
+"""Returns the bytes of a slot of tokens on this rank."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JobEnd:
+    """A job has ended: the number of leading pages that were found, read or sent, the least of all ranks."""
+
+    number: int
+    num_pages: int
+
+
+class StoragePort(Protocol):
+    """Starts jobs and reports their ends. Scheduler thread; no call waits for the store.
+
+    `root`: digest of the namespace that the digests of pages continue, see `KeyNamespace.root`. Each job gets the next
+    number. Until a job has ended, its slots are not used for anything else.
+    """
+
+    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+        """Ask how many leading pages are stored."""
+        ...
+
+    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """Read pages into slots, up to the first one that is a miss."""
+        ...
+
+    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """Store the pages in slots."""
+        ...
+
+    def give_up(self, number: int) -> None:
+        """End a job at its deadline. `poll` reports it with the pages that were moved so far."""
+        ...
+
+    def poll(self) -> Sequence[JobEnd]:
+        """Return the jobs that have ended since the last call, in the same order on all ranks. Call it in each turn."""
+        ...
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs whose end was not reported."""
+        ...
+
+    def clear(self) -> None:
+        """Remove all objects of the store, in the background."""
+        ...
+
+    def facts(self) -> Mapping[str, float | str]:
+        """Return the state of this rank's client, for `/get_server_info`."""
+        ...
+
+
+class LocalStoragePort:
+    """Implements `StoragePort` for one rank. `part`: its `shard_name`; `slot_bytes`: its part of the host tier."""
+
+    def __init__(self, client: StorageClient, part: str, slot_bytes: SlotBytes) -> None:
+        self._client, self._part, self._slot_bytes = client, part, slot_bytes
+        self._jobs: dict[int, Job] = {}
+        self._num_started = 0
+
+    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+        """See `StoragePort.look_up`."""
+        return self._add(self._client.start_lookup(self._ids(root, digests)))
+
+    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """See `StoragePort.get`."""
+        return self._add(self._client.start_get(self._ids(root, digests), self._buffers(slots)))
+
+    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """See `StoragePort.put`."""
+        return self._add(self._client.start_put(self._ids(root, digests), self._buffers(slots)))
+
+    def give_up(self, number: int) -> None:
+        """See `StoragePort.give_up`."""
+        job = self._jobs.get(number)
+        if job is not None:
+            self._client.give_up(job)
+
+    def poll(self) -> Sequence[JobEnd]:
+        """See `StoragePort.poll`."""
+        ended = [number for number, job in self._jobs.items() if job.is_done or job.is_cancelled]
+        return [JobEnd(number, _num_pages(self._jobs.pop(number))) for number in ended]
+
+    @property
+    def num_pending(self) -> int:
+        """See `StoragePort.num_pending`."""
+        return len(self._jobs)
+
+    def clear(self) -> None:
+        """See `StoragePort.clear`."""
+        self._client.clear()
+
+    def facts(self) -> Mapping[str, float | str]:
+        """See `StoragePort.facts`."""
+        return self._client.facts()
+
+    def _ids(self, root: bytes, digests: Sequence[bytes]) -> list[ObjectId]:
+        return [ObjectId(root, digest, self._part) for digest in digests]
+
+    def _buffers(self, slots: Sequence[int]) -> list[memoryview]:
+        return [self._slot_bytes(slot) for slot in slots]
+
+    def _add(self, job: Job) -> int:
+        self._num_started += 1
+        self._jobs[self._num_started] = job
+        return self._num_started
+
+
+def _num_pages(job: Job) -> int:
+    if isinstance(job, Lookup):
+        return 0 if job.is_cancelled else job.num_found
+    return job.num_done
