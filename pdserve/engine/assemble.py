@@ -249,4 +249,5 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
         eos_token_ids=frozenset(built.spec.eos_token_ids),
         state_grid=math.lcm(STATE_GRID_TOKENS, built.layout.page_tokens) if built.layout.has_state else 0,
         num_stages=config.parallel.pp_size,
+        imports_kv=config.parallel.tp_size * config.parallel.pp_size == 1,
     )

@@ -101,6 +101,8 @@ def build_scheduler(
         "device": str(built.device),
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
+        "weights_fingerprint": engine.weights_fingerprint,
+        "page_tokens": built.layout.page_tokens,
         "layout": str(built.layout.fields()),
         "kv_groups": ",".join(group.name for group in built.layout.groups if group.kind is not GroupKind.STAMP),
         "state_type": built.layout.state_type,

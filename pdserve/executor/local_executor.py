@@ -92,9 +92,7 @@ class LocalExecutor(HostTierCopies):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
-
     `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
-
     With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits.
 
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
@@ -351,25 +349,21 @@ class LocalExecutor(HostTierCopies):
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         self.settle_slots(state_slots(self._layout, pages))
         with self._runner.behind():
-            saved = kv_pages.save(self.pools, pages)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        return saved
+            return kv_pages.save(self.pools, pages)
 
     @torch.inference_mode()
     def settle_slots(self, slots: Sequence[int]) -> None:
         """Fold the accepted pending tokens of these state slots, before they are copied."""
         assert not self._launched, "a copy to the host while a step is unresolved"
-        with self._runner.behind():
-            if self._pending is not None and self._fold is not None:
+        if self._pending is not None and self._fold is not None:
+            with self._runner.behind():
                 self._pending.settle(slots, self._fold)
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, kv_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
-            kv_pages.load(self.pools, saved, pages)
+            kv_pages.load(self.pools, kv_pages.offloaded(saved, self.pools), pages)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
@@ -379,6 +373,12 @@ class LocalExecutor(HostTierCopies):
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor.has_stamp`; looks at this rank's slot."""
         return self._stamps is None or self._stamps.has(slot, stamp)
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor.seal`; completes this rank's slot."""
+        assert not self._launched and self._stamps is not None
+        with self._runner.behind(), torch.inference_mode():
+            self._stamps.seal(slot, stamp, self._pending, self._fold)
 
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""

@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -66,6 +67,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Name of a loaded LoRA adapter. None: the model itself."""
     cache_salt: str = ""
     """The request shares cached KV, and past outputs as drafts, with requests of the same salt only. Empty: no salt."""
+
+    local: bool = False
+    """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
+    lora_digest: str = ""
+    """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
+    kv_tokens: int = 0
+    """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 
     @property
     def given_ids(self) -> list[int]:
@@ -240,7 +248,16 @@ MigrationCommand = MigrateOut | EndMigration
 Command = EngineCommand | MigrationCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
-    GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | SwitchRole | Shutdown
+    GenerateRequest
+    | AbortRequest
+    | ExtractRequest
+    | KVPart
+    | RedirectReceiver
+    | Command
+    | StateQuery
+    | PrepareLora
+    | SwitchRole
+    | Shutdown
 )
 
 
@@ -261,9 +278,10 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
     `abort`: `message`, the client's HTTP `status_code`, `err_type`, and for a 503 `retry_after_s` in seconds.
+    `suspended`: a snapshot of the request was taken, and the request has ended here.
     """
 
-    type: Literal["stop", "length", "abort"]
+    type: Literal["stop", "length", "abort", "suspended"]
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
@@ -284,7 +302,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that ended the request; None for `stop` and `length`. The field of a 409 is derived."""
+        """The failure that ended the request; None for other reasons than `abort`. The field of a 409 is derived."""
         if self.type != "abort":
             return None
         live_room = self.status_code == 409 and self.err_type != "rid_in_use"
@@ -472,4 +490,4 @@ class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerHeartbeat
+ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

@@ -19,6 +19,8 @@ import msgspec
 
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
@@ -70,6 +72,8 @@ class ReplicatedChannel:
         self._num_live = [0] * len(channels)
         self._num_tokens = [0] * len(channels)
         """Prompt tokens of live requests, by replica."""
+        self._placed: dict[str, int] = {}
+        """Replicas of requests whose KV was sent before them, by rid."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
         self._single: dict[str, None] = {}
@@ -81,7 +85,15 @@ class ReplicatedChannel:
         """See `ApiChannel.send`."""
         if isinstance(message, GenerateRequest):
             await self._start(message)
-        elif isinstance(message, AbortRequest) and message.rid is not None:
+        elif isinstance(message, KVPart):
+            if message.rid not in self._placed:
+                self._placed[message.rid] = self._least_loaded()
+            await self._channels[self._placed[message.rid]].send(message)
+        elif isinstance(message, ExtractRequest) and message.rid not in self._live:
+            gone = Failure(code="not_live", message="the request has ended", status=404, origin="client")
+            self._arrived.put_nowait(ExtractReply(query_id=message.query_id, rid=message.rid, failure=gone))
+        elif isinstance(message, ExtractRequest) or (isinstance(message, AbortRequest) and message.rid is not None):
+            assert message.rid is not None
             live = self._live.get(message.rid)
             if live is not None:
                 await self._channels[live.replica].send(message)
@@ -130,14 +142,21 @@ class ReplicatedChannel:
     def _choose(self, request: GenerateRequest, room: int | None) -> int:
         if room is not None and room in self._rooms:
             return self._live[self._rooms[room]].replica
+        placed = self._placed.pop(request.rid, None)
+        if placed is not None:
+            return placed
         if request.replica is not None:
             return request.replica
         load = self._num_tokens if self._named else self._num_live
-        least = min(range(len(self._channels)), key=lambda index: load[index])
+        least = self._least_loaded()
         if room is None or not self._named:
             return least
         named = room % len(self._channels)
         return least if load[named] - load[least] > REDIRECT_TOKENS else named
+
+    def _least_loaded(self) -> int:
+        load = self._num_tokens if self._named else self._num_live
+        return min(range(len(self._channels)), key=lambda index: load[index])
 
     def _ended(self, rid: str) -> None:
         live = self._live.pop(rid, None)
@@ -170,7 +189,7 @@ class ReplicatedChannel:
                     if output.finish is not None:
                         self._ended(output.rid)
                 return message
-            case SchedulerHeartbeat():
+            case SchedulerHeartbeat() | ExtractReply() | KVPart():
                 return message
             case EngineReady():
                 self._ready[index] = message

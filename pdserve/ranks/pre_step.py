@@ -96,7 +96,7 @@ class PreStepExecutor:
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
         self.start_save, self.start_load, self.copy_now = inner.start_save, inner.start_load, inner.copy_now
         self.poll_copies = inner.poll_copies
-        self.has_stamp = inner.has_stamp
+        self.has_stamp, self.seal = inner.has_stamp, inner.seal
 
     @property
     def layout(self) -> KVLayout:

@@ -12,7 +12,7 @@ import msgspec
 from pdserve.base.clock import Clock
 from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import ModelError, RequestError
-from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, HostPages, SampledToken
 from pdserve.executor.loras import LoraAdapters
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease, Lease
@@ -61,31 +61,6 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
         )
 
 
-class DecodeReservation:
-    """Counts the token slots that a new request must leave free, so that the requests `held` can grow.
-
-    Held requests have memory, and each can grow by `each_tokens`. The largest one can finish once all others are
-    retracted.
-    """
-
-    def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
-        self._each_tokens = each_tokens
-        self._growth = self._occupied = self._largest = 0
-        for req in held:
-            self.add(req)
-
-    def add(self, req: Req) -> None:
-        """Add a request that has been given memory."""
-        self._growth += min(self._each_tokens, req.num_remaining)
-        self._occupied += req.seq_len
-        self._largest = max(self._largest, req.max_len)
-
-    @property
-    def tokens(self) -> int:
-        """Token slots to keep free."""
-        return max(self._growth, self._largest - self._occupied)
-
-
 MAX_PART_BYTES = 4 << 20
 """Most bytes of prompt log probabilities in one message to the API process."""
 MAX_FAILURE_CODES = 64
@@ -126,6 +101,8 @@ class StepLimits:
     states are cut; whole pages. A step that takes less than two grid lengths of prompts also cuts them elsewhere. 0: no
     model with states.
     """
+    imports_kv: bool = True
+    """True where this process has the KV of all layers and heads, so that restored requests can bring theirs."""
     num_stages: int = 1
     """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""
 
@@ -279,7 +256,9 @@ class SchedulerContext:
         if host is not None:
             more = {} if wake is None else {"wake": wake}
             self.tier = HostTier(memory, host, executor, self.counters, clock.now, write_policy, **more)
-        self.retracted_kv = RetractedKV(memory, executor, self.counters, lambda: self.limits.offload_bytes, host)
+        self.retracted_kv = RetractedKV(
+            memory, executor, self.counters, lambda: self.limits.offload_bytes, host, lambda: self.limits.imports_kv
+        )
         self._launched = self._resolved = 0
         self._deferred_frees: deque[_DeferredFree] = deque()
 
@@ -441,6 +420,18 @@ class SchedulerContext:
         assert self.no_step_in_flight
         self.cover_window(req, req.computed, req.computed)
         self.retracted_kv.restore(req)
+
+    def copy_out(self, req: Req) -> HostPages:
+        """Return a copy of the request's computed KV in host memory. No step may be under way."""
+        assert req.lease is not None and self.no_step_in_flight
+        self.cover_window(req, req.computed, req.computed)
+        return self.executor.offload(self.memory.pages_by_group(req.lease, req.computed))
+
+    def take_saved(self, req: Req, saved: HostPages, num_tokens: int) -> None:
+        """Give a new request the KV of its first `num_tokens` tokens, in host memory, as if it had been retracted."""
+        req.saved = saved
+        req.computed = req.planned = num_tokens
+        self.retracted_kv.num_bytes += saved.num_bytes
 
     # ------------------------------------------------------------------ inside
 

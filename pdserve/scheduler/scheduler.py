@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -49,7 +50,8 @@ from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
-from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
+from pdserve.scheduler.roles.base import SchedulerRole, audit_holds, count_by_priority
+from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -131,6 +133,7 @@ class Scheduler:
         self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
+        self._extractor = RequestExtractor(context)
         self._stopping = False
 
     def run(self) -> None:
@@ -219,24 +222,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        memory, live = self.context.memory, self.role.live
-        found = memory.audit()
-        if not self._under_way:
-            found += [
-                f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
-                for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
-                for lease in pool.live_leases
-                if self._idle or (lease.held_by("request") and lease.owner not in live)
-            ]
-            taken = {req.row for req in live.values()}
-            found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
-        if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
-            found.append(f"{num_rooms} rooms are live for {len(live)} requests")
-        if self.context.tier is not None:
-            found += self.context.tier.audit(idle=self._idle)
-        if self._idle and self.context.offloaded_bytes:
-            found.append(f"{self.context.offloaded_bytes} bytes of host memory are held for no request")
-        return found
+        return audit_holds(self.context, self.role.live, self.kv, idle=self._idle, in_flight=bool(self._under_way))
 
     @property
     def _idle(self) -> bool:
@@ -348,6 +334,10 @@ class Scheduler:
                 self._admit(event)
             case AbortRequest():
                 self._abort(event)
+            case ExtractRequest():
+                self.context.outbox.send(self._extract(event))
+            case KVPart():
+                self._extractor.arrived(event)
             case StateQuery(query_id=query_id, audit=audit):
                 if audit:
                     self._record(self.audit())
@@ -404,6 +394,9 @@ class Scheduler:
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             if spec.lora is not None:
                 self.context.give_adapter(req, spec.lora)
+                check_adapter(req)
+            if spec.kv_tokens:
+                self._extractor.restore(req)
             self.role.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
@@ -415,6 +408,7 @@ class Scheduler:
                 self._evictions.add(req, self.role.num_waiting)
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
+            self._extractor.forget(spec.rid)
             finish = FinishReason.failed(Failure.from_error(error))
             self.context.outbox.log_end(spec, finish, 0)
             self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
@@ -426,9 +420,24 @@ class Scheduler:
         live = self.role.live
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
+        if abort.rid is not None:
+            self._extractor.forget(abort.rid)
         for req in [live[rid] for rid in rids if rid in live]:
             self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
+
+    def _extract(self, event: ExtractRequest) -> ExtractReply:
+        """Take the state of a request; without `keep` the request ends here."""
+        self._process_all_results()
+        req = self.role.live.get(event.rid)
+        if req is None:
+            return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
+        reply = self._extractor.extract(event.query_id, req, with_kv=event.with_kv)
+        if not event.keep:
+            self.context.counters["requests_suspended"] += 1
+            self.role.end(req, None, SUSPENDED)
+        self.context.outbox.flush()
+        return reply
 
     def _obey(self, command: EngineCommand) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""

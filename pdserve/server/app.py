@@ -19,6 +19,7 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
+from pdserve.http.access import RESTORE_PATH, SNAPSHOT_TYPE
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -46,6 +47,7 @@ from pdserve.server.request.schemas import (
     CommandBody,
     CompletionBody,
     DetokenizeBody,
+    ExtractBody,
     FunctionCallBody,
     GenerateBody,
     LoadLoraBody,
@@ -55,7 +57,9 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    ResumeBody,
     RoleSwitchBody,
+    SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
 )
@@ -64,7 +68,9 @@ from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
 from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
+from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -90,6 +96,9 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/unload_lora_adapter": UnloadLoraBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
+    "/extract": ExtractBody,
+    "/suspend": SuspendBody,
+    "/resume": ResumeBody,
     "/pd_role_switch": RoleSwitchBody,
     "/health_pair": PairProbeBody,
 }
@@ -102,8 +111,10 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
+    {RESTORE_PATH: SNAPSHOT_TYPE},
 )
 """Body schemas and query parameters of all routes, for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
@@ -131,6 +142,7 @@ def create_app(
     grammars: GrammarCheck | None = None,
     warm: bool = False,
     control_token: str = "",
+    snapshot_store: SnapshotStore | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts `client` on entry and stops it on exit.
 
@@ -138,7 +150,8 @@ def create_app(
     it is False only on a prefill server whose replicas are not known yet. Pass `drain_gate` to close the gate from
     outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
     compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove, and
-    without an API key must prove unless the configuration says otherwise; empty: no control token.
+    without an API key must prove unless the configuration says otherwise; empty: no control token. `snapshot_store`
+    has the suspended requests, and outlives the application; None: the application makes one.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -169,7 +182,8 @@ def create_app(
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    _add_routes(app, context, drain_gate, changer)
+    store = snapshot_store or SnapshotStore.of(config)
+    _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store))
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
@@ -237,7 +251,16 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 
 
-def _add_routes(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
+def _add_routes(
+    app: FastAPI,
+    context: ServerContext,
+    drain_gate: DrainGate,
+    changer: RoleChanger | None,
+    snapshots: SnapshotEndpoints,
+) -> None:
+    for take in (snapshots.extract, snapshots.suspend, snapshots.restore, snapshots.resume):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
         app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
     app.add_api_route(

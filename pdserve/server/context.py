@@ -33,6 +33,7 @@ from pdserve.server.request.intake import (
     prompt_field,
     with_salts,
 )
+from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
@@ -63,6 +64,8 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    restored: RestoredRequest | None = None
+    """The snapshot that the next request goes on from, in the context of one call; None: requests begin anew."""
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
 
@@ -142,12 +145,13 @@ class ServerContext:
         if self.takes_adapters:
             prompts = self._with_adapters(prompts, body)
         prompts = with_salts(prompts, body)
-        check_size(prompts, n, self.limits().most_body_tokens, field)
-        return make_requests(
+        limits, restored = self.limits(), self.restored
+        check_size(prompts, n, limits.most_body_tokens, field)
+        states = make_requests(
             prompts,
             n,
             body,
-            "null" if attaches(body) else self.mode,
+            "null" if restored is not None or attaches(body) else self.mode,
             stream=stream,
             dp_size=self.config.parallel.dp_size,
             allowed_prefill=self.config.disagg.allowed_prefill,
@@ -155,6 +159,9 @@ class ServerContext:
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
             default_priority=schedule.default_priority,
         )
+        if restored is not None:
+            restored.apply(states, limits)
+        return states
 
     def _with_adapters(self, prompts: Sequence[GenerateRequest], body: TransferAddress) -> list[GenerateRequest]:
         """Give each prompt the adapter that `lora_path` of the body names, or else `model`.

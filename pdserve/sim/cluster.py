@@ -154,6 +154,7 @@ class Cluster:
                 continue
             quiet_since = self.clock.now() if quiet_since is None else quiet_since
             if self.clock.now() - quiet_since >= QUIET_S:
+                self.migrations.check()
                 return self._answers(router)
         raise AssertionError(f"stuck after {max_steps} steps: {self._stuck(router, todo)}")
 

@@ -104,6 +104,8 @@ class SimMigrations:
         self._servers = servers
         self._moves: list[SimMove] = []
         self._num_begun = 0
+        self._left: list[tuple[SimServer, str, int]] = []
+        """Servers whose request another one has taken, its name there, and its output tokens until then."""
 
     @property
     def num_pending(self) -> int:
@@ -116,6 +118,15 @@ class SimMigrations:
             self._begin(self._net.rng.choice(router.open))
         for move in list(self._moves):
             self._advance(move)
+
+    def check(self) -> None:
+        """Check that no server has gone on with a request that another one has taken. Raises AssertionError."""
+        for source, rid, num_tokens in self._left:
+            half = source.raw_half(rid)
+            if source.dead or half is None:
+                continue
+            assert len(half.tokens) == num_tokens, f"{rid}: two servers have computed it"
+            assert half.finish is not None, f"{rid}: it is still live where it was"
 
     def _begin(self, client: Client) -> None:
         """Ask the server of a client's request to stop it."""
@@ -192,7 +203,9 @@ class SimMigrations:
         self._moves.remove(move)
         self._net.counts["migrations"] += 1
         before = move.each.decode.half(move.each.rid)
-        assert before is not None
+        own = move.source.raw_half(move.rid)
+        assert before is not None and own is not None
+        self._left.append((move.source, move.rid, len(own.tokens)))
         move.each.decode = MovedServer(move.target, move.new_rid, before.tokens)
         move.client.servers.append(move.target)
         if move.each.closed and not move.target.dead:

@@ -20,6 +20,7 @@ from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
+from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
@@ -43,7 +44,8 @@ from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.sim.hash_draft import HIDDEN_BYTES
 from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
-from pdserve.sim.hash_lm import HashExecutor, HashHasher
+from pdserve.sim.hash_lm import HashExecutor
+from pdserve.sim.hash_tier import HashHasher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, Shape
@@ -107,6 +109,8 @@ class SimNode(TieredNode):
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
+        self.extracted: dict[str, ExtractReply] = {}
+        self.kv_parts: dict[str, list[KVPart]] = defaultdict(list)
         self.replies: dict[str, CommandReply] = {}
         """Replies to commands, by query id."""
         self._net, self._shape, self._parallel = net, shape, parallel
@@ -413,6 +417,10 @@ class SimNode(TieredNode):
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
                     half.cached_tokens = output.cached_tokens
+            case ExtractReply(rid=rid) if message.failure is None:
+                self.extracted[rid] = message
+            case KVPart(rid=rid):
+                self.kv_parts[rid].append(message)
             case CommandReply():
                 self.replies[message.query_id] = message
             case StateReply() | EngineReady():

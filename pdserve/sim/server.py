@@ -99,12 +99,16 @@ class SimServer:
         """Return the replica that has a request."""
         return self._whose[rid]
 
+    def raw_half(self, rid: str) -> RequestHalf | None:
+        """Return the scheduler's output, with an end that clients do not see."""
+        node = self._whose.get(rid)
+        return None if node is None else node.halves.get(rid)
+
     def half(self, rid: str) -> RequestHalf | None:
         """See `ServerView`."""
         if rid in self._refused:
             return self._refused[rid]
-        node = self._whose.get(rid)
-        half = None if node is None else node.halves.get(rid)
+        half = self.raw_half(rid)
         if half is not None and half.finish is not None and half.finish.err_type == MIGRATED.code:
             return RequestHalf(tokens=half.tokens)  # the API process does not pass this end on
         return half

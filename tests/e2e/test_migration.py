@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import requests
 
+from pdserve.base.stream_state import EVENT_END, STATE_HEADER, EventState, split_event
 from tests.e2e.harness import Server, assert_idle, running, start_router, start_server
 from tests.e2e.test_retry_streams import CALLS, FLAGS, gist
 from tests.tiny import Family
@@ -89,4 +90,54 @@ def test_all_kinds_of_requests_move(cluster: Cluster) -> None:
     for name, (found, moves) in answers.items():
         assert [move["status"] for move in moves] == [200], (name, moves)
         assert found == expected[name], name
+    assert_idle(cluster.prefill, *cluster.decodes)
+
+
+def states(answer: requests.Response) -> Iterator[tuple[EventState | None, bytes]]:
+    """The events of a stream with resume state."""
+    rest = b""
+    for chunk in answer.iter_content(None):
+        *events, rest = (rest + chunk).split(EVENT_END)
+        yield from map(split_event, events)
+
+
+def test_a_stream_goes_on_at_the_other_server(cluster: Cluster) -> None:
+    """As a router does it: S ends its stream, and the rest is opened at D by the number of tokens."""
+    path, body = CALLS["native"]
+    body = {**body, "sampling_params": {**body["sampling_params"], "max_new_tokens": 60}, "stream": True}
+    expected, _ = cluster.stream(path, {**body, "rid": "a"})
+    source, target = cluster.decodes
+    room = {"bootstrap_host": "127.0.0.1", "bootstrap_port": cluster.prefill.bootstrap_port, "bootstrap_room": 77}
+    body |= {"rid": "attached", **room}
+    with ThreadPoolExecutor(1) as pool:
+        half = pool.submit(requests.post, cluster.prefill.url + path, json=body, timeout=60)
+        token_ids: list[int] = []
+        logprobs: list[Any] = []
+        head: dict[str, Any] = {}
+        with requests.post(
+            source.url + path, json=body, headers={STATE_HEADER: "1"}, stream=True, timeout=60
+        ) as answer:
+            for count, (state, shown) in enumerate(states(answer)):
+                if state is None:
+                    error = json.loads(shown.removeprefix(b"data: "))
+                    break
+                head = head or state.head or {}
+                token_ids += state.token_ids
+                logprobs += state.logprobs or []
+                if count == 8:
+                    moved = cluster.move("attached", attach=True)
+        assert half.result().status_code == 200
+    assert [move["status"] for move in moved] == [200], moved
+    assert (error["code"], error["error"]["code"]) == (503, "migrated")
+    assert error["error"]["to"] == target.url
+    assert error["error"]["next_token_index"] == len(token_ids) == moved[0]["num_tokens"]
+    resume = {"head": head, "token_ids": token_ids, "cached_tokens": 0, "attach": moved[0]["migrated_rid"]}
+    resume["logprobs"] = logprobs
+    wrong = requests.post(target.url + path, json={**body, "pdserve_resume": {**resume, "attach": "x"}}, timeout=60)
+    assert wrong.status_code == 404, wrong.text
+    with requests.post(target.url + path, json={**body, "pdserve_resume": resume}, stream=True, timeout=60) as answer:
+        assert answer.status_code == 200, answer.text
+        events = [json.loads(one.removeprefix(b"data: ")) for _, one in states(answer) if b"[DONE]" not in one]
+    last = gist(path, events)
+    assert {name: value for name, value in last.items() if value != expected[name]} == {}
     assert_idle(cluster.prefill, *cluster.decodes)

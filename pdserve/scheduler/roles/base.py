@@ -28,6 +28,7 @@ from pdserve.scheduler.request import Req, WaitingQueue
 from pdserve.scheduler.roles.migration import not_migratable
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.scheduler.step_parts import StepKind
+from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
@@ -41,6 +42,8 @@ RAN_TOO_LONG = Failure(
 """Messages and statuses of SGLang."""
 TIMEOUT_CHECK_S = 0.05
 """Seconds between two looks at the ages of all requests."""
+STOP_STRING = FinishReason(type="stop")
+"""The end of a request whose text matched a stop string, which the API process names."""
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
@@ -95,8 +98,8 @@ class SchedulerRole(Protocol):
         """Take the result of a plan. The next plan may be launched already; rows of ended requests are ignored."""
         ...
 
-    def end(self, req: Req, failure: Failure | None) -> None:
-        """End a live request early: with a failure, or as stopped by a stop string when `failure` is None."""
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
+        """End a live request early: with a failure, or with `finish` when `failure` is None."""
         ...
 
     def migrate(self, command: MigrateOut | EndMigration) -> None:
@@ -139,6 +142,33 @@ def count_by_priority(live: Iterable[Req], members: Mapping[str, Queued]) -> dic
     return {name: dict(numbers) for name, numbers in counted.items()} | {
         "num_queue_reqs": dict(everywhere - counted["num_running_reqs"])
     }
+
+
+def audit_holds(
+    context: SchedulerContext, live: Mapping[str, Req], kv: KVManager | None, *, idle: bool, in_flight: bool
+) -> list[str]:
+    """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended.
+
+    `idle`: no request, step, transfer or copy is left. `in_flight`: a step is under way.
+    """
+    memory = context.memory
+    found = memory.audit()
+    if not in_flight:
+        found += [
+            f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
+            for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
+            for lease in pool.live_leases
+            if idle or (lease.held_by("request") and lease.owner not in live)
+        ]
+        taken = {req.row for req in live.values()}
+        found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
+    if kv is not None and (num_rooms := kv.counts()["rooms_live"]) > len(live):
+        found.append(f"{num_rooms} rooms are live for {len(live)} requests")
+    if context.tier is not None:
+        found += context.tier.audit(idle=idle)
+    if idle and context.offloaded_bytes:
+        found.append(f"{context.offloaded_bytes} bytes of host memory are held for no request")
+    return found
 
 
 class PollFailures:
@@ -186,14 +216,14 @@ class BaseRole(abc.ABC):
         """See `SchedulerRole.step_kind`."""
         return self._batch_planner.step_kind
 
-    def end(self, req: Req, failure: Failure | None) -> None:
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """See `SchedulerRole.end`."""
         if failure is not None:
             self._context.count_failure(req, failure)
             self._count_transfer_failure(req)
         self._abort_transfer(req, failure)
         self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
+        finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
 
     def migrate(self, command: MigrateOut | EndMigration) -> None:

@@ -30,19 +30,18 @@ from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EndMigration, MigrateOut, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
+from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
+from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
-LOAD_AHEAD = 8
-"""Requests at the head of the queue whose pages may come from the host tier at the same time."""
 WRONG_RECORD = Failure(
     code="metadata_mismatch",
     message="the aux record that arrived belongs to another room, or to KV and state other than those published",
@@ -83,6 +82,7 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
+        self._loads = HostLoads(context, self._has_memory)
         self._retracted = ready.for_retracted()
         """Requests whose prompt or output is computed again here."""
         super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), ready, step_log)
@@ -104,6 +104,9 @@ class DecodeRole(MixedBatchRole):
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
+        if room is None and req.spec.local:
+            self._admit_local(req)
+            return
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
@@ -120,6 +123,13 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
+
+    def _admit_local(self, req: Req) -> None:
+        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
+        validate_fits(self._context, req.max_len)
+        req.times.lost = req.times.arrived
+        self.live[req.rid] = self._lost[req.rid] = req
+        self._retracted.add(req, resumed=True)
 
     @property
     def num_waiting(self) -> int:
@@ -229,36 +239,12 @@ class DecodeRole(MixedBatchRole):
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
-        for req in self._load_ahead():
-            self._loads_first(req)
-        while len(self._ready) and self._may_publish() and not self._loads_first(self._ready[0]):
+        if self._may_publish():
+            self._loads.begin(self._ready)
+        while len(self._ready) and self._may_publish() and not self._loads.holds_back(self._ready[0]):
             if not self._publish(self._ready[0], reserve):
                 return
             self._ready.remove(self._ready[0])
-
-    def _is_loading(self, req: Req) -> bool:
-        tier = self._context.tier
-        return tier is not None and tier.is_loading(req)
-
-    def _load_ahead(self) -> list[Req]:
-        """Return the first requests with a session, whose pages may come from the host tier at the same time."""
-        if self._context.tier is None or not self._may_publish():
-            return []
-        return [self._ready[index] for index in range(min(LOAD_AHEAD, len(self._ready)))]
-
-    def _loads_first(self, req: Req) -> bool:
-        """True when pages of `req` come from the host tier, or begin to now; the others are published then."""
-        tier = self._context.tier
-        return tier is not None and tier.holds_back(req, lambda: self._has_memory(req), self._most_cached(req))
-
-    def _most_cached(self, req: Req) -> int:
-        """Return the input tokens that need not be transferred when the prefix cache has their token pages."""
-        layout = self._context.memory.layout
-        most = req.num_input_tokens - layout.has_state  # the state comes with the last page
-        if layout.window:  # window pages come with the token pages of the same numbers
-            window = layout.window_pages(req.num_input_tokens, req.num_input_tokens)
-            most = min(most, layout.tokens_in(window.start))
-        return most
 
     def _would_preempt(self, preemption: Preemption) -> bool:
         return preemption.is_due or bool(self._victims(preemption))
@@ -278,7 +264,7 @@ class DecodeRole(MixedBatchRole):
             first = min(self._waiting.values(), key=ready.key)
             if victims := preemption.victims(first, lambda gone: True):
                 return victims
-        if not len(ready) or not self._may_publish() or self._is_loading(ready[0]) or self._has_memory(ready[0]):
+        if not len(ready) or not self._may_publish() or self._loads.is_running(ready[0]) or self._has_memory(ready[0]):
             return []
         return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
 
@@ -356,7 +342,7 @@ class DecodeRole(MixedBatchRole):
             req.num_input_tokens,
             req.rid,
             prompt,
-            self._most_cached(req),
+            most_cached(memory.layout, req),
             max_len=req.max_len,
             decode_only=True,
             needs_state=False,
@@ -370,8 +356,7 @@ class DecodeRole(MixedBatchRole):
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
         req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
-        if self._context.tier is not None:
-            req.num_cached_host = min(self._context.tier.started(req), num_cached)
+        self._loads.started(req)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)
@@ -465,8 +450,8 @@ class DecodeRole(MixedBatchRole):
         return "transfer" if req.rid in self._transfer else None
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
-        assert req.receiver is not None
-        req.receiver.abort(failure or STOPPED)
+        if req.receiver is not None:
+            req.receiver.abort(failure or STOPPED)
 
     def _leave_queues(self, req: Req) -> None:
         self._close(req)
@@ -479,8 +464,9 @@ class DecodeRole(MixedBatchRole):
         self._lost.pop(req.rid, None)
 
     def _close(self, req: Req) -> None:
-        """Close the bootstrap room, whose number may be used again."""
-        assert req.receiver is not None and req.spec.room is not None
+        """Close the bootstrap room, whose number may be used again. A local request has none."""
+        if req.receiver is None or req.spec.room is None:
+            return
         req.receiver.close()
         if self._rooms.get(req.spec.room.room) is req:
             del self._rooms[req.spec.room.room]

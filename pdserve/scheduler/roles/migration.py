@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from pdserve.errors import RequestError
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.failure import MIGRATED, Failure
 from pdserve.protocol.messages import (
     CommandReply,
@@ -218,8 +219,6 @@ class OutgoingMigrations:
             return not_migratable(f"the request is {state}; only running requests move")
         if command.room in self._by_room:
             return not_migratable("the migration's room is in use")
-        if self._context.memory.layout.has_state:
-            return not_migratable("requests of models with recurrent states do not move")
         return None
 
     def _offer(self, move: OutgoingMove) -> None:
@@ -232,6 +231,7 @@ class OutgoingMigrations:
         del self._running.reqs[req.rid]
         req.planned = req.computed
         context.cover_window(req, req.computed, req.computed)
+        self._seal(req)
         context.release_row(req)
         move.phase, move.stopped_at = MovePhase.OFFERED, context.clock.now()
         sent = (req.spec.input_ids + req.output_ids)[:num_tokens]
@@ -244,6 +244,12 @@ class OutgoingMigrations:
         offer = MigrationOffer(request=self._value(move), num_output_tokens=len(req.output_ids))
         payload = msgspec.msgpack.encode(offer)
         self._reply(CommandReply(query_id=move.query_id, ok=True, message="ok", payload=payload))
+
+    def _seal(self, req: Req) -> None:
+        """Complete the request's state slot, whose stamp names its prompt and its computed tokens."""
+        groups = None if req.lease is None else req.lease.groups
+        if groups is not None and groups.slot is not None:
+            self._context.executor.seal(groups.slot, SlotStamp.of(req.spec.input_ids, req.computed))
 
     def _value(self, move: OutgoingMove) -> GenerateRequest:
         """Return the request as the other server gets it. The log probabilities of its prompt are known already."""

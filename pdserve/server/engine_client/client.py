@@ -21,6 +21,7 @@ import msgspec
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -38,7 +39,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog, log_startup
+from pdserve.server.engine_client.engine_queries import EngineQueries, Extracted, SchedulerWatchdog, log_startup
 from pdserve.server.engine_client.live_requests import (
     NewPrefill,
     RequestState,
@@ -218,7 +219,7 @@ class EngineClient:
             self._live.add(state)
         try:
             for state in states:
-                await self._send(state.request)
+                await self._send(state)
         except BaseException:
             generation.close()
             raise
@@ -277,7 +278,11 @@ class EngineClient:
             state.generation.put(held)
         state.generation.end_with(error)
 
-    async def _send(self, request: GenerateRequest) -> None:
+    async def _send(self, state: RequestState) -> None:
+        request = state.request
+        for part in state.kv_parts():
+            await self._channel.send(part)
+        state.kv = None
         if self._waiting is None:
             await self._channel.send(request)
             return
@@ -298,6 +303,15 @@ class EngineClient:
             if not self.moved.abort(rid, CLIENT_ABORT):
                 self._send_soon(AbortRequest(rid=rid))
         return len(rids)
+
+    def count(self, name: str) -> int:
+        """Return the number of live sequences whose client id, or whose batch's id, is `name`."""
+        return len(self._live.find(name))
+
+    async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
+        """See `EngineQueries.extract`."""
+        self.require_ready()
+        return await self._queries.extract(rid, with_kv=with_kv, keep=keep)
 
     async def wait_for_adapter(self, name: str) -> None:
         """Wait until no live sequence has the LoRA adapter `name`. One caller at a time."""
@@ -399,6 +413,8 @@ class EngineClient:
                         await SLOW_LOOKS.yield_to_loop()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
+            case ExtractReply() | KVPart():
+                self._queries.on_extracted(message)
             case SchedulerHeartbeat():
                 self.watchdog.on_beat(message)
             case EngineReady():
@@ -411,6 +427,9 @@ class EngineClient:
         if self._waiting is not None:
             self._waiting.discard(output.rid)
         sequence = self._live.get(output.rid)
+        if sequence is not None and sequence.request.logprobs is not None:
+            sequence.output_logprobs += output.logprobs or ()
+            sequence.prompt_parts += () if output.prompt_logprobs is None else (output.prompt_logprobs,)
         if sequence is None:
             self.incoming.on_output(output)  # else it was aborted or stopped here while this output was in flight
             return

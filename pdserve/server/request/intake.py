@@ -247,7 +247,12 @@ def _names(rid: Any, num_prompts: int) -> list[str]:
 
 
 def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
-    """Give the j-th output of a prompt its own seed, so that the outputs differ."""
+    """Give the j-th output of a prompt its own seed, so that the outputs differ.
+
+    Without a seed of the client each output gets a random one, which a snapshot of the request keeps.
+    """
+    if sampling.seed is None and not sampling.greedy:
+        return msgspec.structs.replace(sampling, seed=secrets.randbits(63))
     if sampling.seed is None or j == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
@@ -409,3 +414,4 @@ def resume_stream(
         request = msgspec.structs.replace(request, rid=resume.attach)
         states[0].attaches = True
     states[0].request = request
+    states[0].output_logprobs = list(resume.logprobs or ())

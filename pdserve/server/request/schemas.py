@@ -345,6 +345,27 @@ class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
     timeout: Annotated[float, msgspec.Meta(gt=0, le=60)] = 4.0
 
 
+class ExtractBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /extract`: the request's id, whether the snapshot has its KV bytes, and whether the request goes on."""
+
+    rid: str
+    kv: Literal["none", "bytes"] = "none"
+    keep: bool = False
+
+
+class SuspendBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /suspend`: the id of a live request."""
+
+    rid: str
+
+
+class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /resume`: the id of a suspended request, and what happens with its KV."""
+
+    rid: str
+    kv: Literal["require", "prefer", "ignore"] = "prefer"
+
+
 class AbortBody(msgspec.Struct):
     """`POST /abort_request`."""
 
