@@ -3,7 +3,8 @@
 Used where the router has the key for it in its environment, unless `--no-worker-control-proof` turns it off. A worker
 must prove the token before the router sends it anything, and every request proves the token to the worker. This is an
 aiohttp client middleware around all requests of the router's session, installed by `workers.outcome.make_session`. The
-protocol is in `http/session_proof`. Servers use it for `/migrate_in`.
+protocol is in `http/session_proof`. Servers use it for `/migrate_in`, and decode servers for
+`--disaggregation-prefill`.
 
     no session with a worker, or it ended  ──>  challenge  ──>  request with a proof  ──>  answer
                                                     └─ not proven: UnprovenWorkerError, and the worker counts as dead

@@ -14,14 +14,16 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
 from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.observe.speculation import RecentAcceptance
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming, SpeculationStats
+from pdserve.protocol.messages import GenerateRequest, RequestTiming, SpeculationStats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
@@ -198,6 +200,15 @@ class ServerMetrics:
     def cache_hit_rate(self) -> float:
         """See `HitRate`."""
         return self._hit_rate.value()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of every sample."""
+        return dict(self._labels)
+
+    def add(self, collector: Collector) -> None:
+        """Add a collector to every scrape. Its samples must have `labels`."""
+        self._registry.register(collector)
 
     def show(self, own_counters: Callable[[], Mapping[str, float]]) -> None:
         """Add totals of the API process to every scrape."""

@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -24,7 +25,6 @@ from pdserve.protocol.messages import (
     EndMigration,
     EngineCommand,
     EngineCoreOutput,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
@@ -35,6 +35,7 @@ from pdserve.protocol.messages import (
     PauseMode,
     PrepareLora,
     RedirectReceiver,
+    SendPrefix,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -222,7 +223,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        return audit_holds(self.context, self.role.live, self.kv, idle=self._idle, in_flight=bool(self._under_way))
+        return audit_holds(self.context, self.role, self.kv, idle=self._idle, in_flight=bool(self._under_way))
 
     @property
     def _idle(self) -> bool:
@@ -354,7 +355,7 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
-            case MigrateOut() | EndMigration():
+            case MigrateOut() | EndMigration() | SendPrefix():
                 self._audited = False
                 self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):

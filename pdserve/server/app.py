@@ -19,7 +19,7 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
-from pdserve.http.access import RESTORE_PATH, SNAPSHOT_TYPE
+from pdserve.http.access import GENERATING, RESTORE_PATH, SNAPSHOT_TYPE
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -40,6 +40,7 @@ from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
+from pdserve.server.pairing.single_requests import SingleRequests
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -57,6 +58,7 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    ReplicateBody,
     ResumeBody,
     RoleSwitchBody,
     SuspendBody,
@@ -91,6 +93,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/declare_peer_dead": PeerBody,
     "/migrate": MigrateBody,
     "/migrate_in": TakeInBody,
+    "/replicate": ReplicateBody,
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
@@ -160,6 +163,8 @@ def create_app(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         client.start()
+        if single is not None:
+            single.servers.start()
         background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
         if config.observe.log_stats_interval:
             stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
@@ -168,24 +173,29 @@ def create_app(
         for task in background:
             task.cancel()
         await client.stop()
+        if single is not None:
+            await single.close()
         await peers.close()
         await checks.close()
         observer.close()
 
+    single = SingleRequests.of(config, metrics, control_token)
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
+    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
-        dict(config.lora.adapters),
+        dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
+        suspended=store,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    store = snapshot_store or SnapshotStore.of(config)
-    _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store))
+    _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
+    app.add_api_route("/replicate", migrations.replicate, methods=["POST"], name="replicate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
     app.add_api_route(
         "/migrate_stream", migrations.migrate_stream, methods=["POST"], name="migrate_stream", response_model=None
@@ -257,12 +267,16 @@ def _add_routes(
     drain_gate: DrainGate,
     changer: RoleChanger | None,
     snapshots: SnapshotEndpoints,
+    single: SingleRequests | None,
 ) -> None:
     for take in (snapshots.extract, snapshots.suspend, snapshots.restore, snapshots.resume):
         command = take.__name__
         app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
-        app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
+        handle = context.bind(endpoint)
+        if single is not None and path in GENERATING:
+            handle = single.wrap(path, handle)
+        app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

@@ -101,6 +101,11 @@ class Cluster:
         server.take_role(role)
         return server
 
+    @property
+    def may_change_in_place(self) -> bool:
+        """Whether any two servers are a pair in either role: a decode server has the stages of its prefill, or one."""
+        return self.layout.prefill_ranks.pp_size == self.layout.decode_ranks.pp_size
+
     def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
         """Return the endpoint and the instance with which a replica takes `role` in place."""
         number = next(self._births)

@@ -8,19 +8,13 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
+from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.protocol.messages import (
-    CommandReply,
-    EndMigration,
-    FinishReason,
-    MigrateOut,
-    RequestTiming,
-    WaitsFor,
-)
+from pdserve.protocol.messages import CommandReply, FinishReason, MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
@@ -102,7 +96,12 @@ class SchedulerRole(Protocol):
         """End a live request early: with a failure, or with `finish` when `failure` is None."""
         ...
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """Owners of leases and rooms that are no live requests."""
+        ...
+
+    def migrate(self, command: MigrationCommand) -> None:
         """Move a running request to another server, or end that; the reply is sent now or by a later turn."""
         ...
 
@@ -145,24 +144,24 @@ def count_by_priority(live: Iterable[Req], members: Mapping[str, Queued]) -> dic
 
 
 def audit_holds(
-    context: SchedulerContext, live: Mapping[str, Req], kv: KVManager | None, *, idle: bool, in_flight: bool
+    context: SchedulerContext, role: SchedulerRole, kv: KVManager | None, *, idle: bool, in_flight: bool
 ) -> list[str]:
     """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended.
 
     `idle`: no request, step, transfer or copy is left. `in_flight`: a step is under way.
     """
-    memory = context.memory
+    memory, live, guests = context.memory, role.live, role.guests
     found = memory.audit()
     if not in_flight:
         found += [
             f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
             for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
             for lease in pool.live_leases
-            if idle or (lease.held_by("request") and lease.owner not in live)
+            if idle or (lease.held_by("request") and lease.owner not in live and lease.owner not in guests)
         ]
         taken = {req.row for req in live.values()}
         found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
-    if kv is not None and (num_rooms := kv.counts()["rooms_live"]) > len(live):
+    if kv is not None and (num_rooms := kv.counts()["rooms_live"]) > len(live) + len(guests):
         found.append(f"{num_rooms} rooms are live for {len(live)} requests")
     if context.tier is not None:
         found += context.tier.audit(idle=idle)
@@ -226,7 +225,12 @@ class BaseRole(abc.ABC):
         finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """See `SchedulerRole.guests`."""
+        return ()
+
+    def migrate(self, command: MigrationCommand) -> None:
         """See `SchedulerRole.migrate`. Only decode servers have requests that move."""
         failure = not_migratable("only the requests of decode servers move")
         reply = CommandReply(query_id=command.query_id, ok=False, message=failure.message, failure=failure)

@@ -70,6 +70,8 @@ log = logging.getLogger(__name__)
 
 SHALLOW = 200
 """A body with at most this many brackets cannot be nested too deeply."""
+PARSED_BODY = "pdserve.parsed_body"
+"""Key in a request's ASGI scope of its body, if `read_json_object` has read and `server/pairing` changed it."""
 BODIES = "pdserve.bodies"
 """Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20
@@ -115,6 +117,9 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestError: 400 for malformed JSON or another type than an object, 413 when too large.
     """
+    given: dict[str, Any] | None = request.scope.get(PARSED_BODY)
+    if given is not None:
+        return dict(given)
     parts = await read_body(request, max_bytes)
     bodies: BodyBudget = request.scope[BODIES]
     async with bodies.turn(sum(map(len, parts))):

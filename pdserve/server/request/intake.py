@@ -196,7 +196,8 @@ def rooms_of(
         return [None] * (num_prompts * n)
     if body.bootstrap_room is None:
         raise RequestError(
-            f"bootstrap_room is missing: this is a {mode} server, send requests through the router",
+            f"bootstrap_room is missing: this is a {mode} server, send requests through the router, or to a decode "
+            "server that is started with --disaggregation-prefill",
             field="bootstrap_room",
         )
     rooms = _expand_rooms(body.bootstrap_room, num_prompts, n)

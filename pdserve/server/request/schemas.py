@@ -113,6 +113,8 @@ class GenerateBody(msgspec.Struct):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
+    pdserve_single_request: bool | None = None
+    """Whether decode sent the prefill half itself: no router merges the prompt's log probabilities into the answer."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -296,6 +298,16 @@ class MigrateBody(msgspec.Struct):
     attach: bool = False
 
 
+class ReplicateBody(msgspec.Struct):
+    """`POST /replicate`. `to`: base URL of the other server. The other fields are those of a request."""
+
+    to: str
+    text: str | None = None
+    input_ids: list[int] | None = None
+    lora_path: str | None = None
+    cache_salt: str | None = None
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 
@@ -323,13 +335,15 @@ class UnloadLoraBody(msgspec.Struct):
 class RoleSwitchBody(msgspec.Struct):
     """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
 
-    `reload`: end the engine and start another one, instead of a change in place.
+    `reload`: end the engine and start another one, instead of a change in place. `prepare_only` (SGLang): change
+    nothing; there is nothing to prepare.
     """
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
     wait: bool | None = None
     reload: bool | None = None
+    prepare_only: bool | None = None
 
 
 class CommandBody(msgspec.Struct):

@@ -19,7 +19,8 @@ from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
 from pdserve.observe.load_events import TOPIC as LOAD_TOPIC
 from pdserve.observe.speculation import Acceptance
-from pdserve.protocol.messages import CommandReply, EngineState, FlushCache
+from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.messages import CommandReply, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.sampling_fields import RequestLimits
@@ -117,6 +118,8 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),
+        "suspended_requests": 0 if context.suspended is None else len(context.suspended),
+        "suspended_bytes": 0 if context.suspended is None else context.suspended.num_bytes,
         "load_events": _load_events(context),
     }
 
@@ -180,6 +183,7 @@ async def server_info(context: ServerContext, _: Request) -> Response:
         "status": "ready" if ready else "not_ready",
         "control_token_id": context.control_token_id,
         "version": pdserve.__version__,
+        **({} if context.prefill_servers is None else {"prefill_servers": context.prefill_servers()}),
     }
     return json_response(body)
 
@@ -249,11 +253,17 @@ async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply
 
 
 async def abort_request(context: ServerContext, request: Request) -> Response:
-    """Abort one request by its id, or all. An unknown id is not an error, because the request may just have ended."""
+    """Abort one request by its id, or all that run. An unknown id is not an error: the request may just have ended.
+
+    A suspended request of this id is dropped.
+    """
     body = convert(await read_json_object(request, context.max_body_bytes), AbortBody)
     if body.rid is None and not body.abort_all:
         raise RequestError("rid is missing; give it, or abort_all: true", field="rid")
-    return json_response({"num_aborted": context.client.abort(None if body.abort_all else body.rid)})
+    num_aborted = context.client.abort(None if body.abort_all else body.rid)
+    if body.rid is not None and not body.abort_all and context.suspended is not None:
+        num_aborted += context.suspended.drop(body.rid)
+    return json_response({"num_aborted": num_aborted})
 
 
 def _model_card(context: ServerContext) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def native_logprob_params(
     """Return the log probability parameters of every prompt; None: it wants none. `listed`: the response is a list.
 
     Prefill's response has the prompt's log probabilities. Routers merge `input_token_logprobs` from it, unless the
-    response is a list. Prefill sends all other prompt log probabilities to decode.
+    response is a list. Prefill sends all other prompt log probabilities to decode, and all of a request without router.
 
     Raises:
         RequestError: 400 naming the field.
@@ -191,7 +191,7 @@ class GenerateCall:
         if request.logprobs is None:
             return {}
         fields = self._format(request.logprobs).input(prompt_tokens(request, update.prompt_parts))
-        if self.context.mode == "decode" and not self.listed:
+        if self.context.mode == "decode" and not self.listed and not self.body.pdserve_single_request:
             fields["input_token_logprobs"] = []
         return fields
 
@@ -328,7 +328,8 @@ async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_
         check_listed(samplings, len(samplings) * n)
     grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
     listed = batch or n > 1
-    prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=listed)
+    no_merge = listed or bool(body.pdserve_single_request)
+    prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=no_merge)
     prompt_requests = _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names)
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id

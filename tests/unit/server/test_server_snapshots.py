@@ -213,10 +213,12 @@ async def test_a_hostile_snapshot_is_refused_by_the_field(tokenizer: Tokenizer, 
 
 async def test_other_requests_go_on_in_the_form_of_generate(tokenizer: Tokenizer, ids: Ids) -> None:
     async with bench(tokenizer) as b:
-        async with stopped(b, "/v1/responses", {"input": "hi", "max_output_tokens": 20}, ids, 3) as (_, data):
+        body = {"input": "hi", "max_output_tokens": 20, "cache_salt": "a", "extra_key": "b"}
+        async with stopped(b, "/v1/responses", body, ids, 3) as (_, data):
             assert decode(data)[0].origin is None
             answer = (await restore(b, data)).json()
         assert answer["output_ids"][:-1] == ids(TEXT) and answer["text"] == TEXT
+        assert b.scheduler.requests[-1].cache_salt == "a\0b"
 
 
 async def test_what_is_not_there_is_said(tokenizer: Tokenizer, ids: Ids) -> None:
@@ -258,10 +260,18 @@ async def test_a_suspended_request_is_resumed(in_files: bool, tokenizer: Tokeniz
         b.client.abort("r")
         await again
         b.scheduler.script, b.scheduler.hold = lambda request: tokens, False
+        assert (await b.http.get("/get_server_info")).json()["suspended_requests"] == 1
         if not in_files:
             answer = (await b.http.post("/resume", json={"rid": "r"})).json()
             assert answer["output_ids"][:-1] == tokens
             assert (await b.http.post("/resume", json={"rid": "r"})).status_code == 404
+            b.scheduler.script, b.scheduler.hold = lambda request: tokens[:2], True
+            call = asyncio.create_task(b.http.post("/generate", json={**CALLS[0][1], "rid": "r"}))
+            await until(lambda: bool(b.scheduler._held))
+            assert (await b.http.post("/suspend", json={"rid": "r"})).status_code == 200
+            await call
+            for count in (1, 0):
+                assert (await b.http.post("/abort_request", json={"rid": "r"})).json() == {"num_aborted": count}
     if in_files:  # another server finds the file
         async with bench(tokenizer, snapshot_dir=directory) as b:
             b.scheduler.script = lambda request: tokens
