@@ -26,7 +26,10 @@ LONG = [9, *(7 + (3 * i * i) % 90 for i in range(4000))]
 
 
 def body(prompt: Any, **sampling: Any) -> dict[str, Any]:
-    return {"input_ids": prompt, "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, **sampling}}
+    return {
+        "input_ids": prompt,
+        "sampling_params": {"max_new_tokens": 8, "temperature": 0, "ignore_eos": True, **sampling},
+    }
 
 
 def ask(url: str, given: dict[str, Any], **options: Any) -> Any:
