@@ -58,6 +58,7 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    ReplicateBody,
     ResumeBody,
     RoleSwitchBody,
     SuspendBody,
@@ -92,6 +93,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/declare_peer_dead": PeerBody,
     "/migrate": MigrateBody,
     "/migrate_in": TakeInBody,
+    "/replicate": ReplicateBody,
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
@@ -193,6 +195,7 @@ def create_app(
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
+    app.add_api_route("/replicate", migrations.replicate, methods=["POST"], name="replicate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
     app.add_api_route(
         "/migrate_stream", migrations.migrate_stream, methods=["POST"], name="migrate_stream", response_model=None

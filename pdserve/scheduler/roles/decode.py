@@ -360,7 +360,8 @@ class DecodeRole(MixedBatchRole):
         self._context.cover_window(req, req.num_input_tokens, req.num_input_tokens)
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
-        req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        req.num_cached = min(num_cached, req.num_prompt)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)

@@ -261,6 +261,8 @@ class EngineClient:
                 self.incoming.drop(request.rid)
         if entry.failure is not None:
             raise entry.failure.error()
+        if entry.has_ended:
+            return
         self.incoming.wait_for_reader(entry)
 
     def find_one(self, name: str) -> RequestState | None:
