@@ -36,7 +36,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 class SaltedTokens(bytes):
     """The tokens of a prompt whose request has a cache salt: the prefix cache gives it pages of this salt alone.
 
-    Slices from the first token on keep the salt.
+    Slices from the first token on keep the salt. Tokens of another salt, or of none, are not equal.
     """
 
     salt: str
@@ -48,6 +48,15 @@ class SaltedTokens(bytes):
         salted = cls(tokens)
         salted.salt = salt
         return salted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SaltedTokens) and other.salt == self.salt and bytes.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.salt, bytes.__hash__(self)))
 
     def __getitem__(self, index: SupportsIndex | slice) -> bytes:  # type: ignore[override]
         """Return a part as bytes, with the salt when it begins at the first token."""
@@ -289,6 +298,16 @@ class RadixTree:
         if self.recorder is not None and self.num_cached == 0:
             self.recorder.cleared()
         return freed
+
+    def coldest(self, count: int) -> list[RadixNode]:
+        """Return the nodes whose ends eviction would take first, at most `count`. Changes nothing."""
+        entries = (one for one in self._heap if not one[3].children and not one[3].locks and self._holds(one[3]))
+        return [node for _, _, _, node in heapq.nsmallest(count, entries)]
+
+    def tokens_of(self, node: RadixNode) -> bytes:
+        """Return the tokens of all pages down to the end of `node`, with the salt."""
+        tokens = b"".join(bytes(step.key) for step in reversed(list(path_to(node))))
+        return SaltedTokens.of(tokens, node.salt) if node.salt else tokens
 
     @property
     def num_queued(self) -> int:

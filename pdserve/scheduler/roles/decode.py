@@ -31,12 +31,13 @@ from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
+from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
+from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -82,6 +83,7 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
+        self._loads = HostLoads(context, self._has_memory)
         self._retracted = ready.for_retracted()
         """Requests whose prompt or output is computed again here."""
         super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), ready, step_log)
@@ -240,7 +242,11 @@ class DecodeRole(MixedBatchRole):
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
-        while len(self._ready) and self._may_publish() and self._publish(self._ready[0], reserve):
+        if self._may_publish():
+            self._loads.begin(self._ready)
+        while len(self._ready) and self._may_publish() and not self._loads.holds_back(self._ready[0]):
+            if not self._publish(self._ready[0], reserve):
+                return
             self._ready.remove(self._ready[0])
 
     def _would_preempt(self, preemption: Preemption) -> bool:
@@ -261,7 +267,7 @@ class DecodeRole(MixedBatchRole):
             first = min(self._waiting.values(), key=ready.key)
             if victims := preemption.victims(first, lambda gone: True):
                 return victims
-        if not len(ready) or not self._may_publish() or self._has_memory(ready[0]):
+        if not len(ready) or not self._may_publish() or self._loads.is_running(ready[0]) or self._has_memory(ready[0]):
             return []
         return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
 
@@ -335,15 +341,11 @@ class DecodeRole(MixedBatchRole):
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
-        most_cached = req.num_input_tokens - memory.layout.has_state  # the state comes with the last page
-        if memory.layout.window:  # window pages come with the token pages of the same numbers
-            window = memory.layout.window_pages(req.num_input_tokens, req.num_input_tokens)
-            most_cached = min(most_cached, memory.layout.tokens_in(window.start))
         lease = memory.reserve_tokens(
             req.num_input_tokens,
             req.rid,
             prompt,
-            most_cached,
+            most_cached(memory.layout, req),
             max_len=req.max_len,
             decode_only=True,
             needs_state=False,
@@ -358,6 +360,7 @@ class DecodeRole(MixedBatchRole):
         req.times.published = self._context.clock.now()
         num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
         req.num_cached = min(num_cached, req.num_prompt)
+        self._loads.started(req)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)
