@@ -132,6 +132,10 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = self._lost[req.rid] = req
         self._retracted.add(req, resumed=True)
 
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole.is_moving`."""
+        return req in self._migrations
+
     @property
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
