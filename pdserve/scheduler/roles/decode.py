@@ -35,25 +35,23 @@ from pdserve.scheduler.context import SchedulerContext, group_leases, validate_f
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.roles.base import (
+    INJECTED,
+    LOST,
+    STOPPED,
+    WRONG_RECORD,
+    WRONG_STATE,
+    MixedBatchRole,
+    PollFailures,
+    Queued,
+    TransferPhase,
+)
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
 from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
-
-WRONG_RECORD = Failure(
-    code="metadata_mismatch",
-    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
-)
-
-WRONG_STATE = Failure(
-    code="state_mismatch",
-    message="the recurrent state that arrived belongs to another request, or to another position",
-    origin="decode",
-    status=502,
-)
 
 
 def can_recompute(failure: Failure) -> bool:
