@@ -38,6 +38,16 @@ TIMEOUT_CHECK_S = 0.05
 """Seconds between two looks at the ages of all requests."""
 STOP_STRING = FinishReason(type="stop")
 """The end of a request whose text matched a stop string, which the API process names."""
+WRONG_RECORD = Failure(
+    code="metadata_mismatch",
+    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
+)
+WRONG_STATE = Failure(
+    code="state_mismatch",
+    message="the recurrent state that arrived belongs to another request, or to another position",
+    origin="decode",
+    status=502,
+)
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 

@@ -35,25 +35,23 @@ from pdserve.scheduler.context import SchedulerContext, group_leases, validate_f
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.roles.base import (
+    INJECTED,
+    LOST,
+    STOPPED,
+    WRONG_RECORD,
+    WRONG_STATE,
+    MixedBatchRole,
+    PollFailures,
+    Queued,
+    TransferPhase,
+)
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
 from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
-
-WRONG_RECORD = Failure(
-    code="metadata_mismatch",
-    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
-)
-
-WRONG_STATE = Failure(
-    code="state_mismatch",
-    message="the recurrent state that arrived belongs to another request, or to another position",
-    origin="decode",
-    status=502,
-)
 
 
 def can_recompute(failure: Failure) -> bool:
@@ -105,12 +103,14 @@ class DecodeRole(MixedBatchRole):
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
-        if room is None and req.spec.local:
-            self._admit_local(req)
-            return
-        if room is None:
+        if room is None and not req.spec.local:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
+        if room is None:  # it is queued as a request whose KV transfer was lost
+            req.times.lost = req.times.arrived
+            self.live[req.rid] = self._lost[req.rid] = req
+            self._retracted.add(req, resumed=True)
+            return
         address = (room.host, room.port or 0)
         if room.sender is not None:
             address = (f"{room.host} {room.sender.instance}", 0)
@@ -124,13 +124,6 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
-
-    def _admit_local(self, req: Req) -> None:
-        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
-        validate_fits(self._context, req.max_len)
-        req.times.lost = req.times.arrived
-        self.live[req.rid] = self._lost[req.rid] = req
-        self._retracted.add(req, resumed=True)
 
     def is_moving(self, req: Req) -> bool:
         """See `SchedulerRole.is_moving`."""
