@@ -116,6 +116,8 @@ def build_scheduler(
     if load_events is not None:
         facts["load_endpoint"] = load_events.endpoint
     context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
+    if events is not None and context.tier is not None:
+        context.tier.pool.record_to(events.host_recorder)
 
     def announce(facts: Mapping[str, Fact]) -> None:
         channel.send(_engine_ready(engine, facts))
