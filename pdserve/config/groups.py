@@ -19,6 +19,7 @@ from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
+from pdserve.config.storage_group import StorageConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
@@ -434,6 +435,7 @@ class ServerConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
     pairing: PairingConfig = PairingConfig()
+    storage: StorageConfig = StorageConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
@@ -457,5 +459,6 @@ class ServerConfig:
     def wants_prefix_cache(self) -> bool:
         """Whether a prefix cache is asked for: by default in prefill and monolith, on request in decode."""
         if self.disagg.disaggregation_mode == "decode":
-            return self.disagg.disaggregation_decode_enable_radix_cache
+            offloads = self.storage.disaggregation_decode_enable_offload_kvcache
+            return self.disagg.disaggregation_decode_enable_radix_cache or offloads
         return not self.memory.disable_radix_cache

@@ -26,7 +26,7 @@ disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory
 disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
-disaggregation-decode-enable-offload-kvcache dist-timeout dllm-algorithm
+dist-timeout dllm-algorithm
 dllm-algorithm-config dllm-block-size dllm-fdfo ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
 dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size
@@ -68,7 +68,7 @@ forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-g
 fuseep-mode gated-launch-port gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
 grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
 hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout hicache-ratio
-hicache-size hicache-storage-backend hicache-storage-backend-extra-config hicache-storage-prefetch-policy
+hicache-size
 hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval hicache-write-policy
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend

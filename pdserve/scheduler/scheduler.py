@@ -17,6 +17,7 @@ from pdserve.executor.profiling import Profiler
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
+    ClearStorage,
     Command,
     CommandReply,
     ContinueGeneration,
@@ -320,6 +321,7 @@ class Scheduler:
                 self.context.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case (
                 FlushCache()
+                | ClearStorage()
                 | PauseGeneration()
                 | ContinueGeneration()
                 | StartProfile()
@@ -392,6 +394,9 @@ class Scheduler:
         match command:
             case FlushCache():
                 return self._flush_cache()
+            case ClearStorage():
+                storage = self.context.storage
+                return (False, "there is no store") if storage is None else (True, storage.clear())
             case PauseGeneration(mode=mode):
                 return self._pause(mode)
             case ContinueGeneration():

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import StorageError
-from pdserve.memory.tiers.storage_options import FIELD, StorageOptions
+from pdserve.config.storage_options import FIELD, StorageOptions
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from typing import cast
 
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import Storage
-from pdserve.memory.tiers.storage_options import StorageOptions
+from pdserve.config.storage_options import StorageOptions
 
 FIELD = "hicache_storage_backend"
 ENTRY_POINTS = "pdserve.kv_storage"

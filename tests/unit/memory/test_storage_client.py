@@ -17,7 +17,7 @@ from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreake
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, seal, shard_name
 from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
-from pdserve.memory.tiers.storage_options import parse_storage_options
+from pdserve.config.storage_options import parse_storage_options
 from tests.waiting import wait_until
 
 SIZE = 1000
