@@ -75,8 +75,11 @@ class RankStartInfo:
     @property
     def name(self) -> str:
         """The process name in logs."""
-        parallel = self.config.parallel
-        name = ROLES[self.config.disagg.disaggregation_mode]
+        return self.name_in(ROLES[self.config.disagg.disaggregation_mode])
+
+    def name_in(self, role: str) -> str:
+        """Return the process name in a role."""
+        parallel, name = self.config.parallel, role
         name += f" {self.dp_rank}" if parallel.dp_size > 1 else ""
         return f"{name} scheduler" if self.rank == 0 else f"{name} rank {self.rank}"
 
@@ -149,6 +152,16 @@ class EngineProcesses:
             if process.exitcode is not None:
                 return f"the {process.name} process has ended with status {process.exitcode}"
         return None
+
+    @property
+    def runs(self) -> bool:
+        """True when the processes were started and none has ended."""
+        return bool(self._processes) and self.died() is None
+
+    def rename(self, role: str) -> None:
+        """Name the processes after the role that they have taken."""
+        for process, start in zip(self._processes, self.starts, strict=True):
+            process.name = start.name_in(role)
 
     @property
     def refused(self) -> bool:

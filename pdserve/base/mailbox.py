@@ -13,7 +13,7 @@ import select
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -53,6 +53,9 @@ class _Alarm:
     def watch(self, file: int) -> None:
         self._poller.register(file, select.POLLIN)
 
+    def ignore(self, file: int) -> None:
+        self._poller.unregister(file)
+
     def ring(self) -> None:
         os.eventfd_write(self._file, 1)
 
@@ -75,6 +78,16 @@ class Mailbox(Generic[T]):
         """Also read events from `source`. Reader's thread only; `source` must stay open while the mailbox is in use."""
         self._sources.append(source)
         self._open_alarm().watch(source.fileno())
+
+    def detach(self, source: EventSource[T]) -> None:
+        """Stop to read events from `source`, which may be closed then. Reader's thread only."""
+        self._sources.remove(source)
+        self._open_alarm().ignore(source.fileno())
+
+    def discard(self, is_stale: Callable[[T], bool]) -> None:
+        """Remove the posted events for which `is_stale` is true; the others keep their order. Reader's thread only."""
+        kept = [event for event in (self._events.popleft() for _ in range(len(self._events))) if not is_stale(event)]
+        self._events.extendleft(reversed(kept))  # in front of what other threads have posted meanwhile
 
     def post(self, event: T) -> None:
         """Append `event` and wake the reader. Any thread; never waits for the reader."""

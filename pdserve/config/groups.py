@@ -268,8 +268,9 @@ class DisaggConfig:
 
     @property
     def may_share_memory(self) -> bool:
-        """Whether peers on this host may map this server's KV."""
-        return self.disaggregation_mode != "null" and self.disaggregation_transfer_backend in ("shm", "auto")
+        """Whether peers on this host may map this server's KV, now or after a role change."""
+        transfers = self.disaggregation_mode != "null" or self.enable_pd_role_switch
+        return transfers and self.disaggregation_transfer_backend in ("shm", "auto")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -284,6 +284,32 @@ def for_mode(given: ServerConfig, mode: DisaggMode) -> ServerConfig:
     return dataclasses.replace(given, disagg=dataclasses.replace(given.disagg, **changes))
 
 
+def disagg_fields(config: ServerConfig) -> dict[str, str | int | float | bool | None]:
+    """Return the fields of `config.disagg`, by name: what a role change tells a running engine."""
+    return dataclasses.asdict(config.disagg)
+
+
+def with_disagg(config: ServerConfig, fields: Mapping[str, str | int | float | bool | None]) -> ServerConfig:
+    """Return a rank's configuration after a role change that told `disagg_fields`.
+
+    A rank on another host than rank 0 keeps its own address and NICs.
+
+    Raises:
+        ConfigError: that rank has no address for peers.
+    """
+    disagg = DisaggConfig(**dict(fields))  # type: ignore[arg-type]
+    if config.parallel.node_rank > 0:
+        own = config.disagg
+        host = own.disaggregation_host or config.serving.host
+        if host in ANY_ADDRESS:
+            message = f"--host {host} listens on all addresses: give --disaggregation-host ADDRESS on this host, too"
+            raise ConfigError(message, field="disaggregation_host")
+        disagg = dataclasses.replace(
+            disagg, disaggregation_host=host, disaggregation_ib_device=own.disaggregation_ib_device
+        )
+    return dataclasses.replace(config, disagg=disagg)
+
+
 def _check_together(config: ServerConfig, machine: Machine) -> None:
     """Check combinations of values, after all defaults are filled in."""
     if config.kernels.device == "cuda" and not machine.has_cuda:

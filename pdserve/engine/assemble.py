@@ -27,6 +27,7 @@ from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
+from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
@@ -71,13 +72,18 @@ def make_memory(
         built.layout,
         built.num_pages,
         built.table,
-        num_aux=0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows,
+        num_aux=num_aux_slots(config, num_rows),
         on_take=None if commit is None else commit.used,
         prefix_cache=_caches_prefixes(config, built),
         eviction=config.memory.radix_eviction_policy,
         group_sizes=built.group_sizes,
         recorder=recorder,
     )
+
+
+def num_aux_slots(config: ServerConfig, num_rows: int) -> int:
+    """Return the number of aux slots that the role of `config` needs."""
+    return 0 if config.disagg.disaggregation_mode == "null" else 2 * num_rows
 
 
 def make_kv_checksum(
@@ -96,60 +102,82 @@ def make_kv_checksum(
     return KVChecksum(hasher, layout, line_facts, write, verify=verify)
 
 
-def make_scheduler(
+def make_context(
     config: ServerConfig,
     built: LoadedEngine,
     executor: Executor,
     memory: KVMemory,
-    kv: KVManager | None,
-    kv_checksum: KVChecksum | None,
-    input_source: InputSource,
     clock: Clock,
     send: Callable[[ToApi], None],
-    *,
-    profile_name: str,
-    facts: Mapping[str, Fact] | None = None,
-    live_facts: Callable[[], Mapping[str, float]] | None = None,
-    idle_batches: IdleBatches | None = None,
-    heartbeat: Heartbeat | None = None,
-    num_gated: Callable[[], int] | None = None,
+) -> SchedulerContext:
+    """Make what the roles of a scheduler share; `fit_to_role` follows when the role changes."""
+    limits, speculation = _limits(config, built), make_speculation(config, built)
+    return SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation, built.loras)
+
+
+def fit_to_role(
+    context: SchedulerContext, config: ServerConfig, built: LoadedEngine, recorder: CacheRecorder | None
+) -> None:
+    """Fit memory and limits to the role of `config`. No request is live. `recorder`: see `make_memory`."""
+    context.limits = _limits(config, built)
+    num_aux = num_aux_slots(config, built.table.num_rows)
+    context.memory.change_role(num_aux, prefix_cache=_caches_prefixes(config, built), recorder=recorder)
+
+
+def make_role(
+    config: ServerConfig,
+    context: SchedulerContext,
+    kv: KVManager | None,
+    kv_checksum: KVChecksum | None,
     step_log: DecodeStepLog | None = None,
-    load_reporter: LoadReporter | None = None,
-) -> Scheduler:
-    """Make a scheduler with the configured mode's role. `kv` is None in a monolith. `num_gated`: see `Scheduler`.
+) -> SchedulerRole:
+    """Make the role of the configured mode. `kv` is None in a monolith.
 
     `step_log` None: decode steps are not logged.
     """
-    limits, speculation = _limits(config, built), make_speculation(config, built)
-    context = SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation, built.loras)
-    rules = PriorityRules.of(config.schedule)
-    waiting = WaitingQueue(config.schedule.schedule_policy, config.schedule.schedule_aging_s, memory, rules)
-    role: SchedulerRole
+    schedule, rules = config.schedule, PriorityRules.of(config.schedule)
+    waiting = WaitingQueue(schedule.schedule_policy, schedule.schedule_aging_s, context.memory, rules)
     if kv is None:
-        role = MonolithRole(context, waiting, step_log)
-    elif config.disagg.disaggregation_mode == "prefill":
+        return MonolithRole(context, waiting, step_log)
+    if config.disagg.disaggregation_mode == "prefill":
         optimistic = OptimisticLimits(
             attempts=config.pairing.optimistic_prefill_attempts,
             memory_fraction=config.pairing.optimistic_prefill_memory_fraction,
         )
-        role = PrefillRole(context, kv, waiting, kv_checksum, optimistic=optimistic)
-    else:
-        policy = config.disagg.disaggregation_load_failure_policy
-        role = DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)
+        return PrefillRole(context, kv, waiting, kv_checksum, optimistic=optimistic)
+    policy = config.disagg.disaggregation_load_failure_policy
+    return DecodeRole(context, kv, waiting, kv_checksum, load_failure_policy=policy, step_log=step_log)
+
+
+def make_scheduler(
+    config: ServerConfig,
+    context: SchedulerContext,
+    opened: OpenedRole,
+    input_source: InputSource,
+    switcher: RoleSwitcher,
+    *,
+    live_facts: Callable[[], Mapping[str, float]] | None = None,
+    idle_batches: IdleBatches | None = None,
+    heartbeat: Heartbeat | None = None,
+    num_gated: Callable[[], int] | None = None,
+    load_reporter: LoadReporter | None = None,
+) -> Scheduler:
+    """Make a scheduler that begins with the role `opened`. `live_facts`, `num_gated`: see `Scheduler`."""
     return Scheduler(
-        role,
+        opened.role,
         context,
-        kv,
+        opened.kv,
         input_source,
         max_queued=config.schedule.most_queued,
         overlap=config.schedule.disable_overlap_schedule is False,
-        profile_name=profile_name,
-        facts=facts,
+        profile_name=opened.profile_name,
+        facts=opened.facts,
         live_facts=live_facts,
         idle_batches=idle_batches,
         heartbeat=heartbeat,
         num_gated=num_gated,
-        rules=rules,
+        rules=PriorityRules.of(config.schedule),
+        switcher=switcher,
         load_reporter=load_reporter,
     )
 

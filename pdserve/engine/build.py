@@ -7,29 +7,28 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.base.process import freeze_heap
-from pdserve.base.startup_times import SCHEDULER, TRANSFER, StartupTimes, process_age_s
+from pdserve.base.startup_times import SCHEDULER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
-from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler, saturation_tokens
-from pdserve.engine.build_transfer import ReplicaId, open_transfer
+from pdserve.engine.assemble import Fact, make_context, make_memory, make_scheduler, saturation_tokens
+from pdserve.engine.build_transfer import ReplicaId
 from pdserve.engine.kv_events import open_kv_events, open_load_events
-from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine, open_engine
+from pdserve.engine.role import LeaderRoles
 from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.memory.layout import GroupKind
 from pdserve.protocol.channel import SchedulerChannel
 from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
-from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
-from pdserve.scheduler.step_log import DecodeStepLog
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +56,6 @@ def run_scheduler(
     startup = startup or StartupTimes()
     with contextlib.ExitStack() as stack:
         engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank, startup=startup)
-        built = engine.built
         try:
             scheduler = build_scheduler(config, engine, channel, mailbox, replica, token, stack)
         except BaseException as error:
@@ -71,17 +69,7 @@ def run_scheduler(
         stack.callback(stop.set)
         startup.add(SCHEDULER, process_age_s())
         startup.close()
-        channel.send(
-            EngineReady(
-                model_type=built.spec.model_type,
-                architectures=list(built.spec.architectures),
-                vocab_size=built.spec.vocab_size,
-                context_length=built.context_length,
-                max_total_tokens=built.max_total_tokens,
-                eos_token_ids=list(built.spec.eos_token_ids),
-                facts={**scheduler.facts, **engine.facts()},
-            )
-        )
+        channel.send(_engine_ready(engine, scheduler.facts))
         freeze_heap()
         try:
             scheduler.run()
@@ -104,14 +92,12 @@ def build_scheduler(
 
     `stack` ends threads and closes sockets.
     """
-    mode = config.disagg.disaggregation_mode
     built = engine.built
     events = open_kv_events(config, engine, replica.dp_rank, stack)
     memory = make_memory(config, built, stack, None if events is None else events.recorder)
     facts: dict[str, Fact] = {
         "dtype": built.dtype,
         "device": str(built.device),
-        "disaggregation_mode": mode,
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
         "layout": str(built.layout.fields()),
@@ -121,50 +107,53 @@ def build_scheduler(
         "prefill_saturation_tokens": saturation_tokens(config, built),
         "startup_available_bytes": free_bytes(built.device),
     }
-    if events is not None:
-        facts |= events.endpoints()
     load_events = open_load_events(config, replica.dp_rank, stack)
     if load_events is not None:
         facts["load_endpoint"] = load_events.endpoint
-    write_line = open_kv_log(config, replica.dp_rank, 0, stack)
-    step_log = None
-    if write_line is not None and mode != "prefill":
-        step_log = DecodeStepLog(write_line, built.layout, dp_rank=replica.dp_rank)
-    opened, kv_checksum = None, None
-    if mode != "null":
-        with engine.startup.part(TRANSFER):
-            opened = open_transfer(config, engine, mailbox, memory.aux.num_total, replica, token, stack, write_line)
-        facts |= opened.facts
-        kv_checksum = make_kv_checksum(config, built, engine.hasher(), facts, write_line)
+    context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
+
+    def announce(facts: Mapping[str, Fact]) -> None:
+        channel.send(_engine_ready(engine, facts))
+
+    roles = LeaderRoles(config, engine, mailbox, replica, token, facts, events, stack, announce)
+    opened = roles.open_first(context)
     loras = built.loras
     gate = GrammarGate(mailbox, built.executor.prepare_grammar, None if loras is None else loras.prepare)
-    scheduler = make_scheduler(
+    return make_scheduler(
         config,
-        built,
-        engine.executor,
-        memory,
-        None if opened is None else opened.kv,
-        kv_checksum,
-        _input_source(engine, gate, None if opened is None else opened.consensus),
-        engine.clock,
-        channel.send,
-        profile_name=f"{mode if mode != 'null' else 'server'}-DP-{replica.dp_rank}",
-        facts=facts,
-        live_facts=engine.facts if events is None else lambda: {**engine.facts(), **events.facts()},
+        context,
+        opened,
+        _input_source(engine, gate, roles),
+        RoleSwitcher(roles, engine.clock, channel.send),
+        live_facts=roles.live_facts,
         idle_batches=_idle_batches(engine, mailbox),
         heartbeat=Heartbeat(MonotonicClock()),
         num_gated=lambda: gate.num_waiting,
-        step_log=step_log,
         load_reporter=None if load_events is None else LoadReporter(load_events.post, replica.dp_rank),
     )
-    if engine.group is not None:
-        engine.group.begin(None if opened is None else opened.start)
-    return scheduler
 
 
-def _input_source(engine: ReplicaEngine, gate: GrammarGate, consensus: Consensus | None) -> InputSource:
+def _engine_ready(engine: ReplicaEngine, facts: Mapping[str, Fact]) -> EngineReady:
+    """Return the message that the engine can take requests."""
+    built = engine.built
+    return EngineReady(
+        model_type=built.spec.model_type,
+        architectures=list(built.spec.architectures),
+        vocab_size=built.spec.vocab_size,
+        context_length=built.context_length,
+        max_total_tokens=built.max_total_tokens,
+        eos_token_ids=list(built.spec.eos_token_ids),
+        facts={**facts, **engine.facts()},
+    )
+
+
+def _input_source(engine: ReplicaEngine, gate: GrammarGate, roles: LeaderRoles) -> InputSource:
     """Return the input of the loop: the gate, behind the shared input log where the replica has several ranks."""
-    return gate if engine.group is None else LeaderInputSource(gate, engine.group.log, consensus)
+    if engine.group is None:
+        return gate
+    source = LeaderInputSource(gate, engine.group.log, roles.consensus)
+    roles.on_consensus = source.change_consensus
+    return source
 
 
 def _idle_batches(engine: ReplicaEngine, mailbox: Mailbox[Event]) -> IdleBatches | None:

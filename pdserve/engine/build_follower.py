@@ -11,76 +11,35 @@ starts a process that calls `run_follower` for each rank but the first.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 
-from pdserve.base.hosts import outward_addresses
 from pdserve.base.parallel import RankCoord
 from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
-from pdserve.engine.assemble import Fact, make_kv_checksum, make_memory, make_scheduler
-from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
-from pdserve.engine.kv_log import open_kv_log
+from pdserve.engine.assemble import make_context, make_memory, make_scheduler
+from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
-from pdserve.executor.kv_pages import PoolHasher
 from pdserve.model.parallel import Parallel
 from pdserve.protocol.messages import ToApi
-from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import FollowerLog
 from pdserve.ranks.messages import Begin, RankReady
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
-from pdserve.ranks.rank_executor import GroupHasher, RankExecutor, SharedMetadata
-from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names, transfer_host
+from pdserve.ranks.rank_executor import RankExecutor
+from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
 from pdserve.scheduler.context import REQUEST_LOGGER
 from pdserve.scheduler.input_source import FollowerInputSource
+from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.transfer.copy_workers import CopyWorkers
-from pdserve.transfer.events import Address
-from pdserve.transfer.plan import rank_memory
-from pdserve.transfer.transport import Transport
 
 log = logging.getLogger(__name__)
 
 _LEADER_SAYS = ("pdserve.transfer.sessions", REQUEST_LOGGER)
 """Loggers whose messages are equal on all ranks; only rank 0 writes them."""
-
-
-class SilentSocket:
-    """Implements `ControlSocket` without sending: rank 0, at `endpoint`, talks to peers."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-
-    def send(self, endpoint: str, frame: bytes) -> None:
-        """See `ControlSocket`."""
-
-    def forget(self, endpoint: str) -> None:
-        """See `ControlSocket`."""
-
-
-class NoDirectory:
-    """Implements `Directory` without look-ups: rank 0 looks addresses up and shares the results."""
-
-    def find(self, address: Address) -> None:
-        """See `Directory`."""
-
-    def probe(self, instance: str, endpoint: str) -> None:
-        """See `Directory`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Copying:
-    """The objects this rank copies KV with."""
-
-    transport: Transport
-    workers: CopyWorkers
-    copies: RankCopies
-    parallel: Parallel
 
 
 def run_follower(
@@ -137,7 +96,6 @@ def _serve(
     Raises:
         Stopped: rank 0 has stopped the replica.
     """
-    coord = parallel.coord
     max_rows = config.schedule.max_running_requests or 1
     built = build_executor(
         config,
@@ -148,29 +106,23 @@ def _serve(
         startup=startup,
     )
     stack.callback(built.executor.close)
-    copying = memory = None
-    if config.disagg.disaggregation_mode != "null":
-        copies = RankCopies(coord.rank)
-        write_line = open_kv_log(config, dp_rank, coord.rank, stack)
-        transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line)
-        copying = _Copying(transport, workers, copies, parallel)
-        hosts = outward_addresses(transfer_host(config))
-        memory = rank_memory(built.layout, coord, "", built.executor.buffers, hosts)
+    parts = open_parts(config, built, parallel, dp_rank)
+    stack.callback(parts.stack.close)
     leader.report(
         RankReady(
             facts=rank_facts(built),
-            memory=memory,
+            memory=parts.memory,
             samples=built.executor.weight_samples(),
             draft_samples={} if built.drafter is None else built.drafter.weight_samples(),
-            drain_timeout_s=0.0 if copying is None else copying.workers.drain_timeout_s,
-            fence_drain_timeout_s=0.0 if copying is None else copying.workers.fence_drain_timeout_s,
+            drain_timeout_s=parts.drain_timeout_s,
+            fence_drain_timeout_s=parts.fence_drain_timeout_s,
         )
     )
     startup.close()
     begin = leader.wait_begin()
     for name in _LEADER_SAYS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    scheduler = _make_scheduler(config, built, leader, begin, copying, token, dp_rank, stack)
+    scheduler = _make_scheduler(config, built, leader, begin, parts, token, dp_rank, stack)
     freeze_heap()
     scheduler.run()
     leader.wait_stop()
@@ -181,7 +133,7 @@ def _make_scheduler(
     built: LoadedEngine,
     leader: Rank0Link,
     begin: Begin,
-    copying: _Copying | None,
+    parts: FollowerParts,
     token: str,
     dp_rank: int,
     stack: contextlib.ExitStack,
@@ -190,35 +142,19 @@ def _make_scheduler(
     coord = built.coord
     inputs = FollowerLog(rank_names(coord.shape)[coord.rank], begin.now, leader.next_entry)
     memory = make_memory(config, built, stack)
-    kv, kv_checksum, consensus = None, None, None
-    if copying is not None:
-        start, copies = begin.transfer, copying.copies
-        assert start is not None, "rank 0 sent no transfer settings"
-        copies.drive(copying.workers, start.drain_timeout_s, start.fence_drain_timeout_s, leader.report)
-        consensus = make_consensus(copies, copying.parallel, inputs, leader, _do_nothing)
-        stack.callback(consensus.close)
-        aux = SharedMetadata(memory.aux.num_total, inputs, draft_hidden_bytes=built.draft_hidden_bytes)
-        socket = SilentSocket(start.endpoint)
-        kv = make_manager(config, built, start, aux, socket, copies, NoDirectory(), inputs, token, copying.transport)
-        hasher = GroupHasher(PoolHasher(built.executor.pools, built.layout, coord), leader, inputs)
-        facts: dict[str, Fact] = {
-            "instance": start.instance,
-            "dp_rank": dp_rank,
-            "dtype": built.dtype,
-            "layout_fingerprint": built.layout.fingerprint(),
-        }
-        kv_checksum = make_kv_checksum(config, built, hasher, facts, None)
+    executor = _executor(config, built, leader, begin, inputs)
+    context = make_context(config, built, executor, memory, inputs, _say_nothing)
+    roles = FollowerRoles(built, leader, inputs, context, parts, token, dp_rank)
+    stack.callback(roles.close)
+    opened = roles.begin(begin.transfer)
+    source = FollowerInputSource(inputs, roles.consensus)
+    roles.on_consensus = source.change_consensus
     return make_scheduler(
         config,
-        built,
-        _executor(config, built, leader, begin, inputs),
-        memory,
-        kv,
-        kv_checksum,
-        FollowerInputSource(inputs, consensus),
-        inputs,
-        _say_nothing,
-        profile_name=f"DP-{dp_rank}-RANK-{coord.rank}",
+        context,
+        opened,
+        source,
+        RoleSwitcher(roles, inputs, _say_nothing),
         idle_batches=IdleBatches(SharedDpSync(None, inputs)) if config.parallel.num_sharing > 1 else None,
     )
 
@@ -240,7 +176,3 @@ def _executor(
 
 def _say_nothing(message: ToApi) -> None:
     """Discard a message for the API process: rank 0 sends it."""
-
-
-def _do_nothing() -> None:
-    """Ignore the wake-up: rank 0 decides when followers take a reduction."""

@@ -22,7 +22,7 @@ from pdserve.model.parallel import Parallel
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import RankCopies
 from pdserve.ranks.input_log import InputLog, RankGroup
-from pdserve.ranks.messages import TransferStart
+from pdserve.ranks.messages import RankReady, RolePrepared, TransferStart
 from pdserve.ranks.rank_executor import SharedMetadata
 from pdserve.ranks.rendezvous import transfer_host
 from pdserve.scheduler.kv_checksum import WriteLine
@@ -75,11 +75,13 @@ def open_transfer(
     replica: ReplicaId,
     token: str,
     stack: contextlib.ExitStack,
-    write_line: WriteLine | None = None,
+    write_line: WriteLine | None,
+    reports: Callable[[], Sequence[RankReady | RolePrepared]],
 ) -> OpenedTransfer:
     """Open the transfer manager on real sockets and a real transport; a prefill replica registers its route.
 
-    `write_line` writes the KV log; None: no log.
+    `write_line` writes the KV log; None: no log. `reports` waits for what followers report about their own transports,
+    once this rank's is open.
     """
     built, group = engine.built, engine.group
     hidden = built.draft_hidden_bytes
@@ -88,19 +90,28 @@ def open_transfer(
         if group is None
         else SharedMetadata(num_aux, group.log, draft_hidden_bytes=hidden)
     )
-    transport, copies, consensus = _open_copies(config, engine, mailbox, aux, replica.dp_rank, write_line, stack)
+    transport, copies, workers, consensus = _open_copies(
+        config, engine, mailbox, aux, replica.dp_rank, write_line, stack
+    )
     host = transfer_host(config)
     socket = ZmqControlSocket(host, token)
     stack.callback(socket.close)
     mailbox.attach(socket)
+    stack.callback(mailbox.detach, socket)
     directory = HttpDirectory(mailbox.post, token, allowed=config.disagg.allowed_prefill)
     stack.callback(directory.close)
+    others = reports()
+    if consensus is not None:
+        assert isinstance(copies, RankCopies)
+        drain_timeout_s = max(workers.drain_timeout_s, *(each.drain_timeout_s for each in others))
+        fence_drain_timeout_s = max(workers.fence_drain_timeout_s, *(each.fence_drain_timeout_s for each in others))
+        copies.drive(workers, drain_timeout_s, fence_drain_timeout_s, consensus.heard)
     own = rank_memory(built.layout, built.coord, "", built.executor.buffers, outward_addresses(host))
     start = TransferStart(
         instance=uuid.uuid4().hex,
         endpoint=socket.endpoint,
         handshake=_handshake(config, built, transport, engine.weights_fingerprint),
-        ranks=(own, *engine.others),
+        ranks=(own, *(one.memory for one in others if one.memory is not None)),
         drain_timeout_s=copies.drain_timeout_s,
         fence_drain_timeout_s=copies.fence_drain_timeout_s,
         secret=secrets.token_hex(32),
@@ -127,21 +138,17 @@ def _open_copies(
     dp_rank: int,
     write_line: WriteLine | None,
     stack: contextlib.ExitStack,
-) -> tuple[Transport, CopyEngine, Consensus | None]:
-    """Open this rank's transport, and the copy engine of the transfer manager."""
+) -> tuple[Transport, CopyEngine, CopyWorkers, Consensus | None]:
+    """Open this rank's transport, and the copy engine of the transfer manager, which `open_transfer` drives."""
     built, group = engine.built, engine.group
     if group is None:
         transport, workers = open_workers(config, built, mailbox.post, stack, dp_rank, write_line, [aux.buffer])
-        return transport, workers, None
+        return transport, workers, workers, None
     copies = RankCopies(0)
     transport, workers = open_workers(config, built, copies.post, stack, dp_rank, write_line, [aux.buffer])
     consensus = make_consensus(copies, group.parallel, group.log, group.followers, lambda: mailbox.post(Woken()))
     stack.callback(consensus.close)
-    drain_timeout_s = max(workers.drain_timeout_s, *(each.drain_timeout_s for each in group.ready))
-    fence_drain_timeout_s = max(workers.fence_drain_timeout_s, *(each.fence_drain_timeout_s for each in group.ready))
-    copies.drive(workers, drain_timeout_s, fence_drain_timeout_s, consensus.heard)
-    group.followers.on_copied(consensus.heard)
-    return transport, copies, consensus
+    return transport, copies, workers, consensus
 
 
 def make_consensus(

@@ -28,7 +28,6 @@ from pdserve.ranks.pre_step import ExpertRebalancer, PreStepExecutor, RoundRebal
 from pdserve.ranks.rank_executor import GroupHasher, RankExecutor
 from pdserve.ranks.rendezvous import LOOPBACK, close_rendezvous, facts_of, open_stores, own_host
 from pdserve.ranks.worker_links import WorkerLinks, meet_followers
-from pdserve.transfer.wire import RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -123,12 +122,6 @@ class ReplicaEngine:
             "graph_bytes": graph_bytes,
         }
         return {**self.startup.facts(), **memory, **({} if own.experts is None else own.experts.facts())}
-
-    @property
-    def others(self) -> Sequence[RankMemory]:
-        """Memory of the other ranks that peers write to; empty in a monolith."""
-        ready = () if self.group is None else self.group.ready
-        return [one.memory for one in ready if one.memory is not None]
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop the other ranks; with `error`, send the reason. May be called again."""

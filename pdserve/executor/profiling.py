@@ -37,7 +37,7 @@ class Profiler:
     """
 
     def __init__(self, name: str, begin: Callable[[StartProfile], Trace] | None = None) -> None:
-        self._name = name
+        self.name = name
         self._begin = begin or _begin
         self._trace: Trace | None = None
         self._writer: threading.Thread | None = None
@@ -49,7 +49,7 @@ class Profiler:
         """Start a trace; returns whether it started, and a message."""
         if self._trace is not None or (self._writer is not None and self._writer.is_alive()):
             return False, f"a profile is already running, into {self._path}"
-        path = Path(order.output_dir) / f"{order.profile_id or f'{time.time():.0f}'}-{self._name}.trace.json.gz"
+        path = Path(order.output_dir) / f"{order.profile_id or f'{time.time():.0f}'}-{self.name}.trace.json.gz"
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.access(path.parent, os.W_OK):

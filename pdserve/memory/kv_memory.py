@@ -50,19 +50,38 @@ class KVMemory:
         recorder: CacheRecorder | None = None,
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
-        if prefix_cache and layout.has_state:
-            self.groups.states = CachedStates(self.groups.free_slot, recorder)
-        if prefix_cache and layout.window:
-            self.groups.windows = CachedWindows(self.groups.free_window, recorder)
-        tree = None
-        if prefix_cache:
-            tree = RadixTree(layout.page_tokens, eviction, self.groups.states, self.groups.windows, recorder)
         self.layout = layout
-        self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take), tree)
+        self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take))
         self.aux = LeasePool(PageAllocator(num_aux))
         self.table = page_table
+        self._eviction = eviction
+        self._uses_cache = prefix_cache
+        if prefix_cache:
+            self._open_cache(recorder)
         if self.groups.is_used:
             self.pages.on_end = self._end_groups
+
+    def change_role(self, num_aux: int, *, prefix_cache: bool, recorder: CacheRecorder | None = None) -> None:
+        """Fit the memory to another role of the server. No lease lives.
+
+        Without `prefix_cache` requests neither use nor fill the cache, whose pages stay until they are evicted. A cache
+        that is made now is empty, and `recorder` gets its changes.
+        """
+        assert not self.pages.live_leases and not self.aux.live_leases, "a request or a peer still holds pages"
+        if num_aux != self.aux.num_total:
+            self.aux = LeasePool(PageAllocator(num_aux))
+        self._uses_cache = prefix_cache
+        if prefix_cache and self.pages.tree is None:
+            self._open_cache(recorder)
+
+    def _open_cache(self, recorder: CacheRecorder | None) -> None:
+        if self.layout.has_state:
+            self.groups.states = CachedStates(self.groups.free_slot, recorder)
+        if self.layout.window:
+            self.groups.windows = CachedWindows(self.groups.free_window, recorder)
+        self.pages.tree = RadixTree(
+            self.layout.page_tokens, self._eviction, self.groups.states, self.groups.windows, recorder
+        )
 
     @property
     def max_tokens(self) -> int:
@@ -77,7 +96,7 @@ class KVMemory:
     @property
     def has_prefix_cache(self) -> bool:
         """True when pages are kept for later prompts."""
-        return self.pages.tree is not None
+        return self._uses_cache
 
     @property
     def cache_version(self) -> int:
@@ -92,7 +111,7 @@ class KVMemory:
     @property
     def has_cached_states(self) -> bool:
         """True when the prefix cache keeps recurrent states."""
-        return self.groups.states is not None
+        return self._uses_cache and self.groups.states is not None
 
     @property
     def num_available(self) -> int:
@@ -115,7 +134,7 @@ class KVMemory:
         """Return the number of leading tokens of `token_ids` whose pages are cached, with or without a state behind
         them.
         """
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return 0
         return self.layout.tokens_in(self.pages.tree.peek(token_ids, self.layout.whole_pages(max_tokens)))
 
@@ -126,7 +145,7 @@ class KVMemory:
     def _usable_pages(self, token_ids: bytes, max_pages: int) -> int:
         """Return the leading pages of `token_ids` that a request can take from the cache, at most `max_pages`."""
         tree = self.pages.tree
-        return 0 if tree is None else tree.usable(token_ids, max_pages, self.first_read)
+        return tree.usable(token_ids, max_pages, self.first_read) if tree is not None and self._uses_cache else 0
 
     def first_read(self, num_pages: int) -> int:
         """Return the number of the first page that layers with a window read for the token behind `num_pages`."""
@@ -146,7 +165,7 @@ class KVMemory:
         `after`: when it is called after that release.
         """
         num_pages = self.num_pages(num_tokens)
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return num_pages
         going = None if after is None else after.locks
         max_prefix_pages = self.layout.whole_pages(max_prefix_tokens)
@@ -178,7 +197,7 @@ class KVMemory:
         continues from the state and the window pages there, unless `needs_state` is False: a transfer then brings
         both, and the caller asks for no page of the prefix that the transfer's window has.
         """
-        max_prefix_pages = 0 if prefix is None else self.layout.whole_pages(max_prefix_tokens)
+        max_prefix_pages = self.layout.whole_pages(max_prefix_tokens) if prefix is not None and self._uses_cache else 0
         if not self.groups.is_used:
             return self.pages.reserve(self.num_pages(num_tokens), owner, prefix or b"", max_prefix_pages)
         most = max(max_len, num_tokens)
@@ -311,7 +330,7 @@ class KVMemory:
         The lease locks them while it lives. Call again as more is computed, and with `ending` just before the request's
         hold drops; see `LeasePool.cache`. Does nothing without a cache.
         """
-        if self.pages.tree is None:
+        if self.pages.tree is None or not self._uses_cache:
             return
         num_pages = self.layout.whole_pages(len(token_ids) // TOKEN_BYTES)
         num_bytes = self.layout.tokens_in(num_pages) * TOKEN_BYTES

@@ -172,6 +172,20 @@ class UnloadLora(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     name: str
 
 
+class SwitchRole(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Changes the role of the running engine; see `scheduler/role_switcher.py`. An `EngineReady` precedes the reply.
+
+    `disagg`: the fields of the new `DisaggConfig`, by name. `server`, `bootstrap_port`: see `ReplicaId`. `timeout_s`:
+    seconds until the last request, step and transfer must have ended; otherwise the role stays.
+    """
+
+    query_id: str
+    disagg: dict[str, str | int | float | bool | None]
+    server: str
+    bootstrap_port: int | None
+    timeout_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the scheduler."""
 
@@ -188,7 +202,9 @@ Command = (
     | UnloadLora
 )
 """Answered with a `CommandReply`."""
-ToScheduler = GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | Shutdown
+ToScheduler = (
+    GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | SwitchRole | Shutdown
+)
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -389,7 +405,7 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Sent once, when the scheduler can take requests.
+    """Sent when the scheduler can take requests, and again at the end of each `SwitchRole`.
 
     `vocab_size`, `context_length` and `max_total_tokens` bound the requests it accepts.
     """

@@ -92,6 +92,10 @@ class ReplicatedChannel:
             raise message
         return message
 
+    def begin_role(self, *, named: bool) -> None:
+        """Fit the channel to another role of the server. `named`: see the class."""
+        self._named = named
+
     def close(self) -> None:
         """See `ApiChannel.close`."""
         for reader in self._readers:
@@ -160,7 +164,10 @@ class ReplicatedChannel:
                 return message
             case EngineReady():
                 self._ready[index] = message
-                return _all_ready(self._ready) if len(self._ready) == len(self._channels) else None
+                if len(self._ready) < len(self._channels):
+                    return None
+                ready, self._ready = self._ready, {}  # each replica sends another one with each role change
+                return _all_ready(ready)
             case StateReply() | CommandReply():
                 return self._collect(index, message)
 

@@ -8,6 +8,7 @@ rank 0                                    follower
   | Tick, Launched, StepEnded, Answer -> |   the input of the schedulers of all ranks, in order (`input_log`)
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
+  | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
   | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
@@ -158,6 +159,23 @@ class RankReady(msgspec.Struct, frozen=True, kw_only=True, tag=True, rename=WIRE
     draft_samples: dict[str, dict[int, float]] = {}
 
 
+class RolePrepared(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The follower has opened its parts for role change `number`, or could not: `trouble`. Else as in `RankReady`."""
+
+    number: Count
+    memory: RankMemory | None = None
+    drain_timeout_s: float = 0.0
+    fence_drain_timeout_s: float = 0.0
+    trouble: Trouble | None = None
+
+
+class RoleDecision(msgspec.Struct, frozen=True):
+    """Rank 0's decision on a role change, in an `Answer`. `failure` None: all ranks change now, with `transfer`."""
+
+    failure: str | None
+    transfer: TransferStart | None
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """The follower's part of the step is computed and writes no more. Sent only by the last pipeline stage."""
 
@@ -225,6 +243,7 @@ ToFollower = Entry | Begin | PoolSize | Stop | Alive
 ToLeader = (
     PageCapacity
     | RankReady
+    | RolePrepared
     | StepDone
     | Offloaded
     | StorageEnded

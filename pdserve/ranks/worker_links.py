@@ -25,6 +25,7 @@ from pdserve.ranks.messages import (
     PoolSize,
     RankFailed,
     RankReady,
+    RolePrepared,
     StepDone,
     Stop,
     StorageEnded,
@@ -62,6 +63,7 @@ class WorkerLinks:
         self._changed = LinkCondition(on_lost)
         self._capacities: dict[int, int] = {}
         self._ready: dict[int, RankReady] = {}
+        self._prepared: dict[int, RolePrepared] = {}
         self._answers: Counter[ToLeader] = Counter()
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
@@ -102,6 +104,18 @@ class WorkerLinks:
         self._changed.wait_until(lambda: len(self._ready) == len(self._peers), "become ready", ANSWER_TIMEOUT_S)
         return tuple(self._ready[rank] for rank in self._peers)
 
+    def wait_role(self, number: int) -> tuple[RolePrepared, ...]:
+        """Wait for the reports on role change `number` of all followers; return them in rank order.
+
+        Raises RankError when a rank is lost.
+        """
+        self._changed.wait_until(
+            lambda: sum(one.number == number for one in self._prepared.values()) == len(self._peers),
+            "opened the parts of the new role",
+            ANSWER_TIMEOUT_S,
+        )
+        return tuple(self._prepared[rank] for rank in self._peers)
+
     def computed(self, step: int) -> None:
         """See `RankGroup.computed`: waits for the ranks of the last stage; without pipeline stages it need not wait."""
         if self.shape.pp_size > 1:
@@ -121,8 +135,9 @@ class WorkerLinks:
         return (own, *(found[rank] for rank in self._peers))
 
     def on_copied(self, take: Callable[[Outcome], None]) -> None:
-        """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call once, before `Begin`."""
-        assert self._on_copied is None
+        """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call before any of them copies:
+        before `Begin`, and before a role change is decided.
+        """
         self._on_copied = take
 
     def root_cause(self) -> PdserveError | None:
@@ -159,6 +174,8 @@ class WorkerLinks:
                     self._capacities[rank] = num_pages
                 case RankReady():
                     self._ready[rank] = report
+                case RolePrepared():
+                    self._prepared[rank] = report
                 case Digested(number=number, digest=digest):
                     self._digests.setdefault(number, {})[rank] = digest
                 case StepDone() | Offloaded():

@@ -54,6 +54,10 @@ class LeaderInputSource:
         self._consensus = consensus
         self._seeds = Seeds()
 
+    def change_consensus(self, consensus: Consensus | None) -> None:
+        """Use the consensus of another role from the next turn on. Nothing is pending in the former one."""
+        self._consensus = consensus
+
     def drain(self) -> Sequence[Event]:
         """See `InputSource.drain`."""
         events = [self._seeded(event) for event in self._mailbox.drain()]
@@ -82,6 +86,10 @@ class FollowerInputSource:
 
     def __init__(self, log: InputLog, consensus: Consensus | None) -> None:
         self._log = log
+        self._consensus = consensus
+
+    def change_consensus(self, consensus: Consensus | None) -> None:
+        """See `LeaderInputSource.change_consensus`."""
         self._consensus = consensus
 
     def drain(self) -> Sequence[Event]:

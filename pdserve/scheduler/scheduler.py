@@ -39,6 +39,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
     StopProfile,
+    SwitchRole,
     ToScheduler,
     UnloadLora,
 )
@@ -47,6 +48,7 @@ from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import LoopTimes
 from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
@@ -94,12 +96,14 @@ class Scheduler:
         heartbeat: Heartbeat | None = None,
         num_gated: Callable[[], int] | None = None,
         rules: PriorityRules | None = None,
+        switcher: RoleSwitcher | None = None,
         load_reporter: LoadReporter | None = None,
     ) -> None:
         """`max_queued`: most waiting requests beyond the free rows; None: no limit.
 
         With the `rules` of priority scheduling a more urgent request takes the place of a waiting one in a full queue.
         `num_gated` returns the number of requests that wait for their grammar before admission; None: there is no gate.
+        `switcher` None: the role is fixed.
         `load_reporter` None: load is not published.
         """
         self.role = role
@@ -107,17 +111,17 @@ class Scheduler:
         self.kv = kv
         self.inputs = inputs
         self._max_queued = max_queued
-        evicts = rules is not None and rules.enabled and max_queued is not None
-        self._evictions = EvictionOrder(rules, role.is_queued) if rules is not None and evicts else None
+        self._rules = rules
+        self._evictions = self._eviction_order()
         self.facts = dict(facts or {})
         self._live_facts = live_facts
         self._num_gated = num_gated
+        self._switcher = switcher
         self._load_reporter = load_reporter
         self._by_priority = rules is not None and rules.enabled
         self._rate, self._num_rated = TokenRate(context.clock.now), 0
         self._idle_batches = idle_batches
         self._depth = max(int(overlap), context.limits.num_stages - 1)
-        self._layer_events = context.limits.layer_groups > 0
         self._step = self._num_computed = 0
         self._under_way: deque[StepHandle] = deque()
         self._audited = True
@@ -141,6 +145,7 @@ class Scheduler:
                 waiting = (self.kv is not None and not self.kv.quiet) or (
                     self.context.limits.has_timeouts and bool(self.role.live)
                 )
+                waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
         while self._under_way:
@@ -165,6 +170,8 @@ class Scheduler:
         if self.kv is not None:
             self.kv.tick()
         self.role.poll()
+        if self._switcher is not None and self._switcher.is_pending:
+            self._switch_role(self._switcher)
         was_under_way = bool(self._under_way)
         if was_under_way and self.role.needs_sync:
             self._process_all_results()
@@ -190,6 +197,22 @@ class Scheduler:
             self._audit_at_idle()
             times.enter("other")
         return plan is not None or was_under_way
+
+    def _switch_role(self, switcher: RoleSwitcher) -> None:
+        """Take the new role if nothing is live or under way. What is kept for the old one must be free by then."""
+        opened = switcher.run(self._idle, self.kv)
+        if opened is None:
+            return
+        self.role, self.kv = opened.role, opened.kv
+        self.facts, self._audited = dict(opened.facts), False
+        self._evictions = self._eviction_order()
+        self._profiler.name = opened.profile_name
+        switcher.finish()
+
+    def _eviction_order(self) -> EvictionOrder | None:
+        rules = self._rules
+        evicts = rules is not None and rules.enabled and self._max_queued is not None
+        return EvictionOrder(rules, self.role.is_queued) if rules is not None and evicts else None
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
@@ -228,7 +251,8 @@ class Scheduler:
         self._step, self._audited = plan.step, False
         self._times.enter("run_batch")
         self._times.launch(self.role.step_kind if plan.rows else None)
-        handle = self.context.executor.launch(plan, layer_events=self._layer_events and bool(plan.rows))
+        layer_events = self.context.limits.layer_groups > 0 and bool(plan.rows)
+        handle = self.context.executor.launch(plan, layer_events=layer_events)
         self.context.launched(plan.step)
         self._times.enter("other")
         if plan.rows:
@@ -336,6 +360,12 @@ class Scheduler:
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
                 self.kv.redirect(room, prompt_digest(input_ids, adapter), replica)
+            case SwitchRole():
+                if self._switcher is None:
+                    reply = CommandReply(query_id=event.query_id, ok=False, message="the role of this engine is fixed")
+                    self.context.outbox.send(reply)
+                else:
+                    self._switcher.accept(event)
             case PrepareLora(name=name, path=path):
                 self.context.prepare_adapter(name, path)
             case Shutdown():

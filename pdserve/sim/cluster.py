@@ -96,11 +96,14 @@ class Cluster:
                 self.net.hosts[name] = host
         self.net.hosts[host] = host
         server = SimServer(role, host, clock, replicas, self.net, self.layout.redirect)
-        if role == "prefill":
-            self.net.served[server.address] = tuple((node.instance, node.endpoint) for node in replicas)
-        else:
-            self.net.served.pop(server.address, None)
+        server.take_role(role)
         return server
+
+    def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
+        """Return the endpoint and the instance with which a replica takes `role` in place."""
+        number = next(self._births)
+        same = self.rng.random() < 0.5
+        return endpoint if same else f"{endpoint.rpartition(':')[0]}:{number}", f"{role}-{number}"
 
     def run(
         self, prompts: Sequence[Prompt], num_rooms: int = 6, late: Sequence[Prompt] = (), max_steps: int = 24_000

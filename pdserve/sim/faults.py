@@ -59,6 +59,10 @@ class Faults:
     max_look_up_s: float = 60.0
     switch: float = 0.0
     """A server drains, ends, and restarts in the other role or its own."""
+    change: float = 0.0
+    """A server drains and takes the other role in place."""
+    change_failed: float = 0.0
+    """A rank cannot open the parts of the other role."""
     rank_death: float = 0.0
     """One rank of a replica dies alone; the other ranks notice some time later."""
 
@@ -78,6 +82,8 @@ class Faults:
             slow_directory=0.0,
             stale_directory=0.0,
             switch=0.0,
+            change=0.0,
+            change_failed=0.0,
             rank_death=0.0,
         )
 

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
+from pdserve.protocol.messages import CommandReply, SwitchRole
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock
 from pdserve.sim.router import SimRouter
@@ -24,6 +26,8 @@ LINGER_S = 2.0
 """Seconds for which a drained server still answers its peers, for requests that are in transit."""
 QUIET_S = 20.0
 """Upper bound of the seconds that it waits for peers to release pages."""
+CHANGE_S = 5.0
+"""Seconds within which a drained replica must have become idle, to change its role in place."""
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -39,6 +43,10 @@ class ClusterView(Protocol):
         """Start a new server process on `host`; see `Cluster.start`."""
         ...
 
+    def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
+        """See `Cluster.names_in_place`."""
+        ...
+
 
 @dataclasses.dataclass(slots=True)
 class _Drain:
@@ -46,6 +54,42 @@ class _Drain:
     cut_at: float
     is_cut: bool = False
     ended_at: float | None = None
+    in_place: bool = False
+    """The server takes the other role in place, instead of ending."""
+
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(slots=True)
+class RoleChangeInPlace:
+    """The change of one server to `role`, under way. `goes_back`: replicas that have changed return to the old role."""
+
+    server: SimServer
+    role: str
+    goes_back: bool = False
+    number: int = dataclasses.field(default_factory=_numbers.__next__)
+
+    def begin(self, names: Callable[[str, str], tuple[str, str]]) -> None:
+        """Send the command to all replicas. `names` returns an endpoint, perhaps the present one, and an instance."""
+        for index, node in enumerate(self.server.replicas):
+            endpoint, instance = names(self.role, node.endpoint)
+            settings: dict[str, str | int | float | bool | None] = {"mode": self.role}
+            settings |= {"endpoint": endpoint, "instance": instance}
+            query_id = f"{self.number}.{index}"
+            node.mailbox.post(
+                SwitchRole(query_id=query_id, disagg=settings, server="", bootstrap_port=None, timeout_s=CHANGE_S)
+            )
+
+    def outcome(self) -> bool | None:
+        """Whether all replicas have the role; None while one has not replied."""
+        replies: list[CommandReply] = []
+        for index, node in enumerate(self.server.replicas):
+            reply = node.replies.get(f"{self.number}.{index}")
+            if reply is None:
+                return None
+            replies.append(reply)
+        return all(reply.ok for reply in replies)
 
 
 class Mishaps:
@@ -56,6 +100,7 @@ class Mishaps:
         self._net = cluster.net
         self._rng: random.Random = cluster.net.rng
         self._drains: list[_Drain] = []
+        self._changes: list[RoleChangeInPlace] = []
         self._num_absent = 0
         self._has_healed = False
         """Whether `heal` was called. From then on no frames of dead processes are replayed or forged, because such
@@ -66,8 +111,8 @@ class Mishaps:
 
     @property
     def pending(self) -> int:
-        """Number of servers that are draining or down."""
-        return len(self._drains) + self._num_absent
+        """Number of servers that are draining, changing their role or down."""
+        return len(self._drains) + len(self._changes) + self._num_absent
 
     def step(self) -> None:
         """Draw faults for one step of the world, while clients are waiting."""
@@ -93,6 +138,8 @@ class Mishaps:
                 self._leap(self._rng.choice(cluster.servers))
             if happens("drains", faults.switch):
                 self._drain(self._rng.choice(cluster.servers))
+            if happens("drains for a role change in place", faults.change):
+                self._drain(self._rng.choice(cluster.servers), in_place=True)
             if happens("deaths of one rank or replica", faults.rank_death):
                 self._kill_part(self._rng.choice(cluster.servers))
         if len(cluster.servers) > 1 and happens("links cut", faults.cut):
@@ -132,6 +179,8 @@ class Mishaps:
         self._net.stopped = stopped
         for drain in list(self._drains):
             self._go_on_draining(drain, now)
+        for change in list(self._changes):
+            self._go_on_changing(change)
 
     def _inject(self, found: tuple[str, bytes] | None) -> None:
         if found is not None:
@@ -166,6 +215,7 @@ class Mishaps:
         self._cluster.servers.remove(server)
         self._cluster.dead.append(server)
         self._drains = [drain for drain in self._drains if drain.server is not server]
+        self._changes = [change for change in self._changes if change.server is not server]
 
     def _come_back(self, server: SimServer, role: str) -> None:
         cluster = self._cluster
@@ -209,11 +259,35 @@ class Mishaps:
         else:
             self._net.counts["links cut in one direction"] += 1
 
-    def _drain(self, server: SimServer) -> None:
+    def _drain(self, server: SimServer, *, in_place: bool = False) -> None:
         if server.draining:
             return
         server.draining = True
-        self._drains.append(_Drain(server, self._net.clock.now() + self._rng.uniform(1.0, MAX_DRAIN_S)))
+        cut_at = self._net.clock.now() + self._rng.uniform(1.0, MAX_DRAIN_S)
+        self._drains.append(_Drain(server, cut_at, in_place=in_place))
+
+    def _change_in_place(self, server: SimServer, role: str, *, goes_back: bool = False) -> None:
+        change = RoleChangeInPlace(server, role, goes_back)
+        change.begin(self._cluster.names_in_place)
+        self._changes.append(change)
+
+    def _go_on_changing(self, change: RoleChangeInPlace) -> None:
+        """End a role change once all replicas have replied. Where one has kept its role, the others return to it."""
+        succeeded, server = change.outcome(), change.server
+        if succeeded is None:
+            return
+        self._changes.remove(change)
+        if succeeded:
+            server.take_role(change.role)
+            self._net.counts["role changes in place"] += not change.goes_back
+            server.draining = False
+        elif change.goes_back:  # as the API process, which starts the engine anew
+            self._remove(server)
+            self._come_back(server, server.role)
+        elif len(server.replicas) > 1:
+            self._change_in_place(server, server.role, goes_back=True)
+        else:
+            server.draining = False
 
     def _go_on_draining(self, drain: _Drain, now: float) -> None:
         """Advance a drain as `EngineInstance.drain` does.
@@ -232,9 +306,16 @@ class Mishaps:
             return
         drain.ended_at = now if drain.ended_at is None else drain.ended_at
         waited_s = now - drain.ended_at
-        if waited_s >= LINGER_S and (server.idle or waited_s >= QUIET_S):
+        if waited_s >= LINGER_S and (server.idle or waited_s >= QUIET_S or drain.in_place):
             role = server.role
             others = [other for other in self._cluster.servers if other.role == role and not other.draining]
+            if drain.in_place:  # perhaps while peers still hold pages, for which the scheduler waits
+                self._drains.remove(drain)
+                if others:
+                    self._change_in_place(server, OTHER[role])
+                else:
+                    server.draining = False
+                return
             if others and self._rng.random() < 0.7:
                 role = OTHER[role]
                 self._net.counts["role switches"] += 1

@@ -35,6 +35,7 @@ from pdserve.protocol.messages import (
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.request import WaitingQueue
+from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
@@ -43,10 +44,11 @@ from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.sim.hash_draft import HIDDEN_BYTES
 from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
 from pdserve.sim.hash_lm import HashExecutor, HashHasher
+from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, Shape
 from pdserve.transfer.aux import MetadataBuffers
-from pdserve.transfer.events import ControlSocket, CopyEngine, Directory
+from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.plan import rank_memory
@@ -104,6 +106,8 @@ class SimNode:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
+        self.replies: dict[str, CommandReply] = {}
+        """Replies to commands, by query id."""
         self._net, self._shape, self._parallel = net, shape, parallel
         self.clock = clock or net.clock
         self.layout = hash_layout(
@@ -124,7 +128,7 @@ class SimNode:
             table,
             shape.num_aux,
             on_free=self._on_free,
-            prefix_cache=shape.decode_prefix_cache if mode == "decode" else shape.prefix_cache,
+            prefix_cache=self._caches_prefixes,
             eviction=shape.eviction,
             group_sizes=GroupPoolSizes(
                 num_window_pages=shape.num_window_pages,
@@ -135,36 +139,14 @@ class SimNode:
             ),
             on_group_free=lambda space, pages: self._on_free(pages, space),
         )
-        limits = StepLimits(
-            chunk_tokens=shape.chunk_tokens,
-            mixed_chunk_tokens=shape.mixed_chunk_tokens,
-            saturation_tokens=shape.saturation_tokens,
-            reserved_decode_tokens=shape.reserved_decode_tokens,
-            offload_bytes=self.layout.bytes_of(shape.offload_pages),
-            prealloc_timeout_s=400.0,
-            layer_groups=shape.layer_groups if mode == "prefill" else 0,
-            num_stages=shape.num_stages,
-            state_grid=self.layout.tokens_in(shape.state_grid_pages) if self.layout.has_state else 0,
-        )
         speculation = None if shape.drafting is None else shape.drafting.speculation()
         context = SchedulerContext(
-            self.memory, self._steps(table), Outbox(self._hear), self._time(), limits, speculation
+            self.memory, self._steps(table), Outbox(self._hear), self._time(), self._limits(), speculation
         )
-        waiting = WaitingQueue(shape.policy, 10.0, self.memory, shape.rules)
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
-        role: SchedulerRole
-        if mode == "null":
-            role = MonolithRole(context, waiting)
-        else:
-            self.kv = self._transfer(dp_size)
-            kv_checksum = self._kv_checksum()
-            policy = shape.load_failure_policy
-            role = (
-                PrefillRole(context, self.kv, waiting, kv_checksum, optimistic=shape.optimistic)
-                if mode == "prefill"
-                else DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
-            )
+        self._dp_size = dp_size
+        role = self.open_role(context)
         self.scheduler = Scheduler(
             role,
             context,
@@ -173,7 +155,64 @@ class SimNode:
             overlap=shape.overlap,
             max_queued=shape.max_queued,
             rules=shape.rules,
+            switcher=RoleSwitcher(SimRoles(self), self._time(), self._hear),
         )
+
+    def _limits(self) -> StepLimits:
+        shape = self._shape
+        return StepLimits(
+            chunk_tokens=shape.chunk_tokens,
+            mixed_chunk_tokens=shape.mixed_chunk_tokens,
+            saturation_tokens=shape.saturation_tokens,
+            reserved_decode_tokens=shape.reserved_decode_tokens,
+            offload_bytes=self.layout.bytes_of(shape.offload_pages),
+            prealloc_timeout_s=400.0,
+            layer_groups=shape.layer_groups if self.mode == "prefill" else 0,
+            num_stages=shape.num_stages,
+            state_grid=self.layout.tokens_in(shape.state_grid_pages) if self.layout.has_state else 0,
+        )
+
+    def open_role(self, context: SchedulerContext) -> SchedulerRole:
+        """Make the role of `mode` with a transfer manager of its own."""
+        waiting = WaitingQueue(self._shape.policy, 10.0, self.memory, self._shape.rules)
+        if self.mode == "null":
+            self.kv = None
+            return MonolithRole(context, waiting)
+        self.kv = self._transfer(self._dp_size)
+        kv_checksum = self._kv_checksum()
+        if self.mode == "prefill":
+            return PrefillRole(context, self.kv, waiting, kv_checksum, optimistic=self._shape.optimistic)
+        policy = self._shape.load_failure_policy
+        return DecodeRole(context, self.kv, waiting, kv_checksum, load_failure_policy=policy)
+
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """Take the role `mode` in place, as another instance; returns the role object."""
+        self._hang_up()
+        for name in self.processes:
+            self._net.mailboxes.pop(name, None)
+        host = self._net.hosts.get(self.endpoint, self.endpoint)
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self.mailbox.discard(lambda event: isinstance(event, TransferEvent))
+        context = self.scheduler.context
+        context.limits = self._limits()
+        self.memory.change_role(self._shape.num_aux, prefix_cache=self._caches_prefixes)
+        role = self.open_role(context)
+        for name in (endpoint, *self.processes):
+            self._net.hosts[name] = host
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether no copy is without an outcome that all ranks know."""
+        return True
+
+    @property
+    def _caches_prefixes(self) -> bool:
+        return self._shape.decode_prefix_cache if self.mode == "decode" else self._shape.prefix_cache
+
+    def role_change_fails(self) -> bool:
+        """Draw whether a rank cannot open the parts of another role; all ranks learn it."""
+        return self._net.happens("role changes that failed", self._net.faults.change_failed)
 
     def step(self) -> None:
         """Run one turn of the scheduler."""
@@ -368,7 +407,9 @@ class SimNode:
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
                     half.cached_tokens = output.cached_tokens
-            case StateReply() | CommandReply() | EngineReady():
+            case CommandReply():
+                self.replies[message.query_id] = message
+            case StateReply() | EngineReady():
                 pass
 
 

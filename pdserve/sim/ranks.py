@@ -33,6 +33,7 @@ from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
+from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.scheduler import Event, InputSource
 from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.network import SimCopyEngine, SimNet
@@ -73,7 +74,7 @@ class RankedNode(SimNode):
         self.followers: list[_Follower] = []
         for number in range(1, parallel.num_ranks):
             own_log = FollowerLog(f"rank {number}", log.now(), self._entries[number].popleft)
-            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._rank.consensus.heard)
+            rank = _Rank(number, own_log, net, instance, reduction, lambda: None, self._heard)
             self.followers.append(_Follower(self, rank, dp_size))
 
     def step(self) -> None:
@@ -103,6 +104,22 @@ class RankedNode(SimNode):
             self._hang_up()
         return LEADER_LASTS_S
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`."""
+        self._rank.begin_role(instance)
+        role = super().change_role(mode, endpoint, instance)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`."""
+        return self._rank.log.answer(super().role_change_fails)
+
     def has_entries(self, number: int) -> bool:
         """Whether the log has entries that rank `number` has not followed."""
         return bool(self._entries[number])
@@ -115,6 +132,9 @@ class RankedNode(SimNode):
     def _wake(self) -> None:
         self.mailbox.post(Woken())
 
+    def _heard(self, event: Outcome) -> None:
+        self._rank.consensus.heard(event)
+
     def _time(self) -> Clock:
         return self._rank.log
 
@@ -122,7 +142,8 @@ class RankedNode(SimNode):
         return RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
 
     def _input_source(self) -> InputSource:
-        return LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        self._role_source = LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(
@@ -157,14 +178,21 @@ class _Rank:
         report_to_leader: Callable[[Outcome], None] | None = None,
     ) -> None:
         self.number, self.log = number, log
-        self.copies = RankCopies(number)
-        self._net, self._instance = net, instance
+        self._net, self._reduction, self._wake = net, reduction, wake
+        self._report_to_leader = report_to_leader
+        self.begin_role(instance)
+
+    def begin_role(self, instance: str) -> None:
+        """Begin the agreement of a role, as another instance. Nothing is pending in the former one."""
+        self._instance = instance
+        self.copies = RankCopies(self.number)
 
         def begin(values: Tensor, then: Callable[[], None]) -> _Arrival:
-            return reduction.begin(number, values, then)
+            return self._reduction.begin(self.number, values, then)
 
-        self.consensus = Consensus(self.copies, begin, log, lambda: None, wake, in_step=False, now=net.clock.now)
-        self._report = report_to_leader or self.consensus.heard
+        now = self._net.clock.now
+        self.consensus = Consensus(self.copies, begin, self.log, lambda: None, self._wake, in_step=False, now=now)
+        self._report = self._report_to_leader or self.consensus.heard
 
     def process(self, rank: int) -> str:
         """Return the net's name for the process of a rank of this replica."""
@@ -197,6 +225,28 @@ class _Follower(SimNode):
         )
         self.name = name
 
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode.change_role`. Rank 0 has told the net of the new instance."""
+        self.mode, self.endpoint, self.instance = mode, endpoint, instance
+        self._net.mailboxes.pop(self.name, None)
+        self._rank.begin_role(instance)
+        self.name = self._rank.process(self._rank.number)
+        context = self.scheduler.context
+        context.limits = self._limits()
+        self.memory.change_role(self._shape.num_aux, prefix_cache=self._caches_prefixes)
+        role = self.open_role(context)
+        self._role_source.change_consensus(self._rank.consensus)
+        return role
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode.is_quiet`."""
+        return not self._rank.copies.num_pending
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode.role_change_fails`. Rank 0 draws."""
+        return self._rank.log.answer(lambda: False)
+
     def catch_up(self) -> None:
         """Follow the log up to its end."""
         while self._leader.has_entries(self._rank.number):
@@ -218,7 +268,8 @@ class _Follower(SimNode):
         )
 
     def _input_source(self) -> InputSource:
-        return FollowerInputSource(self._rank.log, self._rank.consensus)
+        self._role_source = FollowerInputSource(self._rank.log, self._rank.consensus)
+        return self._role_source
 
     def _aux(self) -> MetadataBuffers:
         return SharedMetadata(

@@ -35,6 +35,11 @@ class ServerView(Protocol):
     """A server, as seen by the router."""
 
     @property
+    def role(self) -> str:
+        """The role in which it takes requests."""
+        ...
+
+    @property
     def host(self) -> str:
         """The machine's name."""
         ...
@@ -56,6 +61,10 @@ class ServerView(Protocol):
 
     def post(self, spec: GenerateRequest) -> None:
         """Send a request."""
+        ...
+
+    def refuse(self, rid: str) -> None:
+        """Refuse a request that is meant for another role, with status 503."""
         ...
 
     def abort(self, rid: str) -> None:
@@ -215,6 +224,9 @@ class SimRouter:
         if each.closed or server.dead:
             return
         each.sent.add(role)
+        if server.role != role:
+            server.refuse(each.rid)
+            return
         server.post(spec)
 
     def _judge(self, client: Client, each: SimTry, now: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, RedirectReceiver
+from pdserve.protocol.messages import AbortRequest, FinishReason, GenerateRequest, RedirectReceiver
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
 
@@ -50,6 +50,8 @@ class SimServer:
         self._net = net
         self._redirect = redirect
         self._whose: dict[str, SimNode] = {}
+        self._refused: dict[str, RequestHalf] = {}
+        """Requests that came for a role that the server does not have any more."""
 
     def post(self, spec: GenerateRequest) -> None:
         """See `ServerView`. As `ReplicatedChannel`: a room names a prefill replica, but another may get the request."""
@@ -64,8 +66,22 @@ class SimServer:
         self._whose[spec.rid] = self.replicas[chosen]
         self.replicas[chosen].mailbox.post(spec)
 
+    def take_role(self, role: str) -> None:
+        """Serve in `role`: all replicas have it. A prefill server is found at its address, under new instances."""
+        self.role = role
+        if role == "prefill":
+            self._net.served[self.address] = tuple((node.instance, node.endpoint) for node in self.replicas)
+        else:
+            self._net.served.pop(self.address, None)
+
+    def refuse(self, rid: str) -> None:
+        """See `ServerView`."""
+        self._refused[rid] = RequestHalf(finish=FinishReason(type="abort", status_code=503, err_type="wrong_role"))
+
     def abort(self, rid: str) -> None:
         """See `ServerView`."""
+        if rid in self._refused:
+            return
         self._whose[rid].mailbox.post(AbortRequest(rid=rid))
 
     def abort_all(self) -> None:
@@ -76,6 +92,8 @@ class SimServer:
 
     def half(self, rid: str) -> RequestHalf | None:
         """See `ServerView`."""
+        if rid in self._refused:
+            return self._refused[rid]
         node = self._whose.get(rid)
         return None if node is None else node.halves.get(rid)
 

@@ -311,6 +311,11 @@ class KVManager:
             self.receive_side.on_fenced(receiver)
         return known
 
+    def end_sessions(self) -> None:
+        """End the sessions with all peers, which are sent a Reset: this manager closes, with no transfer open."""
+        for peer in list(self.sessions):
+            self.sessions.gone(peer.instance)
+
     def _free(self, receivers: list[str]) -> None:
         for receiver in receivers:
             self.receive_side.on_fenced(receiver)

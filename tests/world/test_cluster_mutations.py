@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
+from pdserve.errors import RankError
 from tests.world import cluster_bugs as bugs
+from tests.world import role_bugs
 from tests.world.campaign import KINDS, play
 
 Patch = pytest.MonkeyPatch
@@ -49,9 +51,15 @@ MUTANTS: list[tuple[Bug, str, int]] = [
     (bugs.an_ended_request_may_still_publish, "aborts", 0),
     (bugs.a_drain_that_cuts_requests_frees_all_pages, "switches", 0),
     (bugs.a_successor_is_its_predecessor, "switches", 5),
+    (role_bugs.a_role_change_waits_for_no_transfer, "changes+lost", 18),
+    (role_bugs.a_role_change_keeps_the_instance, "changes+lost", 1),
+    (role_bugs.a_rank_changes_its_role_a_turn_later, "changes+ranks", 0),
 ]
 """A bug, the kinds of faults that reveal it, and a seed. The bug needs the first kind; without kinds it needs none."""
-RAISES: dict[Bug, type[Exception]] = {bugs.an_ended_request_may_still_publish: KeyError}
+RAISES: dict[Bug, type[Exception]] = {
+    bugs.an_ended_request_may_still_publish: KeyError,
+    role_bugs.a_rank_changes_its_role_a_turn_later: RankError,
+}
 """What ends a seed with that bug, where no condition of the campaign fails before."""
 SLOW = {bugs.an_end_is_not_told}
 CASES = [pytest.param(*case, marks=pytest.mark.slow) if case[0] in SLOW else case for case in MUTANTS]

@@ -33,6 +33,7 @@ from pdserve.protocol.messages import (
     OutputBatch,
     SchedulerHeartbeat,
     StateReply,
+    SwitchRole,
     ToApi,
     ToScheduler,
 )
@@ -69,12 +70,14 @@ class EngineClient:
         match_stops: bool = True,
         new_prefill: NewPrefill | None = None,
         waiting: WaitingRequests | None = None,
+        ready: EngineReady | None = None,
     ) -> None:
         """Create a client of `channel`, which the caller owns.
 
         `tokenizer` None: outputs have no text. `match_stops` False: stop strings are not matched, as on a prefill
         server, whose first token the decode server matches. `new_prefill` None: requests may name any number of new
-        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded.
+        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded. `ready`: what the engine has
+        sent to a former client of the channel; None: it has not sent it.
         """
         self._channel = channel
         self._new_prefill = new_prefill
@@ -87,8 +90,11 @@ class EngineClient:
         self._ended = asyncio.Event()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
-        self._ready: EngineReady | None = None
+        self._ready = ready
         self._became_ready = asyncio.Event()
+        if ready is not None:
+            self.watchdog.begin()
+            self._became_ready.set()
         self._dead: EngineDeadError | None = None
         self._stopping = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -302,7 +308,7 @@ class EngineClient:
             return self.last_state
         return await self._queries.state(timeout_s, audit=audit)
 
-    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+    async def command(self, make: Callable[[str], Command | SwitchRole], timeout_s: float) -> CommandReply:
         """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:

@@ -25,6 +25,7 @@ from pdserve.protocol.messages import (
     SchedulerHeartbeat,
     StateQuery,
     StateReply,
+    SwitchRole,
 )
 
 log = logging.getLogger(__name__)
@@ -120,7 +121,7 @@ class EngineQueries:
         finally:
             del self._states[query_id]
 
-    async def command(self, make: Callable[[str], Command], timeout_s: float) -> CommandReply:
+    async def command(self, make: Callable[[str], Command | SwitchRole], timeout_s: float) -> CommandReply:
         """Send the command that `make` builds from a query id, and return the scheduler's reply.
 
         Raises:

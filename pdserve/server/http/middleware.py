@@ -296,6 +296,10 @@ class DrainGate:
         self._why = why
         self._for_good = for_good
 
+    def reopen(self) -> None:
+        """Admit new calls again: the role change for which the gate was closed has failed."""
+        self._why = None
+
     def require_staying(self) -> None:
         """Raise the refusal of new calls if the server shuts down."""
         if self._for_good:

@@ -4,12 +4,16 @@
 
 `RoleSwitchApp`, which uvicorn runs, has one instance at a time and forwards each call to its application:
 
-    prepare (may refuse) ──> drain ──> the old engine ends ──> the new one starts ──> ready
-                                                                  └─ does not start ──> the old role again
+    prepare (may refuse) ──> drain ──> the engine changes its role in place ──> the new application
+                               │          └─ cannot ──> the old role goes on
+                               └─ in place is not possible: the old engine ends ──> a new one starts ──> ready
+                                                                                      └─ does not start ──> the old role
 
-The port stays open during a switch. The old application answers until its engine has ended. Then the new application
-answers, with 503 `engine_starting` until its engine is ready. The engines never run together, because two would need
-twice the memory. Created by `run`.
+The port stays open during a switch. In place, weights, KV pool and prefix cache stay, and the channel to the engine is
+handed to the new application. The engine is reloaded where a flag of the new role needs it, or where peers still hold
+pages after the drain. Then the old application answers until its engine has ended, and the new one with 503
+`engine_starting` until its engine is ready. Two engines never run together: they would need twice the memory. Created
+by `run`.
 """
 
 from __future__ import annotations
@@ -27,12 +31,12 @@ from pdserve.base.startup_times import api_startup_s
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.messages import Shutdown
+from pdserve.protocol.messages import EngineReady, Shutdown, SwitchRole
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
 from pdserve.server.http.middleware import DrainGate
-from pdserve.server.sglang_api.role_switch import RoleChanged, RoleChanger
+from pdserve.server.sglang_api.role_switch import FAILED_CODE, RoleChanged, RoleChanger
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -40,6 +44,10 @@ log = logging.getLogger(__name__)
 ENGINE_WATCH_S = 0.2
 ABORT_S = 5.0
 """Seconds that the responses of aborted requests may take to be written."""
+SWITCH_S = 90.0
+"""Seconds that an engine may take to change its role: closing transports may wait 30 s for a copy that hangs."""
+REGISTER_S = 5.0
+"""Seconds within which the bootstrap server of a new prefill role must know all replicas."""
 QUIET_S = 5.0
 """Seconds that peers may take to be notified of ended requests and to release each other's pages."""
 LINGER_S = 0.5
@@ -70,6 +78,11 @@ class EngineBackend:
     `on_ready` gets the HTTP port when the engine takes requests. `own_counters` are added to `/metrics`. `registered`
     is a condition of `/ready`. `end` blocks until the engine, which received `Shutdown`, has ended; any thread may call
     it, repeatedly. `control_token`: secret that requests may prove; empty: none.
+
+    `switch` makes the command by which a running engine takes this role, from a query id; None: no engine can.
+    `reload` None: the backend has an engine of its own. Otherwise it takes over the engine of the present role by that
+    command; `open_channel` then returns that engine's channel, `adopt` is called once the engine has the role, and
+    `reload` returns a backend of the same role that starts an engine of its own instead (any thread).
     """
 
     config: ServerConfig
@@ -82,6 +95,9 @@ class EngineBackend:
     start: Callable[[], None] = nothing
     end: Callable[[], None] = nothing
     control_token: str = dataclasses.field(default="", repr=False)
+    switch: Callable[[str], SwitchRole] | None = None
+    reload: Callable[[], EngineBackend] | None = None
+    adopt: Callable[[], None] = nothing
 
     @property
     def role(self) -> DisaggMode:
@@ -92,12 +108,20 @@ class EngineBackend:
 class EngineInstance:
     """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
+    `ready`: what the engine has sent to the instance before; None: the engine starts.
+
     Raises:
         ConfigError: a configured request log or tracing cannot be opened.
     """
 
     def __init__(
-        self, backend: EngineBackend, tokenizer: Tokenizer | None, changer: RoleChanger, *, on_trial: bool = False
+        self,
+        backend: EngineBackend,
+        tokenizer: Tokenizer | None,
+        changer: RoleChanger,
+        *,
+        on_trial: bool = False,
+        ready: EngineReady | None = None,
     ) -> None:
         self.backend = backend
         self.on_trial = on_trial
@@ -115,6 +139,7 @@ class EngineInstance:
                 match_stops=backend.role != "prefill",
                 new_prefill=NewPrefill.of(backend.config),
                 waiting=waiting,
+                ready=ready,
             )
             self.app = create_app(
                 backend.config,
@@ -128,7 +153,8 @@ class EngineInstance:
                 control_token=backend.control_token,
             )
         except BaseException:
-            self._channel.close()
+            if ready is None:
+                self._channel.close()
             raise
         metrics.set_api_startup(api_startup_s())
         self._lifespan = self.app.router.lifespan_context(self.app)
@@ -148,8 +174,10 @@ class EngineInstance:
                 break
             await asyncio.sleep(ENGINE_WATCH_S)
 
-    async def drain(self, why: RequestError, timeout_s: float, *, for_good: bool = False) -> None:
+    async def drain(self, why: RequestError, timeout_s: float, *, for_good: bool = False) -> bool:
         """Refuse new requests, wait for running ones, and after `timeout_s` seconds abort the rest with `why`.
+
+        Returns whether peers hold nothing any more.
 
         `for_good`: the server shuts down; an idle server then does not wait `LINGER_S`.
         """
@@ -172,12 +200,19 @@ class EngineInstance:
             quiet_s,
             held or "nothing",
         )
+        return not held
 
     async def _held(self) -> dict[str, int]:
         """The `HELD` counts that are not 0."""
         state = await self.client.state(QUIET_S)
         counts = {} if state is None or not self.client.alive else state.memory
         return {name: counts[name] for name in HELD if counts.get(name, 0)}
+
+    async def hand_over(self, reason: str) -> None:
+        """Close the instance, whose engine and channel another instance takes over."""
+        self._closed = True
+        await self.client.stop(reason)
+        await self._lifespan.__aexit__(None, None, None)
 
     async def close(self, reason: str) -> None:
         """Fail all live requests with `reason` and send `Shutdown` to the engine if it is alive."""
@@ -200,6 +235,10 @@ SHUTTING_DOWN = RequestError(
 OtherRole = Callable[[DisaggMode], EngineBackend]
 """Creates the backend of a role, checked but not started; any thread. Raises ConfigError if the server cannot have the
 role."""
+
+
+class _Refused(RequestError):
+    """A replica of the engine cannot take the role, and has kept its own."""
 
 
 class RoleSwitchApp:
@@ -259,6 +298,11 @@ class RoleSwitchApp:
         await self._instance.close("the server is shutting down")
         return int(self._instance.client.engine_lost)
 
+    @property
+    def is_serving(self) -> bool:
+        """See `RoleChanger`."""
+        return self._instance.client.ready is not None and self._changing is None and not self._closing
+
     async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
         """See `RoleChanger`."""
         if self._preparing or self._closing or self._changing is not None:
@@ -282,7 +326,14 @@ class RoleSwitchApp:
         before = self._instance.backend.role
         text = f"this server changes its role from {before!r} to {backend.role!r}"
         log.warning("%s; running requests have %g s to end", text, drain_s)
-        await self._instance.drain(RequestError(text, status=503, code="role_switching", retry_after_s=1), drain_s)
+        why = RequestError(text, status=503, code="role_switching", retry_after_s=1)
+        quiet = await self._instance.drain(why, drain_s)
+        if backend.reload is not None:
+            if quiet:
+                return await self._change_in_place(backend)
+            log.warning("peers still hold pages of this engine, so it is reloaded")
+            await asyncio.to_thread(backend.end)
+            backend = await asyncio.to_thread(backend.reload)
         await self._end(self._instance.backend, text)
         try:
             await self._begin(backend)
@@ -290,16 +341,76 @@ class RoleSwitchApp:
             await self._end(backend, f"the engine of the role {backend.role!r} did not start")
             await self._go_back(before)
             text = f"the engine of the role {backend.role!r} did not start ({error}; see the server's log)"
-            raise RequestError(
-                f"{text}; this is {_article(before)} again", status=500, code="role_switch_failed"
-            ) from error
-        return RoleChanged(before, backend.role, "ok", backend.bootstrap_port)
+            raise RequestError(f"{text}; this is {_article(before)} again", status=500, code=FAILED_CODE) from error
+        return RoleChanged(before, backend.role, "ok", backend.bootstrap_port, in_place=False)
+
+    async def _change_in_place(self, backend: EngineBackend) -> RoleChanged:
+        """Have the running engine take the role of `backend`; the old role goes on when it cannot."""
+        old = self._instance
+        before = old.backend.role
+        old.on_trial = True
+        try:
+            await self._command(old, backend)
+            await self._adopt(old, backend)
+        except PdserveError as error:
+            await asyncio.to_thread(backend.end)
+            if isinstance(error, _Refused) and old.backend.config.parallel.dp_size == 1:
+                self._go_on(old)
+            else:
+                await self._roll_back(old)
+            text = f"the engine cannot take the role {backend.role!r}: {error}"
+            message = f"{text}; this is {_article(before)} again"
+            raise RequestError(message, status=500, code=FAILED_CODE) from error
+        return RoleChanged(before, backend.role, "ok", backend.bootstrap_port, in_place=True)
+
+    async def _command(self, instance: EngineInstance, backend: EngineBackend) -> None:
+        """Send the engine of `instance` the command of `backend`. Raises PdserveError when a replica cannot obey."""
+        assert backend.switch is not None, "this backend takes over an engine"
+        reply = await instance.client.command(backend.switch, SWITCH_S)
+        if not reply.ok:
+            raise _Refused(reply.message, status=500, code=FAILED_CODE)
+
+    async def _adopt(self, old: EngineInstance, backend: EngineBackend) -> None:
+        """Serve with an engine that has taken the role of `backend`."""
+        deadline = time.monotonic() + REGISTER_S
+        while not backend.registered():
+            if time.monotonic() > deadline:
+                text = "the bootstrap server does not know all replicas"
+                raise RequestError(text, status=500, code=FAILED_CODE)
+            await asyncio.sleep(POLL_S)
+        instance = EngineInstance(backend, self._tokenizer, self, ready=old.client.require_ready())
+        await instance.open()
+        self._instance = instance
+        await old.hand_over("the role of this server has changed")
+        await asyncio.to_thread(backend.adopt)
+        self._keep(asyncio.create_task(self._guard(instance)))
+        backend.on_ready(self._port)
+
+    async def _roll_back(self, old: EngineInstance) -> None:
+        """Go on in the old role: replicas that have changed return to it. Reload the engine if one cannot."""
+        try:
+            await self._command(old, old.backend)
+        except PdserveError as error:
+            log.error("the engine cannot return to its role, so it is reloaded: %s", error)
+            await self._end(old.backend, "the role switch has failed")
+            await self._go_back(old.backend.role)
+            return
+        self._go_on(old)
+
+    @staticmethod
+    def _go_on(old: EngineInstance) -> None:
+        old.on_trial = False
+        old.drain_gate.reopen()
 
     async def _go_back(self, role: DisaggMode) -> None:
         """Start the old role again; shut the server down if its engine does not start either."""
         assert self._other is not None
         try:
-            await self._begin(await asyncio.to_thread(self._other, role))
+            backend = await asyncio.to_thread(self._other, role)
+            if backend.reload is not None:
+                await asyncio.to_thread(backend.end)
+                backend = await asyncio.to_thread(backend.reload)
+            await self._begin(backend)
         except PdserveError:
             log.critical("the engine of the old role did not start either; the server shuts down")
             self._leave()

@@ -1,10 +1,10 @@
 """`POST /pd_role_switch`: changes the prefill/decode role of a running server. Path and fields are SGLang's.
 
     {"new_role": "prefill" | "decode" | "null", "drain_timeout_secs": 300, "wait": true}
-    200 {"success": true, ...}     the server has the new role; also when it had it before
+    200 {"success": true, ...}     the server serves in the new role; also when it had it before
     202 {"success": true, ...}     with `wait` false: the switch has begun
     400, 409                       the switch is impossible; the server is unchanged
-    500                            the engine of the new role did not start; the old role runs again
+    500 {"success": false, ...}    the switch has failed; with `safe_to_restore` the old role serves again
 
 This file validates the request; `lifecycle/instance.py` performs the switch.
 """
@@ -20,6 +20,7 @@ from fastapi.responses import Response
 
 from pdserve.config.groups import DisaggMode
 from pdserve.errors import RequestError
+from pdserve.http.errors import HttpRefusal
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object
 from pdserve.server.http.middleware import DrainGate
@@ -31,16 +32,30 @@ MAX_DRAIN_S = 86_400.0
 
 @dataclasses.dataclass(frozen=True)
 class RoleChanged:
-    """Result of a role switch. `bootstrap_port`: of a new prefill server, else None."""
+    """Result of a role switch. `bootstrap_port`: of a new prefill server, else None.
+
+    `safe_to_restore`: the server serves, so a router may send it requests. `in_place`: the engine was not reloaded;
+    None: the role was the same.
+    """
 
     old_role: DisaggMode
     new_role: DisaggMode
     message: str
     bootstrap_port: int | None = None
+    safe_to_restore: bool = True
+    in_place: bool | None = None
+
+
+FAILED_CODE = "role_switch_failed"
 
 
 class RoleChanger(Protocol):
     """Changes the role of the running server."""
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether the server takes requests now."""
+        ...
 
     async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
         """Begin the switch to `role`, which differs from the present role; the future resolves when it has ended.
@@ -77,7 +92,15 @@ async def pd_role_switch(
         return _answer(
             RoleChanged(old, body.new_role, "accepted; /ready returns 200 when the switch is complete"), status=202
         )
-    return _answer(await asyncio.shield(done), status=200)
+    try:
+        return _answer(await asyncio.shield(done), status=200)
+    except RequestError as error:
+        if error.code != FAILED_CODE:
+            raise
+        restored = changer.is_serving
+        refusal = HttpRefusal.of(error).body
+        answer = {"success": False, "message": str(error), "old_role": old, "new_role": body.new_role}
+        return json_response(refusal | answer | {"safe_to_restore": restored}, status=error.status)
 
 
 def _answer(changed: RoleChanged, *, status: int) -> Response:

@@ -56,6 +56,7 @@ from pdserve.protocol.messages import (
     StateQuery,
     StateReply,
     StopProfile,
+    SwitchRole,
     TokenLogprob,
     UnloadLora,
     WaitsFor,
@@ -156,6 +157,12 @@ class ScriptedScheduler:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.commands: list[Command] = []
+        self.switches: list[SwitchRole] = []
+        self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
+        """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
+        """
+        self.memory: dict[str, int] = {}
+        """Counts of the state, beside those of all states."""
         self.shutdown = False
         self._held: dict[str, GenerateRequest] = {}
         self._answering = threading.Lock()
@@ -163,17 +170,7 @@ class ScriptedScheduler:
         self._end = False
 
     def start(self) -> None:
-        self._channel.send(
-            EngineReady(
-                model_type="llama",
-                architectures=["LlamaForCausalLM"],
-                vocab_size=VOCAB,
-                context_length=CONTEXT,
-                max_total_tokens=1024,
-                eos_token_ids=[EOS],
-                facts={"dtype": "float32"},
-            )
-        )
+        self._channel.send(self.ready())
         self._thread.start()
 
     def stop(self) -> None:
@@ -212,14 +209,37 @@ class ScriptedScheduler:
                 ):
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
+                case SwitchRole():
+                    self._switch(message)
                 case Shutdown():
                     self.shutdown = True
+
+    def ready(self) -> EngineReady:
+        return EngineReady(
+            model_type="llama",
+            architectures=["LlamaForCausalLM"],
+            vocab_size=VOCAB,
+            context_length=CONTEXT,
+            max_total_tokens=1024,
+            eos_token_ids=[EOS],
+            facts={"dtype": "float32"},
+        )
+
+    def _switch(self, command: SwitchRole) -> None:
+        """As the scheduler: the role in which it is then is announced before the reply."""
+        self.switches.append(command)
+        if self.on_switch is None:
+            return
+        refusal = self.on_switch(command)
+        self._channel.send(self.ready())
+        self._channel.send(CommandReply(query_id=command.query_id, ok=refusal is None, message=refusal or "ok"))
 
     def state(self) -> EngineState:
         self.progress += self.progress_per_state
         return EngineState(
             queues={"waiting": 1, "num_prefill_bootstrap_queue_reqs": 2, "num_retracted_reqs": 4} | self.queues,
-            memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1},
+            memory={"pages_total": 64, "pages_free": 60, "pages_cached": 3, "rows_free": 8, "rooms_live": 1}
+            | self.memory,
             counters={
                 "kv_transfer_bytes": 5.0,
                 "transfer_failed_reqs": 1.0,

@@ -116,7 +116,8 @@ async def test_another_role_on_the_same_port_and_back(tokenizer: Tokenizer) -> N
         answer = await server.switch("prefill", drain_timeout_secs=5)
         assert (answer.status_code, answer.json()) == (
             200,
-            {"success": True, "old_role": "decode", "new_role": "prefill", "message": "ok", "bootstrap_port": 7001},
+            {"success": True, "old_role": "decode", "new_role": "prefill", "message": "ok", "bootstrap_port": 7001}
+            | {"safe_to_restore": True, "in_place": False},
         )
         assert await server.role() == "prefill"
         assert (await server.http.get("/health")).headers[ROLE_HEADER] == "prefill"
@@ -206,6 +207,7 @@ async def test_an_engine_that_does_not_come_up_means_the_old_role_again(tokenize
         server.engines.dead = {"prefill"}
         answer = await server.switch("prefill")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "role_switch_failed")
+        assert (answer.json()["success"], answer.json()["safe_to_restore"]) == (False, True)
         assert "the prefill process has ended" in answer.text and "a decode server again" in answer.text
         assert server.engines.events[1:] == ["end decode", "start prefill", "end prefill", "start decode"]
         assert (await server.http.post("/generate", json=PROMPT)).status_code == 200

@@ -1,0 +1,63 @@
+"""Role changes in place of simulated servers: how a `SimNode` opens another role, and how a `SimServer` changes.
+
+Mishaps: drain ──> SwitchRole to all replicas ──> all have it: the server is in the other pool
+                                            └──> one cannot: those that have changed return
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from pdserve.errors import ConfigError
+from pdserve.protocol.messages import SwitchRole
+from pdserve.scheduler.role_switcher import OpenedRole
+from pdserve.scheduler.roles.base import SchedulerRole
+from pdserve.transfer.manager import KVManager
+
+
+class RoleNode(Protocol):
+    """The part of a `SimNode` that a role change needs."""
+
+    kv: KVManager | None
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `SimNode`."""
+        ...
+
+    def role_change_fails(self) -> bool:
+        """See `SimNode`."""
+        ...
+
+    def change_role(self, mode: str, endpoint: str, instance: str) -> SchedulerRole:
+        """See `SimNode`."""
+        ...
+
+
+class SimRoles:
+    """Implements `RoleOpener` for a simulated rank. The role and the names of the command stand in `disagg`."""
+
+    def __init__(self, node: RoleNode) -> None:
+        self._node = node
+
+    @property
+    def is_quiet(self) -> bool:
+        """See `RoleOpener`."""
+        return self._node.is_quiet
+
+    def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
+        """See `RoleOpener`. Fails at random."""
+        node = self._node
+        if node.role_change_fails():
+            raise ConfigError("injected")
+        mode, endpoint, instance = (str(command.disagg[name]) for name in ("mode", "endpoint", "instance"))
+
+        def commit() -> OpenedRole:
+            role = node.change_role(mode, endpoint, instance)
+            return OpenedRole(role=role, kv=node.kv)
+
+        return commit
+
+    def announce(self) -> None:
+        """See `RoleOpener`."""
