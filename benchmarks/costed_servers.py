@@ -21,11 +21,19 @@ from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.codec import Codec
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import GenerateRequest, RoomAddress, ToApi, WaitsFor
+from pdserve.protocol.messages import (
+    EndMigration,
+    FinishReason,
+    GenerateRequest,
+    MigrateOut,
+    RoomAddress,
+    ToApi,
+    WaitsFor,
+)
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import Queued, SchedulerRole
+from pdserve.scheduler.roles.base import STOP_STRING, Queued, SchedulerRole
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.prefill import PrefillRole
@@ -150,9 +158,9 @@ class WatchedRole:
         self.role.commit(plan, result)
         self.watch.timed("commit", began)
 
-    def end(self, req: Req, failure: Failure | None) -> None:
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """See `SchedulerRole`."""
-        self.role.end(req, failure)
+        self.role.end(req, failure, finish)
 
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole`."""
@@ -173,6 +181,10 @@ class WatchedRole:
     def retract_all(self) -> None:
         """See `SchedulerRole`."""
         self.role.retract_all()
+
+    def migrate(self, command: MigrateOut | EndMigration) -> None:
+        """See `SchedulerRole`."""
+        self.role.migrate(command)
 
 
 @dataclasses.dataclass(frozen=True)

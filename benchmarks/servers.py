@@ -70,6 +70,28 @@ def monolith_and_pair(model: str, dtype: str, *, threads: int) -> Iterator[dict[
 
 
 @contextlib.contextmanager
+def pair(
+    model: str, dtype: str, *, threads: int, prefill_flags: Sequence[str] = (), decode_flags: Sequence[str] = ()
+) -> Iterator[str]:
+    """URL of a router before 1P1D, whose servers have `threads` threads each; flags are more of `launch_server`."""
+    children: list[Child] = []
+    try:
+        servers = []
+        for mode, more in (("prefill", prefill_flags), ("decode", decode_flags)):
+            flags = [*server_flags(model, dtype, mode, threads), *more]
+            servers.append(Server(mode, "pdserve.launch_server", flags, threads))
+            children.append(servers[-1].child)
+        sender, receiver = (server.wait() for server in servers)
+        assert sender.bootstrap_port is not None
+        flags = ["--pd-disaggregation", "--port", "0", "--prefill", sender.url, str(sender.bootstrap_port)]
+        router = Server("router", "pdserve.launch_router", [*flags, "--decode", receiver.url], 1)
+        children.append(router.child)
+        yield router.wait().url
+    finally:
+        end_all(children, GRACE_S)
+
+
+@contextlib.contextmanager
 def monolith(model: str, dtype: str, *, threads: int, flags: Sequence[str] = ()) -> Iterator[str]:
     """URL of a monolith with `threads` threads; `flags` are more flags of `launch_server`."""
     argv = [*server_flags(model, dtype, "null", threads), *flags]

@@ -162,7 +162,7 @@ class Side:
             for event in self.mailbox.drain():
                 self.kv.handle(event)
             self.kv.tick()
-            rooms = self.kv.drain_state_changes()
+            rooms = [*self.kv.drain_state_changes(sending=True), *self.kv.drain_state_changes(sending=False)]
             if rooms:
                 deadline = time.monotonic() + PATIENCE_S
             yield rooms

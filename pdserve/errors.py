@@ -19,6 +19,10 @@ Errors in pdserve itself are assertions, not these exceptions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 
 class PdserveError(Exception):
     """Base of all errors of this package."""
@@ -41,11 +45,13 @@ class UnsupportedModelError(ModelError):
 
 
 class RequestError(PdserveError):
-    """One request is refused.
+    """One request is refused. Subclasses may add `details` to the error object of the response.
 
     `status` is the HTTP status (400 invalid, 404 unknown model, 409 live room, 503 overloaded), `field` the request
     field at fault, `code` a short machine-readable word, `retry_after_s` the `Retry-After` in seconds or None.
     """
+
+    details: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(
         self,

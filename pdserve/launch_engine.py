@@ -77,6 +77,11 @@ class RankStartInfo:
         """The process name in logs."""
         return self.name_in(ROLES[self.config.disagg.disaggregation_mode])
 
+    def log_as(self, mode: DisaggMode) -> None:
+        """Name this process after a role in its log lines."""
+        observe = self.config.observe
+        setup_logging(observe.log_level, self.name_in(ROLES[mode]), observe.log_format)
+
     def name_in(self, role: str) -> str:
         """Return the process name in a role."""
         parallel, name = self.config.parallel, role
@@ -226,7 +231,7 @@ def rank_main(start: RankStartInfo, native_stderr: Connection | None = None) -> 
     die_with_parent(start.parent_pid)
     if start.cores is not None:
         pin_process(start.cores)  # before any thread starts: threads inherit cores and niceness
-    setup_logging(start.config.observe.log_level, start.name, start.config.observe.log_format)
+    start.log_as(start.config.disagg.disaggregation_mode)
     if start.config.kernels.device == "cpu":
         _give_way(start.config.kernels.cpu_nice)
     if may_compute_natively(start.config):
@@ -300,7 +305,7 @@ def _lead(start: RankStartInfo) -> None:
     )
     channel = ZmqSchedulerChannel(start.address)
     try:
-        run_scheduler(start.config, channel, replica, control_token(), startup)
+        run_scheduler(start.config, channel, replica, control_token(), startup, start.log_as)
     finally:
         startup.close()
         channel.close()
@@ -316,7 +321,15 @@ def _follow(start: RankStartInfo) -> None:
     assert start.rendezvous is not None
     coord = parallel.shape.coord(start.rank)
     try:
-        run_follower(start.config, coord, start.rendezvous, control_token(), dp_rank=start.dp_rank, startup=startup)
+        run_follower(
+            start.config,
+            coord,
+            start.rendezvous,
+            control_token(),
+            dp_rank=start.dp_rank,
+            startup=startup,
+            on_role=start.log_as,
+        )
     finally:
         startup.close()
 

@@ -360,6 +360,15 @@ class ServingConfig:
         False, help="answer 404 to requests whose model is another name than served_model_name; else any name is served"
     )
     max_request_bytes: int = flag(32 << 20, help="maximum size of a request body in bytes")
+    snapshot_max_gb: float = flag(
+        4.0, help="maximum size of a request snapshot in GB (10^9 bytes), of /extract and /restore"
+    )
+    snapshot_store_gb: float = flag(
+        4.0, help="maximum size of all suspended requests together in GB (10^9 bytes); 0 turns /suspend off"
+    )
+    snapshot_dir: str | None = flag(
+        None, help="directory that keeps suspended requests, also when the server ends; in memory when absent"
+    )
     timeout_graceful_shutdown: int = flag(
         5, help="seconds to drain running requests after SIGTERM; the remaining requests then end with an error"
     )

@@ -16,6 +16,7 @@ from pdserve.config.groups import (
     ObserveConfig,
     ParallelConfig,
     ServerConfig,
+    ServingConfig,
 )
 from pdserve.config.kv_events_group import parse_kv_events, parse_load_endpoint
 from pdserve.config.schedule_group import MAX_PRIORITY, MIN_PRIORITY, ScheduleConfig
@@ -24,6 +25,7 @@ from pdserve.errors import ConfigError
 MAX_PAGE_SIZE = 128
 MAX_THREADS = 1024
 MAX_NICENESS = 19
+MAX_SNAPSHOT_GB = 10_000
 MAX_GRACE_S = 86_400
 MAX_RANKS = 4096
 MAX_GRAPH_ROWS = 4096
@@ -51,6 +53,7 @@ def check(config: ServerConfig) -> None:
     _between("port", config.serving.port, 0, 65535)
     _between("timeout_graceful_shutdown", config.serving.timeout_graceful_shutdown, 0, MAX_GRACE_S)
     _at_least("max_request_bytes", config.serving.max_request_bytes, 1024)
+    _check_snapshots(config.serving)
     _check_host("host", config.serving.host)
     config.access.check()
     config.speculative.check(config.model.model_path, config.parallel.pp_size)
@@ -59,6 +62,17 @@ def check(config: ServerConfig) -> None:
     _check_observe(config.observe)
     events = parse_kv_events(config.observe.kv_events_config, config.parallel.dp_size)
     parse_load_endpoint(config.observe.load_publish_endpoint, events, config.parallel.dp_size)
+
+
+def _check_snapshots(serving: ServingConfig) -> None:
+    for field, value in (
+        ("snapshot_max_gb", serving.snapshot_max_gb),
+        ("snapshot_store_gb", serving.snapshot_store_gb),
+    ):
+        if not (math.isfinite(value) and 0 <= value <= MAX_SNAPSHOT_GB):
+            _refuse(field, value, f"must be 0 to {MAX_SNAPSHOT_GB}")
+    if serving.snapshot_dir is not None and (not serving.snapshot_dir.strip() or "\0" in serving.snapshot_dir):
+        _refuse("snapshot_dir", serving.snapshot_dir, "must not be empty")
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -26,6 +26,7 @@ from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.draft_length import AMX_COST, CPU_COST, CUDA_COST
 from pdserve.scheduler.kv_checksum import KVChecksum, WriteLine
 from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.request import PriorityRules, WaitingQueue
 from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -33,7 +34,7 @@ from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.roles.monolith import MonolithRole
 from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.roles.prefill import PrefillRole
-from pdserve.scheduler.scheduler import Heartbeat, InputSource, Scheduler
+from pdserve.scheduler.scheduler import InputSource, Scheduler
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
@@ -248,4 +249,5 @@ def _limits(config: ServerConfig, built: LoadedEngine) -> StepLimits:
         eos_token_ids=frozenset(built.spec.eos_token_ids),
         state_grid=math.lcm(STATE_GRID_TOKENS, built.layout.page_tokens) if built.layout.has_state else 0,
         num_stages=config.parallel.pp_size,
+        imports_kv=config.parallel.tp_size * config.parallel.pp_size == 1,
     )

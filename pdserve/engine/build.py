@@ -18,7 +18,7 @@ from pdserve.engine.assemble import Fact, make_context, make_memory, make_schedu
 from pdserve.engine.build_transfer import ReplicaId
 from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
-from pdserve.engine.role import LeaderRoles
+from pdserve.engine.role import LeaderRoles, OnRole, ignore_role
 from pdserve.errors import ProtocolError
 from pdserve.executor.memory_sizing import free_bytes
 from pdserve.memory.layout import GroupKind
@@ -27,8 +27,9 @@ from pdserve.protocol.messages import EngineReady, SchedulerHeartbeat, Shutdown
 from pdserve.ranks.pre_step import IdleBatches, SharedDpSync
 from pdserve.scheduler.input_source import GrammarGate, LeaderInputSource
 from pdserve.scheduler.load_report import LoadReporter
+from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.scheduler.role_switcher import RoleSwitcher
-from pdserve.scheduler.scheduler import Event, Heartbeat, InputSource, Scheduler
+from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ def run_scheduler(
     replica: ReplicaId,
     token: str,
     startup: StartupTimes | None = None,
+    on_role: OnRole = ignore_role,
 ) -> None:
     """Build the engine, announce readiness, and run the loop until shutdown. `token` seals control messages.
 
@@ -57,7 +59,7 @@ def run_scheduler(
     with contextlib.ExitStack() as stack:
         engine = open_engine(config, replica.rendezvous, token, stack, dp_rank=replica.dp_rank, startup=startup)
         try:
-            scheduler = build_scheduler(config, engine, channel, mailbox, replica, token, stack)
+            scheduler = build_scheduler(config, engine, channel, mailbox, replica, token, stack, on_role)
         except BaseException as error:
             engine.close(error)
             raise
@@ -86,6 +88,7 @@ def build_scheduler(
     replica: ReplicaId,
     token: str,
     stack: contextlib.ExitStack,
+    on_role: OnRole = ignore_role,
 ) -> Scheduler:
     """Make the scheduler of rank 0, with a transfer manager unless the mode is null, and start the followers'
     schedulers.
@@ -100,6 +103,8 @@ def build_scheduler(
         "device": str(built.device),
         "dp_rank": replica.dp_rank,
         "layout_fingerprint": built.layout.fingerprint(),
+        "weights_fingerprint": engine.weights_fingerprint,
+        "page_tokens": built.layout.page_tokens,
         "layout": str(built.layout.fields()),
         "kv_groups": ",".join(group.name for group in built.layout.groups if group.kind is not GroupKind.STAMP),
         "state_type": built.layout.state_type,
@@ -116,6 +121,7 @@ def build_scheduler(
         channel.send(_engine_ready(engine, facts))
 
     roles = LeaderRoles(config, engine, mailbox, replica, token, facts, events, stack, announce)
+    roles.on_role = on_role
     opened = roles.open_first(context)
     loras = built.loras
     gate = GrammarGate(mailbox, built.executor.prepare_grammar, None if loras is None else loras.prepare)

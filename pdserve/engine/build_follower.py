@@ -20,6 +20,7 @@ from pdserve.config import ServerConfig
 from pdserve.engine.assemble import make_context, make_memory, make_scheduler
 from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
+from pdserve.engine.role import OnRole, ignore_role
 from pdserve.errors import RankError
 from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
@@ -51,6 +52,7 @@ def run_follower(
     dp_rank: int = 0,
     parent_pid: int | None = None,
     startup: StartupTimes | None = None,
+    on_role: OnRole = ignore_role,
 ) -> None:
     """Run rank `coord` of replica `dp_rank` until rank 0 stops it. Main thread of its own process.
 
@@ -73,7 +75,7 @@ def run_follower(
             with startup.part(RANKS):
                 parallel = join_replica(config, coord, store, host=own_host(config), dp_rank=dp_rank)
             stack.callback(parallel.close)
-            _serve(config, parallel, leader, token, dp_rank, startup, stack)
+            _serve(config, parallel, leader, token, dp_rank, startup, stack, on_role)
         except Stopped:
             log.info("rank %d was stopped by rank 0", coord.rank)
         except Exception as error:
@@ -90,6 +92,7 @@ def _serve(
     dp_rank: int,
     startup: StartupTimes,
     stack: contextlib.ExitStack,
+    on_role: OnRole,
 ) -> None:
     """Load, report readiness to rank 0, and run the scheduler; `stack` closes what was opened.
 
@@ -122,7 +125,7 @@ def _serve(
     begin = leader.wait_begin()
     for name in _LEADER_SAYS:
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    scheduler = _make_scheduler(config, built, leader, begin, parts, token, dp_rank, stack)
+    scheduler = _make_scheduler(config, built, leader, begin, parts, token, dp_rank, stack, on_role)
     freeze_heap()
     scheduler.run()
     leader.wait_stop()
@@ -137,6 +140,7 @@ def _make_scheduler(
     token: str,
     dp_rank: int,
     stack: contextlib.ExitStack,
+    on_role: OnRole,
 ) -> Scheduler:
     """Make a scheduler equal to rank 0's, except for its executor, input and peers."""
     coord = built.coord
@@ -145,6 +149,7 @@ def _make_scheduler(
     executor = _executor(config, built, leader, begin, inputs)
     context = make_context(config, built, executor, memory, inputs, _say_nothing)
     roles = FollowerRoles(built, leader, inputs, context, parts, token, dp_rank)
+    roles.on_role = on_role
     stack.callback(roles.close)
     opened = roles.begin(begin.transfer)
     source = FollowerInputSource(inputs, roles.consensus)

@@ -22,6 +22,7 @@ from pdserve.config.resolve import with_disagg
 from pdserve.engine.assemble import Fact, fit_to_role, make_kv_checksum, make_role
 from pdserve.engine.build_transfer import make_consensus, make_manager, open_workers
 from pdserve.engine.kv_log import open_kv_log
+from pdserve.engine.role import OnRole, ignore_role
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.kv_pages import PoolHasher
@@ -137,6 +138,7 @@ class FollowerRoles:
         self.consensus: Consensus | None = None
         self.on_consensus: Callable[[Consensus | None], None] = lambda consensus: None
         """See `LeaderRoles`."""
+        self.on_role: OnRole = ignore_role
 
     @property
     def is_quiet(self) -> bool:
@@ -215,6 +217,7 @@ class FollowerRoles:
         fit_to_role(self._context, parts.config, self._built, None)
         opened = self.begin(start)
         self.on_consensus(self.consensus)
+        self.on_role(parts.config.disagg.disaggregation_mode)
         return opened
 
 

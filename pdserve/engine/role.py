@@ -18,7 +18,7 @@ import msgspec
 
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.startup_times import TRANSFER
-from pdserve.config import ServerConfig
+from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.resolve import with_disagg
 from pdserve.engine.assemble import Fact, fit_to_role, make_kv_checksum, make_role, num_aux_slots
 from pdserve.engine.build_transfer import OpenedTransfer, ReplicaId, open_transfer
@@ -40,6 +40,14 @@ log = logging.getLogger(__name__)
 
 Reports = Callable[[], Sequence[RankReady | RolePrepared]]
 """Waits for the reports of all followers and returns them in rank order; empty for a single rank."""
+
+
+OnRole = Callable[[DisaggMode], None]
+"""Called with each later role of the process, to name the process after it."""
+
+
+def ignore_role(role: DisaggMode) -> None:
+    """Default `OnRole`; does nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +93,7 @@ class LeaderRoles:
         self._num_changes = 0
         self.on_consensus: Callable[[Consensus | None], None] = lambda consensus: None
         """Called with the consensus of each later role; None: nothing is transferred."""
+        self.on_role: OnRole = ignore_role
         stack.callback(self._close)
 
     @property
@@ -184,6 +193,7 @@ class LeaderRoles:
         fit_to_role(self._context, parts.config, self._engine.built, recorder)
         opened = self._begin(parts)
         self.on_consensus(self.consensus)
+        self.on_role(parts.config.disagg.disaggregation_mode)
         return opened
 
     def _begin(self, parts: RoleParts) -> OpenedRole:

@@ -115,6 +115,29 @@ class HostPages(Protocol):
         """Bytes of host memory."""
         ...
 
+    def export(self) -> list[bytes] | None:
+        """Return the bytes of each layout group, page after page; None: other ranks have a part of them."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImportedPages:
+    """Implements `HostPages` with bytes that `HostPages.export` of another server has returned.
+
+    `data`: whole pages of each layout group. Only an executor of a single rank restores them.
+    """
+
+    data: tuple[bytes, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostPages.num_bytes`."""
+        return sum(map(len, self.data))
+
+    def export(self) -> list[bytes]:
+        """See `HostPages.export`."""
+        return list(self.data)
+
 
 class CopyHandle(Protocol):
     """Copies between pages of the pool and slots of the host tier that run beside steps."""
@@ -134,7 +157,7 @@ class Executor(Protocol):
 
     Steps run in the order of their launch. A launched step reads page table, sampling metadata and row tokens as they
     are at the launch. It writes KV and tokens until it is resolved: its pages and rows must not be reused before.
-    `offload` and `restore` are called while no step is unresolved.
+    `offload`, `restore` and `seal` are called while no step is unresolved.
     """
 
     @property
@@ -220,6 +243,13 @@ class Executor(Protocol):
 
         True also where rank 0 has no layer with a state. All ranks copy from the same lists of slots, so rank 0 answers
         for all.
+        """
+        ...
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """Complete state slot `slot` of a row that is sent to a peer: fold its pending tokens, and write `stamp`.
+
+        No step may be unresolved. Only models with STATE groups have slots.
         """
         ...
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from pdserve.base.parallel import RankCoord
+from pdserve.executor.interface import HostPages, ImportedPages
 from pdserve.memory.layout import GroupKind, KVLayout
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import to_device
@@ -37,11 +38,31 @@ class OffloadedPages:
         """See `HostPages.num_bytes`."""
         return sum(piece.numel() for group in self.pieces for piece in group)
 
+    def export(self) -> list[bytes]:
+        """See `HostPages.export`; the bytes of this rank."""
+        return [b"".join(piece.numpy().tobytes() for piece in group) for group in self.pieces]
+
+
+def offloaded(saved: HostPages, pools: Sequence[GroupPool]) -> OffloadedPages:
+    """Return saved pages in the form of `save`, also those that came as bytes. `pools`: those of this rank."""
+    if isinstance(saved, ImportedPages):
+        rows = []
+        for pool, data in zip(pools, saved.data, strict=True):
+            pages = np.frombuffer(bytearray(data), dtype=np.uint8).reshape(-1, max(1, pool.group.page_bytes))
+            rows.append((torch.from_numpy(pages),) if len(pages) else ())
+        return OffloadedPages(tuple(rows))
+    assert isinstance(saved, OffloadedPages), "these pages were saved by another executor"
+    return saved
+
 
 @torch.inference_mode()
 def save(pools: Sequence[GroupPool], pages: Sequence[Sequence[int]]) -> OffloadedPages:
-    """Copy `pages`, a list for each pool, to the host. On CUDA the copies run in the current stream."""
-    return OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
+    """Copy `pages`, a list for each pool, to the host. On CUDA in the current stream, which is awaited."""
+    saved = OffloadedPages(tuple(tuple(_save_pieces(pool, own)) for pool, own in zip(pools, pages, strict=True)))
+    device = pools[0].pages_as_bytes.device if pools else None
+    if device is not None and device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return saved
 
 
 @torch.inference_mode()

@@ -353,17 +353,13 @@ class LocalExecutor(HostTierCopies):
         with self._runner.behind(), torch.inference_mode():
             if self._pending is not None and self._fold is not None:
                 self._pending.settle_pages(self._layout, pages, self._fold)
-            saved = kv_pages.save(self.pools, pages)
-            if self.device.type == "cuda":
-                torch.cuda.current_stream(self.device).synchronize()
-        return saved
+            return kv_pages.save(self.pools, pages)
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
         assert not self._launched, "restore while a step is unresolved"
-        assert isinstance(saved, kv_pages.OffloadedPages), "these pages were saved by another executor"
         with self._runner.behind():
-            kv_pages.load(self.pools, saved, pages)
+            kv_pages.load(self.pools, kv_pages.offloaded(saved, self.pools), pages)
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`. On CUDA in the order of the steps; on CPU at once, beside a step under way."""
@@ -373,6 +369,12 @@ class LocalExecutor(HostTierCopies):
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor.has_stamp`; looks at this rank's slot."""
         return self._stamps is None or self._stamps.has(slot, stamp)
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor.seal`; completes this rank's slot."""
+        assert not self._launched and self._stamps is not None
+        with self._runner.behind(), torch.inference_mode():
+            self._stamps.seal(slot, stamp, self._pending, self._fold)
 
     def close(self) -> None:
         """End the threads once they have finished the steps that began. No `launch` may follow."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from pdserve.executor.interface import BatchPlan
+from pdserve.executor.verify import Fold, PendingRows
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
@@ -61,7 +62,7 @@ class SlotStamps:
     """Stamps of the rows of `table` in `pool`. Only rows that compute known tokens are stamped, not decoding ones.
 
     So a slot with pending tokens (`HostRows.num_folded`) keeps the stamp of its last known token, as the slot of any
-    request does that decodes. A transfer sends slots of prefilled prompts only, which have none pending.
+    request does that decodes. A transfer sends slots of prefilled prompts, which have none pending, and `seal`ed ones.
 
     `open`, `plan_writes` and `has` are called on the scheduler thread, `write` in the order of the steps.
     """
@@ -90,6 +91,17 @@ class SlotStamps:
         pages = self._pool.pages_as_bytes
         content = to_device(writes.content, pages.device).view(torch.uint8)
         pages.index_copy_(0, to_device(writes.slots, pages.device), content)
+
+    def seal(self, slot: int, stamp: SlotStamp, pending: PendingRows | None, fold: Fold | None) -> None:
+        """Fold the pending tokens of `slot`, and write `stamp`. Returns when both are in the pool."""
+        if pending is not None and fold is not None:
+            pending.settle([slot], fold)
+        words = np.array([stamp.words * self._num_layers], dtype=np.uint64).view(np.int64)
+        if self._num_layers:
+            self.write(StampWrites(np.array([slot], dtype=np.int64), words))
+        device = self._pool.pages_as_bytes.device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def has(self, slot: int, stamp: SlotStamp) -> bool:
         """Return whether all layers' stamps in `slot` are `stamp`; True on a rank without STATE layers."""

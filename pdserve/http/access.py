@@ -95,7 +95,7 @@ def page_refusal(
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return None
-    if kind in UNTYPED and not _of_browser(headers):
+    if kind == SNAPSHOT_TYPE or (kind in UNTYPED and not _of_browser(headers)):
         return None
     return HttpRefusal(415, f"Content-Type must be application/json, got {kind or 'none'!r}", "unsupported_media_type")
 
@@ -152,6 +152,10 @@ COMMANDS = frozenset(
         "/start_profile",
         "/stop_profile",
         "/pd_role_switch",
+        "/extract",
+        "/restore",
+        "/suspend",
+        "/resume",
         "/load_lora_adapter",
         "/unload_lora_adapter",
         "/observe",
@@ -165,6 +169,12 @@ GENERATE_PATH = "/generate"
 RESPONSES_PATH = "/v1/responses"
 GENERATING = (CHAT_PATH, COMPLETIONS_PATH, GENERATE_PATH, RESPONSES_PATH)
 """Paths that generate tokens: they count toward a client's limit, and their calls are recorded."""
+RESTORE_PATH = "/restore"
+RESUME_PATH = "/resume"
+CONTINUING = (RESTORE_PATH, RESUME_PATH)
+"""Paths of a server that continue a stopped request. A router does not forward them."""
+SNAPSHOT_TYPE = "application/vnd.pdserve.snapshot"
+"""Content type of a request snapshot (`protocol/snapshot.py`). Pages of other origins cannot send it without leave."""
 HEALTH_GENERATE_PATH = "/health_generate"
 """The GET path that computes a token."""
 

@@ -73,13 +73,15 @@ class HttpRefusal:
     code: str | None
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
     param: str | None = None
+    details: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Further fields of the error object."""
 
     @classmethod
     def of(cls, error: PdserveError) -> HttpRefusal:
         """Return the response to a request that failed with `error`; `Retry-After` is in seconds."""
         if isinstance(error, RequestError):
             after = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
-            return cls(error.status, error.message, error.code, after, error.field)
+            return cls(error.status, error.message, error.code, after, error.field, error.details)
         if isinstance(error, EngineDeadError):
             return cls(503, f"the engine is not running: {error}", "engine_dead")
         return cls(500, str(error), "internal_error")
@@ -87,4 +89,6 @@ class HttpRefusal:
     @property
     def body(self) -> dict[str, Any]:
         """The JSON object of the response."""
-        return error_object(self.message, self.status, param=self.param, code=self.code)
+        answer = error_object(self.message, self.status, param=self.param, code=self.code)
+        answer["error"] |= self.details
+        return answer

@@ -71,7 +71,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobs] | None = None
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: Literal["stop", "length", "abort", "suspended"] | None = None
     stop_reason: int | str | None = None
     speculation: SpeculationStats | None = None
 

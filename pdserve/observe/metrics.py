@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.registry import Collector
 
 from pdserve.base.clock import TokenRate
 from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
@@ -176,7 +177,7 @@ class ServerMetrics:
         self._live = self._gauge("pdserve:live_requests", "sequences in progress in the API process")
         for part in TTFT_PARTS:
             self._parts.labels(**self._labels, part=part)
-        for outcome in ("stop", "length", "abort"):
+        for outcome in ("stop", "length", "abort", "suspended"):
             self._ended.labels(**self._labels, outcome=outcome)
         self.interval = IntervalStats()
         """The same statistics of the last seconds, for the log."""
@@ -198,6 +199,15 @@ class ServerMetrics:
     def cache_hit_rate(self) -> float:
         """See `HitRate`."""
         return self._hit_rate.value()
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """The labels of every sample."""
+        return dict(self._labels)
+
+    def add(self, collector: Collector) -> None:
+        """Add a collector to every scrape. Its samples must have `labels`."""
+        self._registry.register(collector)
 
     def show(self, own_counters: Callable[[], Mapping[str, float]]) -> None:
         """Add totals of the API process to every scrape."""
@@ -310,7 +320,7 @@ class RequestRecord:
     `arrived_at` is wall time in seconds since 1970, `arrived_s` monotonic seconds; `intake_s` are the seconds from the
     arrival to the submission. Other seconds count from the arrival. `ttft_s` lasts until the first token, or the
     prompt's end if no token was requested; None if it ended before that. `seen_s` is the monotonic time of the newest
-    token. `e2e_s` and `outcome` (`stop`, `length` or `abort`) are those of the end. `matched` is the stop string or
+    token. `e2e_s` and `outcome` (a `FinishReason.type`) are those of the end. `matched` is the stop string or
     token, `failure` the reason of a failure. `output_ids` and `texts` stay empty unless a listener has `keeps_output`.
     """
 

@@ -58,3 +58,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
             code=self.code,
             retry_after_s=None if self.retry_after_s is msgspec.UNSET else self.retry_after_s,
         )
+
+
+CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=ABORTED_STATUS)
+MIGRATED = Failure(
+    code="migrated", message="the request goes on at another server", origin="local", retryable=False, status=410
+)
+"""End of a request that another server has taken."""

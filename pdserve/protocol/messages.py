@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -19,15 +20,24 @@ FAKE_BOOTSTRAP_HOST = "2.2.2.2"
 """Bootstrap host of requests that transfer no KV: warm-up and health probes (SGLang's convention)."""
 
 
+class SenderAddress(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that sends a request's KV: its instance id, and its control endpoint `host:port`."""
+
+    instance: str
+    endpoint: str
+
+
 class RoomAddress(msgspec.Struct, frozen=True, kw_only=True):
     """Address at which prefill and decode meet: the prefill server's bootstrap host and port, and the bootstrap room.
 
-    `port` None: the request names no port.
+    `port` None: the request names no port. `sender`: set for a request that migrates. It names the sending process, for
+    which no bootstrap server is asked.
     """
 
     host: str
     port: int | None
     room: int
+    sender: SenderAddress | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -57,6 +67,13 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Name of a loaded LoRA adapter. None: the model itself."""
     cache_salt: str = ""
     """The request shares cached KV, and past outputs as drafts, with requests of the same salt only. Empty: no salt."""
+
+    local: bool = False
+    """True: a decode server computes the prompt itself, as of a restored request. `room` is None then."""
+    lora_digest: str = ""
+    """Digest that the adapter `lora` must have, as of a restored request. Empty: any."""
+    kv_tokens: int = 0
+    """First tokens of `given_ids` whose KV came before, in `KVPart`s."""
 
     @property
     def given_ids(self) -> list[int]:
@@ -190,7 +207,39 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stops the scheduler."""
 
 
-Command = (
+class MigrateOut(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Stops the running request `rid` and offers its KV in `room`. The reply's payload is a `MigrationOffer`.
+
+    The request stays stopped until `EndMigration`, a failure of the transfer, or a timeout.
+    """
+
+    query_id: str
+    rid: str
+    room: int
+
+
+class EndMigration(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Ends the migration of `rid`. `commit`: the other server has the request, and this one forgets it. Else the
+    request goes on here. A commit is refused unless all KV was sent and the request is still stopped.
+    """
+
+    query_id: str
+    rid: str
+    commit: bool
+
+
+class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """A stopped request as a value: what another decode server needs to go on with it, but the KV.
+
+    `request.prior_output_ids` are the output tokens whose KV is sent, all but the last one. `request.room` names the
+    sender.
+    """
+
+    request: GenerateRequest
+    num_output_tokens: int
+
+
+EngineCommand = (
     FlushCache
     | ClearStorage
     | PauseGeneration
@@ -201,9 +250,21 @@ Command = (
     | LoadLora
     | UnloadLora
 )
+MigrationCommand = MigrateOut | EndMigration
+"""Commands about one request, for the replica that has it."""
+Command = EngineCommand | MigrationCommand
 """Answered with a `CommandReply`."""
 ToScheduler = (
-    GenerateRequest | AbortRequest | RedirectReceiver | Command | StateQuery | PrepareLora | SwitchRole | Shutdown
+    GenerateRequest
+    | AbortRequest
+    | ExtractRequest
+    | KVPart
+    | RedirectReceiver
+    | Command
+    | StateQuery
+    | PrepareLora
+    | SwitchRole
+    | Shutdown
 )
 
 
@@ -224,9 +285,10 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     `stop`: `matched` is the token id or the stop string. `length`: `length` tokens were generated.
     `abort`: `message`, the client's HTTP `status_code`, `err_type`, and for a 503 `retry_after_s` in seconds.
+    `suspended`: a snapshot of the request was taken, and the request has ended here.
     """
 
-    type: Literal["stop", "length", "abort"]
+    type: Literal["stop", "length", "abort", "suspended"]
     matched: int | str | None = None
     length: int | None = None
     message: str | None = None
@@ -247,7 +309,7 @@ class FinishReason(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def failure(self) -> Failure | None:
-        """The failure that ended the request; None for `stop` and `length`. The field of a 409 is derived."""
+        """The failure that ended the request; None for other reasons than `abort`. The field of a 409 is derived."""
         if self.type != "abort":
             return None
         live_room = self.status_code == 409 and self.err_type != "rid_in_use"
@@ -402,6 +464,10 @@ class CommandReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     query_id: str
     ok: bool
     message: str
+    payload: bytes = b""
+    """Of `MigrateOut`: an encoded `MigrationOffer`. Empty for other commands."""
+    failure: Failure | None = None
+    """Of a refused migration: why."""
 
 
 class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -431,4 +497,4 @@ class SchedulerHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="Beat"):
     num_turns: int
 
 
-ToApi = OutputBatch | StateReply | CommandReply | EngineReady | SchedulerHeartbeat
+ToApi = OutputBatch | StateReply | CommandReply | ExtractReply | KVPart | EngineReady | SchedulerHeartbeat

@@ -4,7 +4,7 @@ A request is sent to the replica with the fewest live requests. On a prefill ser
 dp_size), to which decode connects. If that replica holds over `REDIRECT_TOKENS` more prompt tokens than the least
 loaded one, the latter gets the request. The named replica then receives a `RedirectReceiver` and redirects decode. A
 request for a live room is sent to that room's replica, which refuses it. Queries are sent to all replicas and answered
-when all have replied.
+when all have replied. A migration is sent to the replica that has the request.
 """
 
 from __future__ import annotations
@@ -19,12 +19,16 @@ import msgspec
 
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
+    EndMigration,
     EngineReady,
     EngineState,
     GenerateRequest,
+    MigrateOut,
     OutputBatch,
     RedirectReceiver,
     SchedulerHeartbeat,
@@ -68,8 +72,12 @@ class ReplicatedChannel:
         self._num_live = [0] * len(channels)
         self._num_tokens = [0] * len(channels)
         """Prompt tokens of live requests, by replica."""
+        self._placed: dict[str, int] = {}
+        """Replicas of requests whose KV was sent before them, by rid."""
         self._ready: dict[int, EngineReady] = {}
         self._answers: dict[str, dict[int, Answer]] = {}
+        self._single: dict[str, None] = {}
+        """Queries that one replica alone answers: it has the request."""
         self._arrived: asyncio.Queue[ToApi | ProtocolError | EngineDeadError] = asyncio.Queue()
         self._readers = [asyncio.create_task(self._read(index)) for index in range(len(channels))]
 
@@ -77,10 +85,24 @@ class ReplicatedChannel:
         """See `ApiChannel.send`."""
         if isinstance(message, GenerateRequest):
             await self._start(message)
-        elif isinstance(message, AbortRequest) and message.rid is not None:
+        elif isinstance(message, KVPart):
+            if message.rid not in self._placed:
+                self._placed[message.rid] = self._least_loaded()
+            await self._channels[self._placed[message.rid]].send(message)
+        elif isinstance(message, ExtractRequest) and message.rid not in self._live:
+            gone = Failure(code="not_live", message="the request has ended", status=404, origin="client")
+            self._arrived.put_nowait(ExtractReply(query_id=message.query_id, rid=message.rid, failure=gone))
+        elif isinstance(message, ExtractRequest) or (isinstance(message, AbortRequest) and message.rid is not None):
+            assert message.rid is not None
             live = self._live.get(message.rid)
             if live is not None:
                 await self._channels[live.replica].send(message)
+        elif isinstance(message, MigrateOut | EndMigration):
+            live = self._live.get(message.rid)
+            self._single[message.query_id] = None
+            if len(self._single) > MAX_OPEN_QUERIES:
+                del self._single[next(iter(self._single))]
+            await self._channels[0 if live is None else live.replica].send(message)
         else:
             for channel in self._channels:
                 await channel.send(message)
@@ -120,14 +142,21 @@ class ReplicatedChannel:
     def _choose(self, request: GenerateRequest, room: int | None) -> int:
         if room is not None and room in self._rooms:
             return self._live[self._rooms[room]].replica
+        placed = self._placed.pop(request.rid, None)
+        if placed is not None:
+            return placed
         if request.replica is not None:
             return request.replica
         load = self._num_tokens if self._named else self._num_live
-        least = min(range(len(self._channels)), key=lambda index: load[index])
+        least = self._least_loaded()
         if room is None or not self._named:
             return least
         named = room % len(self._channels)
         return least if load[named] - load[least] > REDIRECT_TOKENS else named
+
+    def _least_loaded(self) -> int:
+        load = self._num_tokens if self._named else self._num_live
+        return min(range(len(self._channels)), key=lambda index: load[index])
 
     def _ended(self, rid: str) -> None:
         live = self._live.pop(rid, None)
@@ -160,7 +189,7 @@ class ReplicatedChannel:
                     if output.finish is not None:
                         self._ended(output.rid)
                 return message
-            case SchedulerHeartbeat():
+            case SchedulerHeartbeat() | ExtractReply() | KVPart():
                 return message
             case EngineReady():
                 self._ready[index] = message
@@ -172,6 +201,9 @@ class ReplicatedChannel:
                 return self._collect(index, message)
 
     def _collect(self, index: int, answer: Answer) -> Answer | None:
+        if answer.query_id in self._single:
+            del self._single[answer.query_id]
+            return answer
         answers = self._answers.setdefault(answer.query_id, {})
         answers[index] = answer
         if len(answers) < len(self._channels):

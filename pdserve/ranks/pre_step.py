@@ -95,7 +95,7 @@ class PreStepExecutor:
         self.open_row, self.close_row, self.draft_hidden = inner.open_row, inner.close_row, inner.draft_hidden
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
         self.start_save, self.start_load = inner.start_save, inner.start_load
-        self.has_stamp = inner.has_stamp
+        self.has_stamp, self.seal = inner.has_stamp, inner.seal
 
     @property
     def layout(self) -> KVLayout:

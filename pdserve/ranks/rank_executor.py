@@ -32,6 +32,10 @@ class _AllRanksPages:
     own: HostPages
     num_bytes: int
 
+    def export(self) -> None:
+        """See `HostPages.export`: no rank has all bytes."""
+        return
+
 
 @dataclasses.dataclass(eq=False)
 class _Step:
@@ -149,6 +153,10 @@ class RankExecutor(NoHostTier):
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor.has_stamp`."""
         return self._log.answer(lambda: self._local.has_stamp(slot, stamp))
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor.seal`: completes this rank's slot; every rank does the same."""
+        self._local.seal(slot, stamp)
 
     def _compute(self, step: _Step) -> StepResult:
         """Wait for the local part of a step, and report it."""

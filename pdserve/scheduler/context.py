@@ -12,7 +12,7 @@ import msgspec
 from pdserve.base.clock import Clock
 from pdserve.base.log import SparingLog, about, escaped
 from pdserve.errors import ModelError, RequestError
-from pdserve.executor.interface import BatchPlan, BatchRow, Executor, SampledToken
+from pdserve.executor.interface import BatchPlan, BatchRow, Executor, HostPages, SampledToken
 from pdserve.executor.loras import LoraAdapters
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease, Lease
@@ -123,6 +123,8 @@ class StepLimits:
     states are cut; whole pages. A step that takes less than two grid lengths of prompts also cuts them elsewhere. 0: no
     model with states.
     """
+    imports_kv: bool = True
+    """True where this process has the KV of all layers and heads, so that restored requests can bring theirs."""
     num_stages: int = 1
     """Pipeline stages. Each stage computes another step, so a request is in one step at a time."""
 
@@ -427,6 +429,18 @@ class SchedulerContext:
         self.executor.restore(req.saved, pages)
         self.counters["restored_pages"] += len(pages[0])
         self._forget_saved(req)
+
+    def copy_out(self, req: Req) -> HostPages:
+        """Return a copy of the request's computed KV in host memory. No step may be under way."""
+        assert req.lease is not None and self.no_step_in_flight
+        self.cover_window(req, req.computed, req.computed)
+        return self.executor.offload(self.memory.pages_by_group(req.lease, req.computed))
+
+    def take_saved(self, req: Req, saved: HostPages, num_tokens: int) -> None:
+        """Give a new request the KV of its first `num_tokens` tokens, in host memory, as if it had been retracted."""
+        req.saved = saved
+        req.computed = req.planned = num_tokens
+        self.offloaded_bytes += saved.num_bytes
 
     # ------------------------------------------------------------------ inside
 

@@ -43,8 +43,11 @@ class KVChecksum:
         """By rid of a request in transfer: first page that is sent, end of the hashed pages, and their digests by rank.
         """
 
-    def computed(self, req: Req, num_pages: int) -> None:
-        """Hash the first `num_pages` pages of the request, which are whole and are sent next."""
+    def computed(self, req: Req, num_pages: int, num_tokens: int | None = None) -> None:
+        """Hash the first `num_pages` pages of the request, which are whole and are sent next.
+
+        `num_tokens`: tokens whose KV is sent in all; None: the request's input.
+        """
         assert req.sender is not None and req.lease is not None
         if req.sender.is_fake:
             return
@@ -52,12 +55,12 @@ class KVChecksum:
         first, end, digests = self._found.get(req.rid, (cached, cached, ()))
         if num_pages <= end:
             return
-        more = self._digest(req, range(end, num_pages))
+        more = self._digest(req, range(end, num_pages), num_tokens)
         if digests:
             more = tuple(old.with_more(new) for old, new in zip(digests, more, strict=True))
         self._found[req.rid] = (first, num_pages, more)
 
-    def sent(self, req: Req) -> str | None:
+    def sent(self, req: Req, num_tokens: int | None = None) -> str | None:
         """Return the checksum of all pages that decode receives; None when decode receives no page. Writes the log
         line.
         """
@@ -68,7 +71,7 @@ class KVChecksum:
             return None
         first, end, digests = found
         total = checksum(digests)
-        self._line("kv.sent", req, key, first, req.lease.pages[first:end], digests, total)
+        self._line("kv.sent", req, key, first, req.lease.pages[first:end], digests, total, num_tokens)
         return total
 
     def forget(self, req: Req) -> None:
@@ -93,13 +96,14 @@ class KVChecksum:
         message = f"the received KV differs from the KV that was sent: checksum {total}, expected {expected}"
         return Failure(code="kv_checksum_mismatch", message=message, origin="decode", status=502)
 
-    def _digest(self, req: Req, pages: range) -> tuple[RankDigest, ...]:
+    def _digest(self, req: Req, pages: range, num_tokens: int | None = None) -> tuple[RankDigest, ...]:
         """Return the digests of the token pages with these numbers, and of the pages that move with them."""
         lease, layout = req.lease, self._layout
         assert lease is not None
-        numbers = [numbers_with(layout, group, pages, req.num_input_tokens) for group in layout.groups]
+        num_tokens = req.num_input_tokens if num_tokens is None else num_tokens
+        numbers = [numbers_with(layout, group, pages, num_tokens) for group in layout.groups]
         found = [pages_at(group, lease, own) for group, own in zip(layout.groups, numbers, strict=True)]
-        return self._hasher.digest(found, [own.start for own in numbers], req.num_input_tokens)
+        return self._hasher.digest(found, [own.start for own in numbers], num_tokens)
 
     def _line(
         self,
@@ -110,6 +114,7 @@ class KVChecksum:
         pages: Sequence[int],
         digests: Sequence[RankDigest],
         total: str | None,
+        num_tokens: int | None = None,
     ) -> None:
         if self._write is None:
             return
@@ -122,7 +127,7 @@ class KVChecksum:
                 "room": str(key.room),
                 "key": f"{key.room}/{key.attempt}/{key.origin}",
                 **self._facts,
-                "num_tokens": req.num_input_tokens,
+                "num_tokens": req.num_input_tokens if num_tokens is None else num_tokens,
                 "first_page": first,
                 "pages": list(pages),
                 "bytes": len(pages) * self._facts["page_bytes"],

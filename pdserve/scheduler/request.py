@@ -209,9 +209,6 @@ GRAMMAR_FAILED = Failure(
     retryable=False,
     status=400,
 )
-CLIENT_ABORT = Failure(code="aborted", message="the request was aborted", origin="client", status=499)
-
-
 EVICTED_CODE = "evicted_from_queue"
 EVICTED = Failure(
     code=EVICTED_CODE,

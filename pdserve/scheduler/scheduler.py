@@ -9,31 +9,33 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.base.clock import Clock, RetryAfterEstimator, TokenRate
+from pdserve.base.clock import RetryAfterEstimator, TokenRate
 from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     ClearStorage,
-    Command,
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EndMigration,
+    EngineCommand,
     EngineCoreOutput,
     EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
+    MigrateOut,
     OutputBatch,
     PauseGeneration,
     PauseMode,
     PrepareLora,
     RedirectReceiver,
-    SchedulerHeartbeat,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -46,10 +48,11 @@ from pdserve.protocol.messages import (
 from pdserve.ranks.pre_step import IdleBatches
 from pdserve.scheduler.context import SchedulerContext, log_admitted
 from pdserve.scheduler.load_report import LoadReporter
-from pdserve.scheduler.loop_times import LoopTimes
-from pdserve.scheduler.request import CLIENT_ABORT, EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
+from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
+from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
+from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -131,6 +134,7 @@ class Scheduler:
         self.heartbeat = heartbeat or Heartbeat(context.clock)
         self._paused = False
         self._profiler = Profiler(profile_name)
+        self._extractor = RequestExtractor(context)
         self._stopping = False
 
     def run(self) -> None:
@@ -339,6 +343,10 @@ class Scheduler:
                 self._admit(event)
             case AbortRequest():
                 self._abort(event)
+            case ExtractRequest():
+                self.context.outbox.send(self._extract(event))
+            case KVPart():
+                self._extractor.arrived(event)
             case StateQuery(query_id=query_id, audit=audit):
                 if audit:
                     self._record(self.audit())
@@ -356,6 +364,9 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
+            case MigrateOut() | EndMigration():
+                self._audited = False
+                self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):
                 assert self.kv is not None, "a monolith has no rooms"
                 adapter = "" if lora is None else self.context.adapter_digest(lora)
@@ -393,6 +404,9 @@ class Scheduler:
             req = Req(spec, Times(arrived=self.context.clock.now()), output_ids=list(spec.prior_output_ids))
             if spec.lora is not None:
                 self.context.give_adapter(req, spec.lora)
+                check_adapter(req)
+            if spec.kv_tokens:
+                self._extractor.restore(req)
             self.role.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
@@ -404,6 +418,7 @@ class Scheduler:
                 self._evictions.add(req, self.role.num_waiting)
         except RequestError as error:
             self.context.counters["requests_refused"] += not spec.probe
+            self._extractor.forget(spec.rid)
             finish = FinishReason.failed(Failure.from_error(error))
             self.context.outbox.log_end(spec, finish, 0)
             self.context.outbox.send(OutputBatch(outputs=[EngineCoreOutput(rid=spec.rid, token_ids=[], finish=finish)]))
@@ -415,11 +430,26 @@ class Scheduler:
         live = self.role.live
         rids = list(live) if abort.rid is None else [abort.rid]
         failure: Failure | None = CLIENT_ABORT if abort.reason == "abort" else None
+        if abort.rid is not None:
+            self._extractor.forget(abort.rid)
         for req in [live[rid] for rid in rids if rid in live]:
             self.context.counters["requests_aborted"] += failure is not None and not req.spec.probe
             self.role.end(req, failure)
 
-    def _obey(self, command: Command) -> tuple[bool, str]:
+    def _extract(self, event: ExtractRequest) -> ExtractReply:
+        """Take the state of a request; without `keep` the request ends here."""
+        self._process_all_results()
+        req = self.role.live.get(event.rid)
+        if req is None:
+            return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
+        reply = self._extractor.extract(event.query_id, req, with_kv=event.with_kv)
+        if not event.keep:
+            self.context.counters["requests_suspended"] += 1
+            self.role.end(req, None, SUSPENDED)
+        self.context.outbox.flush()
+        return reply
+
+    def _obey(self, command: EngineCommand) -> tuple[bool, str]:
         """Run a command; returns whether it succeeded, and a message."""
         match command:
             case FlushCache():
@@ -470,27 +500,3 @@ class Scheduler:
             self._max_queued is not None
             and self.role.num_waiting >= self._max_queued + self.context.memory.table.num_free
         )
-
-
-class Heartbeat:
-    """Two plain fields, written by the scheduler thread only. Any thread may read them, at most one turn late."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._began_at: float | None = None
-        self._num_turns = 0
-
-    def begin(self) -> None:
-        """Record that a turn of the loop begins."""
-        self._began_at = self._clock.now()
-
-    def end(self, *, computed: bool) -> None:
-        """Record that the turn has ended; the loop may sleep now."""
-        self._began_at = None
-        self._num_turns += computed
-
-    def beat(self, dp_rank: int) -> SchedulerHeartbeat:
-        """Return the message for the API process. `turn_s` is None between turns. Any thread."""
-        began_at = self._began_at
-        turn_s = None if began_at is None else self._clock.now() - began_at
-        return SchedulerHeartbeat(dp_rank=dp_rank, turn_s=turn_s, num_turns=self._num_turns)

@@ -19,6 +19,7 @@ from starlette.routing import Route
 from pdserve.base.proof import token_id
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import EngineDeadError
+from pdserve.http.access import GENERATING, RESTORE_PATH, SNAPSHOT_TYPE
 from pdserve.http.session_proof import CHALLENGE_PATH
 from pdserve.observe.interval_stats import log_server_stats
 from pdserve.observe.metrics import ServerMetrics
@@ -34,10 +35,12 @@ from pdserve.server.http.middleware import (
     HttpMetricsMiddleware,
     RequestIdMiddleware,
 )
+from pdserve.server.migration_client import MigrateStreamBody, MigrationClient, TakeInBody
 from pdserve.server.openai.chat import chat_completions
 from pdserve.server.openai.completions import completions
 from pdserve.server.openai.responses.endpoint import responses
 from pdserve.server.openai.responses.schemas import ResponsesBody
+from pdserve.server.pairing.single_requests import SingleRequests
 from pdserve.server.request.constraints import GrammarCheck
 from pdserve.server.request.schemas import (
     AbortBody,
@@ -45,23 +48,30 @@ from pdserve.server.request.schemas import (
     CommandBody,
     CompletionBody,
     DetokenizeBody,
+    ExtractBody,
     FunctionCallBody,
     GenerateBody,
     LoadLoraBody,
+    MigrateBody,
     PairProbeBody,
     PauseBody,
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    ResumeBody,
     RoleSwitchBody,
+    SuspendBody,
     TokenizeBody,
     UnloadLoraBody,
 )
 from pdserve.server.sglang_api import admin, commands, health, lora, observability, parse
 from pdserve.server.sglang_api.generate import generate
 from pdserve.server.sglang_api.health import PairProbes
+from pdserve.server.sglang_api.migrate import Migrations
 from pdserve.server.sglang_api.role_switch import RoleChanger, pd_role_switch
+from pdserve.server.sglang_api.snapshots import KV_RULES, SnapshotEndpoints
 from pdserve.server.sglang_api.tokenize import detokenize, tokenize
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -80,10 +90,16 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/pause_generation": PauseBody,
     "/continue_generation": CommandBody,
     "/declare_peer_dead": PeerBody,
+    "/migrate": MigrateBody,
+    "/migrate_in": TakeInBody,
+    "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
     "/start_profile": ProfileBody,
     "/stop_profile": CommandBody,
+    "/extract": ExtractBody,
+    "/suspend": SuspendBody,
+    "/resume": ResumeBody,
     "/pd_role_switch": RoleSwitchBody,
     "/health_pair": PairProbeBody,
 }
@@ -96,8 +112,10 @@ INPUTS = openapi.Inputs(
     {
         "/flush_cache": {"timeout": {"type": "number", "minimum": 0, "maximum": admin.MAX_FLUSH_WAIT_S}},
         "/v1/loads": {"dp_rank": {"type": "integer", "minimum": 0}},
+        RESTORE_PATH: {"kv": {"type": "string", "enum": list(KV_RULES)}},
         CHALLENGE_PATH: {"nonce": {"type": "string", "pattern": "^[0-9a-f]{32}$"}},
     },
+    {RESTORE_PATH: SNAPSHOT_TYPE},
 )
 """Body schemas and query parameters of all routes, for the OpenAPI document."""
 _ENGINE_TYPES: dict[DisaggMode, str] = {"null": "unified", "prefill": "prefill", "decode": "decode"}
@@ -125,6 +143,7 @@ def create_app(
     grammars: GrammarCheck | None = None,
     warm: bool = False,
     control_token: str = "",
+    snapshot_store: SnapshotStore | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts `client` on entry and stops it on exit.
 
@@ -132,14 +151,18 @@ def create_app(
     it is False only on a prefill server whose replicas are not known yet. Pass `drain_gate` to close the gate from
     outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
     compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove, and
-    without an API key must prove unless the configuration says otherwise; empty: no control token.
+    without an API key must prove unless the configuration says otherwise; empty: no control token. `snapshot_store`
+    has the suspended requests, and outlives the application; None: the application makes one.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
+    peers = MigrationClient(control_token, config.access.admin_api_key or config.access.api_key)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         client.start()
+        if single is not None:
+            single.servers.start()
         background = [asyncio.create_task(_warm_up(client, checks))] if warm else []
         if config.observe.log_stats_interval:
             stats = log_server_stats(metrics.interval, client.state, config.observe.log_stats_interval)
@@ -148,20 +171,31 @@ def create_app(
         for task in background:
             task.cancel()
         await client.stop()
+        if single is not None:
+            await single.close()
+        await peers.close()
         await checks.close()
         observer.close()
 
+    single = SingleRequests.of(config, metrics, control_token)
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
-        dict(config.lora.adapters),
+        dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    _add_routes(app, context, drain_gate, changer)
+    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
+    _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
+    migrations = Migrations(context, peers)
+    app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
+    app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
+    app.add_api_route(
+        "/migrate_stream", migrations.migrate_stream, methods=["POST"], name="migrate_stream", response_model=None
+    )
     proof = ControlProof(control_token, config.access.proof_rule(has_token=bool(control_token)))
     proof.install(app)
     openapi.install(app, INPUTS, with_keys=config.access.keys.some)
@@ -224,9 +258,22 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
 """Routes of the endpoints that need a server's context only: name, methods, path, endpoint."""
 
 
-def _add_routes(app: FastAPI, context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None) -> None:
+def _add_routes(
+    app: FastAPI,
+    context: ServerContext,
+    drain_gate: DrainGate,
+    changer: RoleChanger | None,
+    snapshots: SnapshotEndpoints,
+    single: SingleRequests | None,
+) -> None:
+    for take in (snapshots.extract, snapshots.suspend, snapshots.restore, snapshots.resume):
+        command = take.__name__
+        app.add_api_route(f"/{command}", take, methods=["POST"], name=f"post_{command}", response_model=None)
     for name, methods, path, endpoint in ROUTES:
-        app.add_api_route(path, context.bind(endpoint), methods=methods.split(), name=name, response_model=None)
+        handle = context.bind(endpoint)
+        if single is not None and path in GENERATING:
+            handle = single.wrap(path, handle)
+        app.add_api_route(path, handle, methods=methods.split(), name=name, response_model=None)
     app.add_api_route(
         "/health_pair", PairProbes(context).post, methods=["POST"], name="post_health_pair", response_model=None
     )

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import zlib
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
 
 import msgspec
 from fastapi import Request
@@ -26,12 +27,14 @@ from pdserve.server.http.json_http import scalar_or_list
 from pdserve.server.request.constraints import Constraint, GrammarCheck
 from pdserve.server.request.intake import (
     TransferAddress,
+    attaches,
     check_size,
     check_token_ids,
     make_requests,
     prompt_field,
     with_salts,
 )
+from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
@@ -62,8 +65,13 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    restored: RestoredRequest | None = None
+    """The snapshot that the next request goes on from, in the context of one call; None: requests begin anew."""
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)
     """Held while an adapter is loaded or unloaded, on all replicas."""
+
+    prefill_servers: Callable[[], list[dict[str, Any]]] | None = None
+    """Facts about the servers of `--disaggregation-prefill`; None without the flag, or in another role."""
 
     def bind(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
         """Return `endpoint` as a handler of this server's requests."""
@@ -141,12 +149,13 @@ class ServerContext:
         if self.takes_adapters:
             prompts = self._with_adapters(prompts, body)
         prompts = with_salts(prompts, body)
-        check_size(prompts, n, self.limits().most_body_tokens, field)
-        return make_requests(
+        limits, restored = self.limits(), self.restored
+        check_size(prompts, n, limits.most_body_tokens, field)
+        states = make_requests(
             prompts,
             n,
             body,
-            self.mode,
+            "null" if restored is not None or attaches(body) else self.mode,
             stream=stream,
             dp_size=self.config.parallel.dp_size,
             allowed_prefill=self.config.disagg.allowed_prefill,
@@ -154,6 +163,9 @@ class ServerContext:
             fake_rooms=self.config.disagg.disaggregation_transfer_backend == "fake",
             default_priority=schedule.default_priority,
         )
+        if restored is not None:
+            restored.apply(states, limits)
+        return states
 
     def _with_adapters(self, prompts: Sequence[GenerateRequest], body: TransferAddress) -> list[GenerateRequest]:
         """Give each prompt the adapter that `lora_path` of the body names, or else `model`.

@@ -19,10 +19,12 @@ from typing import Annotated, Any, Self
 import msgspec
 from fastapi import Request
 
-from pdserve.base.stream_state import STATE_HEADER, EventState, ShortText
+from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
+
+ATTACH_FIELD = f"{RESUME_FIELD}.attach"
 
 
 @dataclasses.dataclass
@@ -86,6 +88,11 @@ class HeldUpdates:
             self._num_missing = self._interval
         return update
 
+    def flush(self) -> GenerationUpdate | None:
+        """Return the merged update that is held back; None when there is none."""
+        held, self._held = self._held, None
+        return held
+
 
 class Generation:
     """The updates of a body's sequences, in order of arrival; ends when every sequence has finished.
@@ -107,6 +114,12 @@ class Generation:
         self._pending: dict[int, GenerationUpdate] = {}
         self._news = asyncio.Event()
         self._error: PdserveError | None = None
+        self._last_error: PdserveError | None = None
+
+    def end_with(self, error: PdserveError) -> None:
+        """End the generation with `error` once all its updates are read. The engine client calls this."""
+        self._last_error = error
+        self._news.set()
 
     def put(self, update: GenerationUpdate) -> None:
         """Add an update. The engine client calls this on the event loop."""
@@ -134,6 +147,8 @@ class Generation:
                 raise self._error
             if self._pending:
                 return self._pending.pop(next(iter(self._pending)))
+            if self._last_error is not None:
+                raise self._last_error
             if self._unfinished == 0:
                 raise StopAsyncIteration
             self._news.clear()
@@ -181,12 +196,16 @@ class StreamHead(msgspec.Struct):
 
 
 class Resume(msgspec.Struct):
-    """`pdserve_resume` of a body: the stream so far. `logprobs` are those of its tokens, if `EventState` has them."""
+    """`pdserve_resume` of a body: the stream so far. `logprobs` are those of its tokens, if `EventState` has them.
+
+    `attach`: name of the request at this server, which has taken it over from another one; None: it is resumed.
+    """
 
     head: StreamHead
     token_ids: list[int]
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] | None = None
+    attach: Annotated[str, ShortText] | None = None
 
     def update(self, text: str) -> GenerationUpdate:
         """Return the stream so far as one update. `text` is the text of its tokens."""
@@ -199,7 +218,7 @@ class StreamStates:
 
     def __init__(self, request: Request, head: dict[str, Any], *, num_sequences: int, logprobs: bool = False) -> None:
         """`head`: the fields that all events share. `logprobs`: events repeat the logprobs of earlier tokens."""
-        self._wanted = STATE_HEADER in request.headers and num_sequences == 1
+        self.wanted = STATE_HEADER in request.headers and num_sequences == 1
         self._head: dict[str, Any] | None = head
         self._logprobs = logprobs
         self._tokens: list[int] = []
@@ -211,7 +230,7 @@ class StreamStates:
 
         The state line of each event of the last update contains all events after it.
         """
-        if not self._wanted:
+        if not self.wanted:
             yield from events
             return
         if update is not None:

@@ -45,6 +45,8 @@ class Inputs:
     bodies: Mapping[str, type[msgspec.Struct]]
     optional: Collection[str]
     queries: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    binary: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Content types of the routes whose body is no JSON."""
 
 
 def install(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> None:
@@ -72,8 +74,11 @@ def describe(app: FastAPI, inputs: Inputs, *, with_keys: bool) -> dict[str, Any]
                 operation = _operation(route, inputs.queries.get(route.path, {}))
                 body = bodies.get(route.path) if method in ("POST", "PUT") else None
                 if body is not None:
-                    content = json_content({"$ref": REF.format(name=body.__name__)})
+                    content: dict[str, Any] = json_content({"$ref": REF.format(name=body.__name__)})
                     operation["requestBody"] = {"required": route.path not in inputs.optional, "content": content}
+                elif route.path in inputs.binary:
+                    content = {inputs.binary[route.path]: {"schema": {"type": "string", "format": "binary"}}}
+                    operation["requestBody"] = {"required": True, "content": content}
                 paths.setdefault(_plain(route.path), {})[method.lower()] = operation
     return openapi_document(app.title, paths, components, with_keys=with_keys)
 

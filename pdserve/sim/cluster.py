@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
 from pdserve.sim.faults import Recorder
+from pdserve.sim.migrations import SimMigrations
 from pdserve.sim.mishaps import Mishaps
 from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import MachineClock, SimNode
@@ -70,6 +71,7 @@ class Cluster:
                 host = f"host-{role}-{index}"
                 self.servers.append(self.start(role, host, self._machine_clock()))
         self.mishaps = Mishaps(self)
+        self.migrations = SimMigrations(self.net, self.of_role)
         self.router: SimRouter | None = None
 
     def of_role(self, role: str) -> list[SimServer]:
@@ -98,6 +100,11 @@ class Cluster:
         server = SimServer(role, host, clock, replicas, self.net, self.layout.redirect)
         server.take_role(role)
         return server
+
+    @property
+    def may_change_in_place(self) -> bool:
+        """Whether any two servers are a pair in either role: a decode server has the stages of its prefill, or one."""
+        return self.layout.prefill_ranks.pp_size == self.layout.decode_ranks.pp_size
 
     def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
         """Return the endpoint and the instance with which a replica takes `role` in place."""
@@ -142,15 +149,17 @@ class Cluster:
             else:
                 self.mishaps.end()
             router.step()
+            self.migrations.step(router)
             for server in list(self.servers):
                 if self.clock.now() >= server.stopped_until:
                     server.step()
-            busy = todo or at_last or router.open or router.tries or self.mishaps.pending
+            busy = todo or at_last or router.open or router.tries or self.mishaps.pending or self.migrations.num_pending
             if busy or not all(server.idle for server in self.servers):
                 quiet_since = None
                 continue
             quiet_since = self.clock.now() if quiet_since is None else quiet_since
             if self.clock.now() - quiet_since >= QUIET_S:
+                self.migrations.check()
                 return self._answers(router)
         raise AssertionError(f"stuck after {max_steps} steps: {self._stuck(router, todo)}")
 

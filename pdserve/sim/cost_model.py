@@ -71,6 +71,10 @@ class _Saved:
     num_bytes: int
     num_pages: int
 
+    def export(self) -> None:
+        """See `HostPages`: there are no bytes."""
+        return
+
 
 class CostModelExecutor:
     """Implements `Executor`. The pool is real memory, so that transports may copy it, but steps write nothing there.
@@ -160,6 +164,9 @@ class CostModelExecutor:
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor`. No state is stored, so none is wrong."""
         return True
+
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`. No state is stored."""
 
     def _start_copy(self, copies: Sequence[PageCopies]) -> CopyHandle:
         num_bytes = sum(len(one.pages) * self._layout.space_bytes(one.space) for one in copies)

@@ -66,6 +66,9 @@ class Faults:
     rank_death: float = 0.0
     """One rank of a replica dies alone; the other ranks notice some time later."""
 
+    migrate: float = 0.0
+    """A running request moves to another decode server; no fault, and nothing may fail by it."""
+
     def healed(self) -> Faults:
         """Return the faults that remain once no fault may fail a request."""
         return dataclasses.replace(

@@ -1,11 +1,15 @@
-"""The KV layouts of the hash model: heads of one 64-bit number, in groups of all kinds."""
+"""The KV layouts of the hash model, heads of one 64-bit number in groups of all kinds, and stamps of its slots."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from pdserve.memory.draft_groups import with_draft
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, Plane, Shard, attention_group
+from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.sim.hash_layers import CONV_COLUMNS, VALUES_PER_KEY
 
 
@@ -80,3 +84,26 @@ def hash_draft_layout(layout: KVLayout) -> KVLayout:
         dtype="uint64",
     )
     return with_draft(layout, group)
+
+
+class HashStamps:
+    """Mixin of `HashExecutor`: the stamps in the state slots. `pools`: by rank and group."""
+
+    pools: list[list[npt.NDArray[np.uint64]]]
+
+    @property
+    def layout(self) -> KVLayout:
+        """The whole model's layout."""
+        raise NotImplementedError
+
+    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
+        """See `Executor`; compares the stamps of all ranks."""
+        index = self.layout.stamp_group
+        return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
+
+    def put_stamp(self, slot: int, stamp: SlotStamp) -> None:
+        """Stamp a slot of all ranks; does nothing in a model without states."""
+        index = self.layout.stamp_group
+        if index is not None:
+            for pools in self.pools:
+                pools[index][slot] = stamp.words

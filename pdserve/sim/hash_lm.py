@@ -18,7 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 
 from pdserve.base.parallel import SINGLE, ParallelShape
-from pdserve.executor.interface import BatchPlan, BatchRow, HostPages, SampledToken, StepHandle, StepResult
+from pdserve.executor.interface import (
+    BatchPlan,
+    BatchRow,
+    HostPages,
+    ImportedPages,
+    SampledToken,
+    StepHandle,
+    StepResult,
+)
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layer_events import ALL_WRITTEN, CountedLayerEvents, LayerEvents
 from pdserve.memory.layout import GroupKind, KVGroup, KVLayout, PageSpace
@@ -27,7 +35,7 @@ from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.sim.hash_draft import HashDraftKV
 from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
-from pdserve.sim.hash_layout import hash_layout
+from pdserve.sim.hash_layout import HashStamps, hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
 from pdserve.sim.hash_tier import HashTierCopies
 from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
@@ -60,7 +68,7 @@ class _RowResult:
     prompt: PromptLogprobs | None = None
 
 
-class HashExecutor(HashTierCopies):
+class HashExecutor(HashTierCopies, HashStamps):
     """Implements `Executor` over numpy pools of uint64, one for each rank and group: `[page, layer, word]`.
 
     `layout` is the whole model's. The executor computes for all ranks of a replica; `buffers` are the first rank's.
@@ -232,10 +240,14 @@ class HashExecutor(HashTierCopies):
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor`. The accepted tokens that are pending are folded into the slots first."""
         self._settle(pages)
-        return _Saved([pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)])
+        contents = [pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)]
+        return _Saved(contents, len(self.pools))
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
+        if isinstance(saved, ImportedPages):
+            both = zip(*self.pools, saved.data, strict=True)
+            saved = _Saved([np.frombuffer(own, "<u8").reshape(-1, *pool.shape[1:]) for pool, own in both])
         assert isinstance(saved, _Saved)
         contents = iter(saved.contents)
         for pools in self.pools:
@@ -248,10 +260,10 @@ class HashExecutor(HashTierCopies):
             for pool, own in zip(pools, pages, strict=True):
                 pool[list(own)] = 0
 
-    def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
-        """See `Executor`; compares the stamps of all ranks."""
-        index = self._layout.stamp_group
-        return index is None or all(stamp.fills(pools[index][slot].tobytes()) for pools in self.pools)
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`; completes the slots of all ranks."""
+        self._settle([[slot] if group.space is PageSpace.SLOTS else [] for group in self._layout.groups])
+        self.put_stamp(slot, stamp)
 
     # ------------------------------------------------------------------ a step
 
@@ -428,10 +440,8 @@ class HashExecutor(HashTierCopies):
 
     def _stamp(self, row: BatchRow, own: _Row, slot: int) -> None:
         """Write the stamp of a row that computes known tokens."""
-        index = self._layout.stamp_group
-        if index is not None and row.end <= own.num_known:
-            for pools in self.pools:
-                pools[index][slot] = SlotStamp(own.stamp, row.end).words
+        if row.end <= own.num_known:
+            self.put_stamp(slot, SlotStamp(own.stamp, row.end))
 
     def _row_pages(self, row: int) -> RowPages:
         table = self._table
@@ -457,11 +467,16 @@ class _Saved:
     """Implements `HostPages`."""
 
     contents: list[U64]
+    num_ranks: int = 1
 
     @property
     def num_bytes(self) -> int:
         """See `HostPages`."""
         return sum(content.nbytes for content in self.contents)
+
+    def export(self) -> list[bytes] | None:
+        """See `HostPages`."""
+        return [content.tobytes() for content in self.contents] if self.num_ranks == 1 else None
 
 
 class HashHasher:

@@ -43,6 +43,11 @@ class ClusterView(Protocol):
         """Start a new server process on `host`; see `Cluster.start`."""
         ...
 
+    @property
+    def may_change_in_place(self) -> bool:
+        """See `Cluster.may_change_in_place`."""
+        ...
+
     def names_in_place(self, role: str, endpoint: str) -> tuple[str, str]:
         """See `Cluster.names_in_place`."""
         ...
@@ -138,7 +143,7 @@ class Mishaps:
                 self._leap(self._rng.choice(cluster.servers))
             if happens("drains", faults.switch):
                 self._drain(self._rng.choice(cluster.servers))
-            if happens("drains for a role change in place", faults.change):
+            if cluster.may_change_in_place and happens("drains for a role change in place", faults.change):
                 self._drain(self._rng.choice(cluster.servers), in_place=True)
             if happens("deaths of one rank or replica", faults.rank_death):
                 self._kill_part(self._rng.choice(cluster.servers))

@@ -20,6 +20,7 @@ from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
+from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
     CommandReply,
@@ -106,6 +107,8 @@ class SimNode:
         self.mode, self.endpoint, self.instance = mode, endpoint, instance
         self._write_kv_line = write_kv_line
         self.halves: dict[str, RequestHalf] = defaultdict(RequestHalf)
+        self.extracted: dict[str, ExtractReply] = {}
+        self.kv_parts: dict[str, list[KVPart]] = defaultdict(list)
         self.replies: dict[str, CommandReply] = {}
         """Replies to commands, by query id."""
         self._net, self._shape, self._parallel = net, shape, parallel
@@ -407,6 +410,10 @@ class SimNode:
                         half.prompt_parts.append(output.prompt_logprobs)
                     half.finish, half.speculation = output.finish, output.speculation
                     half.cached_tokens = output.cached_tokens
+            case ExtractReply(rid=rid) if message.failure is None:
+                self.extracted[rid] = message
+            case KVPart(rid=rid):
+                self.kv_parts[rid].append(message)
             case CommandReply():
                 self.replies[message.query_id] = message
             case StateReply() | EngineReady():

@@ -349,6 +349,9 @@ class _ComputedElsewhere:
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
 
+    def seal(self, slot: int, stamp: SlotStamp) -> None:
+        """See `Executor`. Rank 0 completes the slots of all ranks."""
+
     def has_stamp(self, slot: int, stamp: SlotStamp) -> bool:
         """See `Executor`. Rank 0's answer counts."""
         return True
@@ -381,6 +384,10 @@ class _NoPages:
     """Implements `HostPages`."""
 
     num_bytes = 0
+
+    def export(self) -> None:
+        """See `HostPages`."""
+        return
 
 
 class _Alone:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.protocol.failure import MIGRATED
 from pdserve.protocol.messages import AbortRequest, FinishReason, GenerateRequest, RedirectReceiver
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import MachineClock, RequestHalf, SimNode
@@ -90,12 +91,27 @@ class SimServer:
         for node in self.replicas:
             node.mailbox.post(AbortRequest(rid=None))
 
+    def has(self, rid: str) -> bool:
+        """Whether a request of that name was sent here."""
+        return rid in self._whose
+
+    def node_of(self, rid: str) -> SimNode:
+        """Return the replica that has a request."""
+        return self._whose[rid]
+
+    def raw_half(self, rid: str) -> RequestHalf | None:
+        """Return the scheduler's output, with an end that clients do not see."""
+        node = self._whose.get(rid)
+        return None if node is None else node.halves.get(rid)
+
     def half(self, rid: str) -> RequestHalf | None:
         """See `ServerView`."""
         if rid in self._refused:
             return self._refused[rid]
-        node = self._whose.get(rid)
-        return None if node is None else node.halves.get(rid)
+        half = self.raw_half(rid)
+        if half is not None and half.finish is not None and half.finish.err_type == MIGRATED.code:
+            return RequestHalf(tokens=half.tokens)  # the API process does not pass this end on
+        return half
 
     def status(self, rid: str) -> int:
         """See `ServerView`."""

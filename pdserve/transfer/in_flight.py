@@ -146,7 +146,7 @@ class OutgoingKeys:
         """Send `body` to the receiver of `key`, if its session exists; after a write, only in the session of that
         write.
         """
-        peer, out = self._sessions.peer(key.origin), self._entries.get(key)
+        peer, out = self._sessions.peer(key.origin, dialled=False), self._entries.get(key)
         if out is not None:
             peer = self._receiver_of(out)
         if peer is not None and peer.hello is not None and peer.state is not PeerState.REFUSED:
@@ -207,7 +207,7 @@ class OutgoingKeys:
         """Count a successful job."""
         out.num_bytes += job.num_bytes
         out.num_written[job.transport_address] += job.num_bytes > 0
-        peer = self._sessions.peer(out.peer)
+        peer = self._sessions.peer(out.peer, dialled=False)
         if peer is not None:
             peer.sent.moved(job.num_bytes, write_s, self._clock.now())
         self._counters["kv_transfer_bytes"] += job.num_bytes
@@ -240,7 +240,7 @@ class OutgoingKeys:
 
     def _receiver_of(self, out: InFlightWrites) -> Peer | None:
         """Return the receiver of a key; None when the session in which it published its pages has ended."""
-        peer = self._sessions.peer(out.peer)
+        peer = self._sessions.peer(out.peer, dialled=False)
         if peer is None or peer.session != out.session or peer.hello is None or peer.state is PeerState.REFUSED:
             return None
         return peer

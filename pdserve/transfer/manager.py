@@ -17,9 +17,10 @@ import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.base.parallel import ParallelShape
+from pdserve.errors import RequestError
 from pdserve.memory.draft_groups import draft_fields, without_drafts
 from pdserve.memory.layout import KVLayout
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad, SenderAddress
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import (
     Address,
@@ -119,6 +120,7 @@ class KVManager:
         self.counters: Counter[str] = Counter()
         self._all_fake = fake
         self._clock = clock
+        self._endpoint = socket.endpoint
         self._engine = engine
         ranks = args.ranks
         of_layout = draft_fields(args.layout)
@@ -200,6 +202,21 @@ class KVManager:
         record = self.receive_side.open(room, address, digest, self._is_fake(address[0]), takes_logprobs=takes_logprobs)
         return KVReceiver(self.receive_side, self.args.aux, self._layout, record)
 
+    @property
+    def address(self) -> SenderAddress:
+        """This process as a sender, for a request that another server receives from it."""
+        return SenderAddress(instance=self.args.instance, endpoint=self._endpoint)
+
+    def learn_sender(self, address: Address, sender: SenderAddress) -> None:
+        """Let `sender` be the process behind `address`, for which then no bootstrap server is asked.
+
+        Raises:
+            RequestError: 400, it is this process itself.
+        """
+        if sender.instance == self.args.instance:
+            raise RequestError("a request cannot migrate to the server that has it", field="to")
+        self._apply(self.sessions.found(PrefillFound(address, ((sender.instance, sender.endpoint),))))
+
     def redirect(self, room: int, digest: str, replica: int) -> None:
         """Redirect the receiver of this room to `replica` of this server, which has the request."""
         self.send_side.redirect(room, digest, replica)
@@ -243,14 +260,15 @@ class KVManager:
         """Send delayed acks now. Called before a step that may take long."""
         self.sessions.flush()
 
-    def drain_state_changes(self) -> list[int]:
-        """Return the open rooms whose state changed since the last call, oldest change first.
+    def drain_state_changes(self, *, sending: bool) -> list[int]:
+        """Return the open rooms of one side whose state changed since the last call, oldest change first.
 
-        The result equals polling all handles, at the cost of the changed rooms only.
+        `sending`: rooms of senders, else of receivers. The result equals polling all handles of that side, at the cost
+        of the changed rooms only.
         """
-        changed = [*self.send_side.changed_rooms, *self.receive_side.changed_rooms]
-        self.send_side.changed_rooms.clear()
-        self.receive_side.changed_rooms.clear()
+        rooms = self.send_side.changed_rooms if sending else self.receive_side.changed_rooms
+        changed = list(rooms)
+        rooms.clear()
         return changed
 
     @property
@@ -295,8 +313,8 @@ class KVManager:
                 state=peer.state.value,
                 heartbeat_age_s=max(0.0, now - peer.heard_at),
                 silent_s=None if peer.silent_at is None else now - peer.silent_at,
-                sent=peer.sent.flow(sending[peer.instance], now),
-                received=peer.received.flow(receiving[peer.instance], now),
+                sent=peer.sent.flow(0 if peer.dialled else sending[peer.instance], now),
+                received=peer.received.flow(receiving[peer.instance] if peer.dialled else 0, now),
             )
             for peer in self.sessions
         ]
@@ -332,9 +350,11 @@ class KVManager:
                     self.receive_side.on_dial_failed(address, failure)
                 case PeerLost(peer=peer, failure=failure, gone=gone):
                     self.counters["peers_lost"] += 1
-                    self.receive_side.on_peer_lost(peer, failure)
-                    self.send_side.on_peer_lost(peer, failure, gone)
-                    if gone and peer.hello is not None:
+                    if peer.dialled:
+                        self.receive_side.on_peer_lost(peer, failure)
+                    else:
+                        self.send_side.on_peer_lost(peer, failure, gone)
+                    if gone and not peer.dialled and peer.hello is not None:
                         for rank in peer.hello.ranks:
                             if rank.transport_address:
                                 self._engine.forget(rank.transport_address)
@@ -343,11 +363,11 @@ class KVManager:
                     self.receive_side.on_quiesced(receiver)
                 case Message(peer=peer, body=body):
                     match body:
-                        case TransferInfo():
+                        case TransferInfo() if not peer.dialled:
                             self.send_side.on_transfer_info(peer, body)
-                        case Abort():
+                        case Abort() if not peer.dialled:
                             self.send_side.on_abort(peer, body)
-                        case PromptLogprobsPart():
+                        case PromptLogprobsPart() if peer.dialled:
                             self.receive_side.on_logprobs(peer, body)
                         case TransferDone():
                             if self.receive_side.sends(peer, body.key):

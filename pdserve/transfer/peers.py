@@ -122,6 +122,8 @@ class Peer:
     last_ping: float
     session: int
     """Session number; see `Hello`."""
+    dialled: bool = False
+    """True: we dialled the peer, which sends to us. False: it dialled us, and we send."""
     receiver: str | None = None
     """Name of our receiving engines in this session; None where the peer dialled us."""
     own_hello: Hello | None = None
@@ -144,6 +146,44 @@ class Peer:
     """When the peer first became SILENT since its last packet; a repeated Hello does not reset it. None: not silent."""
     sent: FlowMeter = dataclasses.field(default_factory=FlowMeter)
     received: FlowMeter = dataclasses.field(default_factory=FlowMeter)
+
+
+class PeerTable:
+    """The peers by instance and direction: two processes that both send have two sessions with each other.
+
+    Iteration is in the order of addition, which is the same on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._peers: dict[tuple[str, bool], Peer] = {}
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def __iter__(self) -> Iterator[Peer]:
+        """Iterate over a copy: the table may change meanwhile."""
+        return iter(list(self._peers.values()))
+
+    def add(self, peer: Peer) -> None:
+        """Add a peer."""
+        self._peers[peer.instance, peer.dialled] = peer
+
+    def remove(self, peer: Peer) -> None:
+        """Remove a peer."""
+        del self._peers[peer.instance, peer.dialled]
+
+    def get(self, instance: str, *, dialled: bool) -> Peer | None:
+        """Return the peer of that instance in one direction; None when there is none."""
+        return self._peers.get((instance, dialled))
+
+    def of(self, instance: str) -> list[Peer]:
+        """Return the peers of that instance in both directions, the dialled one first."""
+        found = (self._peers.get((instance, dialled)) for dialled in (True, False))
+        return [peer for peer in found if peer is not None]
+
+    def in_session(self, instance: str, session: int) -> Peer | None:
+        """Return the peer of that instance whose session has this number; None when there is none."""
+        return next((peer for peer in self.of(instance) if peer.session == session), None)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -209,7 +249,7 @@ def check_hello(ours: Hello, theirs: Hello, peer_sizes: Mapping[str, int]) -> No
         "disaggregation_prefill_pp": prefill.pp_size,
     }
     for field, size in peer_sizes.items():
-        if sizes[field] != size:
+        if field.startswith("disaggregation_prefill_") == theirs.answer and sizes[field] != size:
             raise HandshakeError(field, size, sizes[field])
 
 
@@ -337,21 +377,29 @@ class UnknownPeers:
 
     # ------------------------------------------------------------------ challenges
 
-    def owns(self, instance: str, endpoint: str, session: int) -> bool:
-        """Return whether `instance` has proved that it is the process at `endpoint` and has begun `session`.
+    def may_begin(self, instance: str, endpoint: str, session: int, *, ends_others: bool) -> bool:
+        """Return whether `session` of `instance` may begin; one that `ends_others` needs a proof.
 
-        If not, it is challenged there. Any other process drops packets that are not addressed to it, and the process of
-        that name answers for sessions of its own only.
+        The proof is that `instance` is the process at `endpoint` and has begun `session`. Without it `instance` is
+        challenged there. Any other process drops packets that are not addressed to it, and the process of that name
+        answers for sessions of its own only. When a session begins, older proofs of its instance are forgotten: with
+        them a late copy of a Hello could end the new session.
         """
+        if ends_others and not self._proved(instance, endpoint, session):
+            return False
+        for key in [key for key in self._challenges if key[0] == instance]:
+            del self._challenges[key]
+        return True
+
+    def _proved(self, instance: str, endpoint: str, session: int) -> bool:
+        """Return whether a challenge was answered; if not, send it."""
         challenge = self._challenges.get((instance, session))
         if challenge is None or challenge.endpoint != endpoint:
             challenge = _Challenge(endpoint, self._mint(f"challenge {instance}"))
             _remember(self._challenges, (instance, session), challenge)
-        if challenge.proved:
-            del self._challenges[instance, session]
-            return True
-        self._send(instance, endpoint, session, Ping(nonce=challenge.nonce, endpoint=self._socket.endpoint))
-        return False
+        if not challenge.proved:
+            self._send(instance, endpoint, session, Ping(nonce=challenge.nonce, endpoint=self._socket.endpoint))
+        return challenge.proved
 
     def repeated(self, instance: str, session: int, nonce: int) -> None:
         """Check the answer of `instance` to a challenge."""

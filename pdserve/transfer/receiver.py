@@ -111,7 +111,7 @@ class ReceiveSide:
         if room.fake:
             room.move(KVPoll.SUCCESS)
             return
-        peer = None if room.peer is None else self._sessions.peer(room.peer)
+        peer = None if room.peer is None else self._sessions.peer(room.peer, dialled=True)
         if room.state is not KVPoll.WAITING_FOR_INPUT or peer is None:
             return
         room.published_at = self._clock.now()
@@ -140,7 +140,7 @@ class ReceiveSide:
         """Fail a room locally, and send the failure to the sender."""
         if not room.fail(failure):
             return
-        peer = None if room.peer is None else self._sessions.peer(room.peer)
+        peer = None if room.peer is None else self._sessions.peer(room.peer, dialled=True)
         if peer is not None and not room.fake:
             self._sessions.send(peer, Abort(key=room.key, failure=failure, prompt_digest=room.digest))
 
@@ -312,7 +312,7 @@ class ReceiveSide:
 
     def _count(self, instance: str, stats: TransferStats | None) -> None:
         """Count the end of a key of a peer; `stats` None: a failure."""
-        peer = self._sessions.peer(instance)
+        peer = self._sessions.peer(instance, dialled=True)
         if peer is None:
             return
         peer.received.ended(well=stats is not None)

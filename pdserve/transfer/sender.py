@@ -115,7 +115,7 @@ class SendSide:
         if fake:
             record.move(KVPoll.WAITING_FOR_INPUT)
         for early in self._early_arrivals.take_room(room):
-            peer = self._sessions.peer(early.instance)
+            peer = self._sessions.peer(early.instance, dialled=False)
             if peer is not None:
                 self.on_transfer_info(peer, early.info)
         return record
@@ -171,7 +171,7 @@ class SendSide:
 
     def sends_drafts(self, room: SendRoom) -> bool:
         """Return whether the receiver of this room has an equal drafter; False before it is known."""
-        peer = None if room.target is None else self._sessions.peer(room.target.key.origin)
+        peer = None if room.target is None else self._sessions.peer(room.target.key.origin, dialled=False)
         return peer is not None and peer.hello is not None and self._chunks.sends_drafts(peer.hello)
 
     def send_logprobs(self, room: SendRoom, part: PromptLogprobs) -> None:
@@ -203,7 +203,7 @@ class SendSide:
             room, digest, Tombstone(_failure("moved", f"replica {replica} has the request"), replica)
         )
         for early in self._early_arrivals.take_room(room):
-            peer = self._sessions.peer(early.instance)
+            peer = self._sessions.peer(early.instance, dialled=False)
             if peer is not None:
                 self._early_info(peer, early.info)
 
@@ -310,7 +310,7 @@ class SendSide:
                 self.fail(room, Failure(code="bootstrap_timeout", message=message, status=504))
         self.outgoing.tick()
         for early in self._early_arrivals.expire():
-            peer = self._sessions.peer(early.instance)
+            peer = self._sessions.peer(early.instance, dialled=False)
             if peer is not None:
                 message = f"prefill never got a request for room {early.info.key.room}"
                 self._turn_away(peer, early.info.key, _failure("bootstrap_timeout", message, status=504))
@@ -386,7 +386,7 @@ class SendSide:
             message = "the decode server gave fewer pages than the prompt has"
             self.fail(room, _failure("bad_metadata", message, status=500))
             return None
-        peer = self._sessions.peer(key.origin)
+        peer = self._sessions.peer(key.origin, dialled=False)
         if peer is None or peer.hello is None:
             room.fail(PEER_GONE)
             return None

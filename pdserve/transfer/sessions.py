@@ -1,4 +1,4 @@
-"""Sessions with peers: handshake, at-least-once delivery, heartbeats, and the end of sessions.
+"""Sessions with peers: handshake, heartbeats, and the end of sessions. `delivery` sends their messages.
 
     unknown -> CONNECTING -> READY <-> SILENT          a SILENT peer may come back, and may still write
                     |           \\______/ -> ended     the peer is sent a Reset; its later writes are fenced
@@ -8,6 +8,9 @@ A session ends when the peer's port refuses a connection, or when the peer is si
 another process answers for the peer's endpoint, and when the peer or an operator ends it. None of these proves that the
 peer has stopped writing. The pages are free once `SessionReceivers` has fenced the peer, or once the peer has promised
 to write no more. A peer that is alive after its session has ended opens a new session.
+
+A session has a direction: the process that dials receives KV, the other one sends. Two processes that both send have
+two sessions with each other, and no message of one session acts in the other.
 
 Owned by `KVManager`; scheduler thread only. Results are returned as `Notice` values for the manager to act on. All
 ranks of a replica run the same session logic, so nothing here is drawn at random: see `_mint`.
@@ -19,13 +22,14 @@ import hashlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import msgspec
 
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError, ProtocolError
 from pdserve.protocol.failure import Failure
+from pdserve.transfer.delivery import Delivery
 from pdserve.transfer.events import Address, ControlSocket, Directory, PrefillFound, PrefillNotFound, ReceiverOpened
 from pdserve.transfer.peers import (
     DialFailed,
@@ -35,13 +39,14 @@ from pdserve.transfer.peers import (
     PeerLost,
     PeerReady,
     PeerState,
+    PeerTable,
     SenderQuiesced,
     SessionTimes,
     UnknownPeers,
     check_hello,
 )
 from pdserve.transfer.receiving_engines import SessionReceivers
-from pdserve.transfer.wire import MAX_ACKS, Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
+from pdserve.transfer.wire import Ack, Body, Hello, Packet, Ping, Pong, Refusal, Reset, Wire
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +56,6 @@ MAX_ADDRESSES = 64
 """Most bootstrap addresses kept per peer (the newest). Requests name them, and one server can have many names."""
 BUSY_FACTOR = 10
 """Factor on the allowed missed pings of a peer that still listens: it may be in a long step."""
-ACK_DELAY_S = 0.02
-"""Seconds that an ack waits for a packet to carry it, so that no peer is woken in the middle of a copy."""
 
 
 class Sessions:
@@ -88,12 +91,12 @@ class Sessions:
         self._counters = counters
         self._receivers = receivers
         self._secret = hashlib.blake2b(secret.encode(), digest_size=32).digest()
-        self._peers: dict[str, Peer] = {}
+        self._peers = PeerTable()
         self.last_refusal: str | None = None
         """The last refused handshake (peer, field and reason), for `/get_server_info`; None: none yet."""
         self._dialled: dict[Address, tuple[str, ...]] = {}
         """Instances behind an address; empty while the directory looks the address up."""
-        self._seq = itertools.count(1)
+        self._delivery = Delivery(instance, wire, socket, clock, times.resend_s)
         self._number = itertools.count(1)
         self._unknown = UnknownPeers(instance, wire, socket, clock, self._nonce, writes_in, quiet_s=times.resend_s)
 
@@ -107,37 +110,39 @@ class Sessions:
         if address not in self._dialled:
             self._dialled[address] = ()
             self._directory.find(address)
-        peers = (self._peers.get(instance) for instance in self._dialled[address])
+        peers = (self._peers.get(instance, dialled=True) for instance in self._dialled[address])
         return tuple(peer if peer is not None and peer.state is PeerState.READY else None for peer in peers)
 
-    def peer(self, instance: str) -> Peer | None:
-        """Return the peer of that instance id, in any state; None when it is unknown."""
-        return self._peers.get(instance)
+    def peer(self, instance: str, *, dialled: bool | None = None) -> Peer | None:
+        """Return the peer of that instance id, in any state; None when it is unknown.
 
-    def __iter__(self) -> itertools.chain[Peer]:
-        return itertools.chain(self._peers.values())
+        `dialled`: the one that we dialled, which sends to us, or the one that dialled us; None: either, that one first.
+        """
+        if dialled is not None:
+            return self._peers.get(instance, dialled=dialled)
+        return next(iter(self._peers.of(instance)), None)
+
+    def __iter__(self) -> Iterator[Peer]:
+        return iter(self._peers)
 
     @property
     def num_unacked(self) -> int:
         """Number of messages that no peer has acknowledged yet."""
-        return sum(len(peer.unacked) for peer in self._peers.values())
+        return sum(len(peer.unacked) for peer in self._peers)
 
     @property
     def owes_acks(self) -> bool:
         """True while a received packet is not acknowledged; `tick` will send the ack."""
-        return any(peer.owed_acks for peer in self._peers.values())
+        return any(peer.owed_acks for peer in self._peers)
 
     def send(self, peer: Peer, body: Body) -> None:
         """Deliver `body` at least once, unless the session ends first."""
-        seq = next(self._seq)
-        frame = self._send_packet(peer, seq, body)
-        peer.unacked[seq] = (self._clock.now() + self._times.resend_s, frame)
+        self._delivery.send(peer, body)
 
     def flush(self) -> None:
         """Send all acks that wait for a packet to carry them. Called before a step, whose duration is not known."""
-        for peer in self._peers.values():
-            if peer.owed_acks:
-                self._send_packet(peer, 0, Ack())
+        for peer in self._peers:
+            self._delivery.flush(peer)
 
     # ------------------------------------------------------------------ events and packets
 
@@ -145,18 +150,18 @@ class Sessions:
         """Handle the directory's answer: start handshakes with the replicas at an address, or use existing sessions."""
         notices: list[Notice] = []
         instances = tuple(instance for instance, _ in event.replicas)
-        for old in list(self._peers.values()):
+        for old in self._peers:
             if event.address not in old.addresses or old.instance in instances:
                 continue
             if len(old.addresses) > 1 and old.state is PeerState.READY and old.num_missed <= 1:
                 del old.addresses[event.address]  # the peer lives; this address belongs to another server now
             else:
-                notices += self.gone(old.instance)
+                notices += self._end(old, _gone(old))
         self._dialled[event.address] = instances
         for instance, endpoint in event.replicas:
-            peer = self._peers.get(instance)
-            if peer is not None and (peer.state is PeerState.REFUSED or peer.receiver is None):
-                self._drop(peer)  # we have no receiving engine for a peer that dialled us
+            peer = self._peers.get(instance, dialled=True)
+            if peer is not None and peer.state is PeerState.REFUSED:
+                self._drop(peer)
                 peer = None
             if peer is None:
                 peer = self._dial_peer(instance, endpoint)
@@ -177,7 +182,7 @@ class Sessions:
         opened = self._receivers.opened(event)
         if opened is None:
             return []
-        peer = next((it for it in self._peers.values() if it.receiver == opened.name), None)
+        peer = next((it for it in self._peers if it.receiver == opened.name), None)
         assert peer is not None, "the receiver of an ended session is fenced"
         if opened.failure is not None:
             notices = self._undial(peer, opened.failure)
@@ -214,15 +219,15 @@ class Sessions:
             case Reset():
                 return self._reset(packet, packet.body)
             case Ping(nonce=nonce, endpoint=endpoint) if nonce:
-                peer = self._peers.get(packet.sender)
-                if peer is not None and (peer.endpoint, peer.session) == (endpoint, packet.session):
+                peer = self._peers.in_session(packet.sender, packet.session)
+                if peer is not None and peer.endpoint == endpoint:
                     self._unknown.repeat(peer, nonce)  # proves that our Hello's endpoint is ours
                 return []
             case Pong(nonce=nonce) if nonce:
                 self._unknown.repeated(packet.sender, packet.session, nonce)
                 return []
-        peer = self._peers.get(packet.sender)
-        if peer is None or peer.session != packet.session:
+        peer = self._peers.in_session(packet.sender, packet.session)
+        if peer is None:
             self._counters["control_frames_unexpected"] += 1
             self._unknown.reset_sender(packet, packet.body.endpoint if isinstance(packet.body, Ping) else "")
             return []
@@ -236,27 +241,23 @@ class Sessions:
             case Ack() | Pong():
                 return notices
             case Ping():
-                self._send_packet(peer, 0, Pong())
+                self._delivery.send_packet(peer, 0, Pong())
                 return notices
             case Refusal(field=field, message=message):
-                self._owe_ack(peer, packet.seq)
+                self._delivery.owe_ack(peer, packet.seq)
                 return notices + self._refused(peer, field, message)
             case body:
-                self._owe_ack(peer, packet.seq)
+                self._delivery.owe_ack(peer, packet.seq)
                 return [*notices, Message(peer, body)]
 
     def gone(self, instance: str) -> list[Notice]:
-        """End the session: a connection to the peer was refused, or another process answers for its endpoint."""
-        peer = self._peers.get(instance)
-        if peer is None:
-            return []
-        failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} is gone", origin=peer.endpoint)
-        return self._end(peer, failure)
+        """End the sessions with a process: a connection to it was refused, or an operator declared it dead."""
+        return [notice for peer in self._peers.of(instance) for notice in self._end(peer, _gone(peer))]
 
     def handshake_failed(self, endpoint: str) -> list[Notice]:
         """Handle a failed encrypted connection to `endpoint`. Sessions past CONNECTING go on."""
         notices: list[Notice] = []
-        for peer in list(self._peers.values()):
+        for peer in self._peers:
             if peer.endpoint != endpoint or peer.state is not PeerState.CONNECTING:
                 continue
             message = f"the server at {endpoint} has another PDSERVE_CONTROL_TOKEN, or only one of both has one"
@@ -269,24 +270,20 @@ class Sessions:
 
     def receivers_of(self, instance: str) -> list[str]:
         """Return our receiving engines into which `instance` writes, or may still write."""
-        peer = self._peers.get(instance)
-        now = [peer.receiver] if peer is not None and peer.receiver is not None else []
+        now = [peer.receiver for peer in self._peers.of(instance) if peer.receiver is not None]
         return now + [name for name in self._unknown.receivers_of(instance) if self._receivers.is_fencing(name)]
 
     def listens(self, instance: str) -> None:
         """Record that a process listens at the peer's endpoint: the peer may be busy rather than dead."""
-        peer = self._peers.get(instance)
-        if peer is not None:
+        for peer in self._peers.of(instance):
             peer.listened_at = peer.num_missed
 
     def tick(self) -> list[Notice]:
         """Send heartbeats, acks and repeats, and detect silent peers. Called once a step."""
         now = self._clock.now()
         notices: list[Notice] = []
-        for peer in list(self._peers.values()):
-            if peer.owed_acks and now - peer.owes_since >= ACK_DELAY_S:
-                self._send_packet(peer, 0, Ack())
-            self._resend(peer, now)
+        for peer in self._peers:
+            self._delivery.tick(peer, now)
             if now - peer.last_ping < self._times.heartbeat_s:
                 continue
             peer.last_ping = now
@@ -300,7 +297,7 @@ class Sessions:
         if self._receivers.num_fencing:
             self._unknown.remind(self._receivers.is_fencing, self._times.heartbeat_s)
         if self._unknown.busy:
-            used = (peer.endpoint for peer in self._peers.values())
+            used = (peer.endpoint for peer in self._peers)
             self._unknown.close_sockets(2 * self._times.heartbeat_s, lambda: used)
         return notices
 
@@ -314,7 +311,7 @@ class Sessions:
     def _dial_peer(self, instance: str, endpoint: str) -> Peer:
         """Start a new session with a prefill server: our ranks open receiving engines for it first."""
         number = next(self._number)
-        peer = self._add(instance, endpoint, self._mint(instance, number))
+        peer = self._add(instance, endpoint, self._mint(instance, number), dialled=True)
         peer.receiver = f"{instance}#{number}"
         self._receivers.open(peer.receiver, endpoint)
         return peer
@@ -325,36 +322,39 @@ class Sessions:
         return int.from_bytes(digest, "little") >> 1 or 1
 
     def _nonce(self, purpose: str) -> int:
-        return self._mint(purpose, next(self._seq))
+        return self._mint(purpose, self._delivery.next_seq())
 
     def _has_ended(self, instance: str, session: int) -> bool:
         """True when a session with `instance` of that number has ended: it does not begin again."""
         return self._unknown.session(instance, session) is not None
 
-    def _add(self, instance: str, endpoint: str, session: int) -> Peer:
+    def _add(self, instance: str, endpoint: str, session: int, *, dialled: bool) -> Peer:
         now = self._clock.now()
-        peer = Peer(instance, endpoint, PeerState.CONNECTING, last_ping=now, session=session, heard_at=now)
-        self._peers[instance] = peer
+        peer = Peer(instance, endpoint, PeerState.CONNECTING, now, session, dialled, heard_at=now)
+        self._peers.add(peer)
         return peer
 
     def _hello(self, packet: Packet, hello: Hello, source: str) -> list[Notice]:
         notices: list[Notice] = []
-        peer = self._peers.get(packet.sender)
-        if peer is None or peer.session != hello.session:
+        peer = self._peers.in_session(packet.sender, hello.session)
+        if peer is not None and peer.dialled != hello.answer:
+            self._counters["hellos_refused"] += 1  # of the other direction: the session goes on
+            return []
+        if peer is None:
             if hello.answer or self._has_ended(packet.sender, hello.session):
                 self._counters["hellos_replayed"] += 1
                 self._unknown.reset_sender(packet, hello.endpoint)
                 return []
             if not self._may_begin(packet.sender, hello):
                 return []
-            for old in [old for old in self._peers.values() if old.endpoint == hello.endpoint or old is peer]:
+            for old in self._rivals(packet.sender, hello):
                 failure = Failure(code="peer_gone", message=f"peer {old.endpoint} reconnected", origin=old.endpoint)
                 notices += self._end(old, failure)
-            peer = self._add(packet.sender, hello.endpoint, hello.session)
+            peer = self._add(packet.sender, hello.endpoint, hello.session, dialled=False)
         for seq in packet.acks:
             peer.unacked.pop(seq, None)
         notices += self._heard(peer)
-        self._owe_ack(peer, packet.seq)
+        self._delivery.owe_ack(peer, packet.seq)
         try:
             check_hello(self._me, hello, self._peer_sizes)
         except HandshakeError as error:
@@ -376,19 +376,22 @@ class Sessions:
         ranks = tuple(msgspec.structs.replace(rank, transport_address="") for rank in self._me.ranks)
         return msgspec.structs.replace(self._me, ranks=ranks, answer=True, session=hello.session)
 
+    def _rivals(self, instance: str, hello: Hello) -> list[Peer]:
+        """Peers that dialled us and that a new session of `instance` at the endpoint of `hello` replaces."""
+        same = (it for it in self._peers if it.instance == instance or it.endpoint == hello.endpoint)
+        return [it for it in same if not it.dialled]
+
     def _may_begin(self, instance: str, hello: Hello) -> bool:
         """Return whether a new session may begin and replace existing ones with its instance or at its endpoint.
 
-        An instance does not move, and a process that we dial does not dial us.
+        An instance does not move. Sessions that we dialled are never replaced by a Hello.
         """
-        rivals = [it for it in self._peers.values() if it.instance == instance or it.endpoint == hello.endpoint]
-        if any(it.receiver is not None or it.endpoint != hello.endpoint for it in rivals):
+        rivals = self._rivals(instance, hello)
+        moved = any(it.endpoint != hello.endpoint for it in self._peers.of(instance))
+        if moved or (not rivals and len(self._peers) >= MAX_PEERS):
             self._counters["hellos_refused"] += 1
             return False
-        if not rivals and len(self._peers) >= MAX_PEERS:
-            self._counters["hellos_refused"] += 1
-            return False
-        return not rivals or self._unknown.owns(instance, hello.endpoint, hello.session)
+        return self._unknown.may_begin(instance, hello.endpoint, hello.session, ends_others=bool(rivals))
 
     def _refused(self, peer: Peer, field: str, message: str) -> list[Notice]:
         """Handle a refused handshake. The peer is kept for one more heartbeat, so that the Refusal is delivered."""
@@ -414,7 +417,7 @@ class Sessions:
 
     def _drop(self, peer: Peer) -> None:
         """Remove `peer`, keep the session's number, and fence its receiver."""
-        del self._peers[peer.instance]
+        self._peers.remove(peer)
         self._unknown.ended(peer)
         if peer.receiver is not None:
             self._receivers.fence(peer.receiver)
@@ -422,8 +425,8 @@ class Sessions:
     def _reset(self, packet: Packet, reset: Reset) -> list[Notice]:
         """Handle a Reset: the peer has no session of this number, or has ended it."""
         notices: list[Notice] = []
-        peer = self._peers.get(packet.sender)
-        if peer is not None and peer.session == packet.session:
+        peer = self._peers.in_session(packet.sender, packet.session)
+        if peer is not None:
             failure = Failure(code="peer_gone", message=f"peer {peer.endpoint} ended the session", origin=peer.endpoint)
             notices += self._end(peer, failure, tell=False)
         ended = self._unknown.session(packet.sender, packet.session)
@@ -449,7 +452,7 @@ class Sessions:
         if peer.num_missed:
             self._directory.probe(peer.instance, peer.endpoint)
         if peer.hello is not None:
-            self._send_packet(peer, 0, Ping(endpoint=self._socket.endpoint))
+            self._delivery.send_packet(peer, 0, Ping(endpoint=self._socket.endpoint))
         misses, patience = peer.num_missed, self._times.misses
         peer.num_missed += 1
         listens = misses - peer.listened_at < patience and misses < patience * BUSY_FACTOR
@@ -474,27 +477,6 @@ class Sessions:
         peer.addresses.clear()
         return [DialFailed(address, failure) for address in addresses]
 
-    def _resend(self, peer: Peer, now: float) -> None:
-        for seq, (due, frame) in list(peer.unacked.items()):
-            if now >= due:
-                peer.unacked[seq] = (now + self._times.resend_s, frame)
-                self._socket.send(peer.endpoint, frame)
 
-    def _send_packet(self, peer: Peer, seq: int, body: Body) -> bytes:
-        """Send `body` once, with all acks due; return the frame. `seq` 0: the packet needs no ack."""
-        acks, peer.owed_acks = tuple(peer.owed_acks), []
-        packet = Packet(
-            sender=self.instance, receiver=peer.instance, session=peer.session, seq=seq, body=body, acks=acks
-        )
-        frame = self._wire.encode(packet)
-        self._socket.send(peer.endpoint, frame)
-        return frame
-
-    def _owe_ack(self, peer: Peer, seq: int) -> None:
-        if not seq:
-            return
-        if not peer.owed_acks:
-            peer.owes_since = self._clock.now()
-        peer.owed_acks.append(seq)
-        if len(peer.owed_acks) == MAX_ACKS:
-            self._send_packet(peer, 0, Ack())
+def _gone(peer: Peer) -> Failure:
+    return Failure(code="peer_gone", message=f"peer {peer.endpoint} is gone", origin=peer.endpoint)

@@ -54,6 +54,14 @@ def test_a_pair_serves_adapters_and_takes_new_ones(tmp_path: Path) -> None:
         assert [model["id"] for model in models_of_router] == ["tiny", "first", "second"]
         assert all(tokens_of(name) == expected[name] for name in ("second", "first", "tiny"))
         assert post("/load_lora_adapter", second).status_code == 400
+        wide = make_tiny("qwen3", tmp_path / "wide", eos_token_id=None, hidden_size=128)
+        for name, of, rank, message in (
+            ("wide", wide, 4, "down_proj.lora_B.weight has shape [128, 4]"),
+            ("large", base, 128, "--max-lora-rank 64"),
+        ):
+            refused = {"lora_name": name, "lora_path": str(write_adapter(tmp_path / name, of, rank=rank))}
+            answer = post("/load_lora_adapter", refused)
+            assert answer.status_code == 400 and message in answer.text, answer.text
         assert post("/unload_lora_adapter", {"lora_name": "second"}).status_code == 200
         assert post("/v1/completions", {"model": "second", "prompt": "x"}).status_code == 404
         assert_idle(*pair.workers)

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import requests
 
+from tests.adapters import write_adapter
 from tests.e2e.harness import Server, assert_idle, ranks_of, running, start_server
-from tests.tiny import Family
+from tests.tiny import Family, make_tiny
 
 pytestmark = pytest.mark.timeout(300)
 FLAGS = ("--max-total-tokens", "4096", "--dtype", "float32")
@@ -86,35 +87,15 @@ def test_a_pair_exchanges_its_roles_and_keeps_its_prefixes(tiny_checkpoint: Call
             assert (found, cached) == (expected[number], 96), "what it had as prefill server is there again"
 
 
-DIRECTIONS = list(itertools.permutations(("null", "prefill", "decode"), 2))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "flags"),
-    [
-        ("llama", ()),
-        ("llama", ("--disaggregation-transfer-backend", "shm")),
-        ("llama", ("--disaggregation-transfer-backend", "nixl")),
-        ("llama", ("--tp-size", "2")),
-        ("llama", ("--dp-size", "2")),
-        ("llama", ("--pp-size", "2")),
-        ("qwen3_next", ()),
-        ("gemma3", ()),
-        ("llama", ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")),
-        ("llama", ("--kv-cache-dtype", "fp8_e4m3")),
-    ],
-)
-def test_all_directions(tiny_checkpoint: Callable[[Family], Path], family: Family, flags: tuple[str, ...]) -> None:
-    model = str(tiny_checkpoint(family))
+def through_all_roles(model: str, *flags: str) -> None:
+    """A server takes each role from each other one, and gives the same tokens in it."""
     with cluster(model, ["null", "prefill", "decode"], *flags) as (made, (server, prefill, decode)):
         expected = [list(post(server, body)["output_ids"]) for body in BODIES]
         pair = [made.ask(prefill, decode, body)[0] for body in BODIES]
-        role = "null"
-        for new in ("prefill", "decode", "null", "decode", "prefill", "null"):
-            assert (role, new) in DIRECTIONS
-            made.switch(server, new)
-            role = new
+        roles = ["null", "prefill", "decode", "null", "decode", "prefill", "null"]
+        assert set(itertools.pairwise(roles)) == set(itertools.permutations(("null", "prefill", "decode"), 2))
+        for role in roles[1:]:
+            made.switch(server, role)
             for number, body in enumerate(BODIES):
                 if role == "null":
                     assert post(server, body)["output_ids"] == expected[number]
@@ -122,3 +103,80 @@ def test_all_directions(tiny_checkpoint: Callable[[Family], Path], family: Famil
                     assert made.ask(server, decode, body)[0] == pair[number]
                 else:
                     assert made.ask(prefill, server, body)[0] == pair[number]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--disaggregation-transfer-backend", "shm"),
+        ("--disaggregation-transfer-backend", "nixl"),
+        ("--tp-size", "2"),
+        ("--dp-size", "2"),
+        ("--pp-size", "2"),
+        ("--tp-size", "2", "--disaggregation-transfer-backend", "nixl"),
+        ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4"),
+        ("--kv-cache-dtype", "fp8_e4m3"),
+    ],
+    ids=" ".join,
+)
+def test_all_directions(tiny_checkpoint: Callable[[Family], Path], flags: tuple[str, ...]) -> None:
+    through_all_roles(str(tiny_checkpoint("llama")), *flags)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("qwen3_5_text", ()),
+        ("qwen3_5_text", ("--tp-size", "2")),
+        ("gemma2", ()),
+        ("deepseek_v2", ()),
+        ("qwen3_moe", ("--tp-size", "2", "--ep-size", "2")),
+        ("qwen3_moe", ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention")),
+    ],
+    ids=str,
+)
+def test_all_directions_of_a_family(
+    family_checkpoint: Callable[[str], Path], family: str, flags: tuple[str, ...]
+) -> None:
+    through_all_roles(str(family_checkpoint(family)), *flags)
+
+
+@pytest.mark.slow
+def test_all_directions_with_a_model_that_drafts(tmp_path: Path) -> None:
+    """The drafter is the model itself, so that its drafts are right; it drafts in each role that generates."""
+    model = str(make_tiny("qwen3", tmp_path / "model"))
+    drafter = ("--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", model)
+    flags = (*drafter, "--speculative-num-steps", "3", "--no-speculative-adaptive")
+    with cluster(model, ["null", "prefill"], *flags) as (made, (server, prefill)):
+        expected = [list(post(server, body)["output_ids"]) for body in BODIES]
+        made.switch(server, "decode")
+        before = server.counter("spec_verify_steps")
+        assert [made.ask(prefill, server, body)[0] for body in BODIES] == expected
+        assert server.counter("spec_verify_steps") > before
+        made.switch(prefill, "decode")
+        made.switch(server, "prefill")
+        assert [made.ask(server, prefill, body)[0] for body in BODIES] == expected
+
+
+@pytest.mark.slow
+def test_adapters_stay_and_more_can_be_loaded_in_the_new_role(tmp_path: Path) -> None:
+    base = make_tiny("qwen3", tmp_path / "base")
+    first, second = (str(write_adapter(tmp_path / name, base, seed=seed)) for seed, name in enumerate(("one", "two")))
+    flags = ("--enable-lora", "--lora-paths", f"one={first}", "--tp-size", "2")
+    with cluster(str(base), ["null", "prefill"], *flags) as (made, (server, prefill)):
+        adapted = BODIES[0] | {"lora_path": "one"}
+        expected, plain = post(server, adapted)["output_ids"], post(server, BODIES[0])["output_ids"]
+        assert expected != plain
+        made.switch(server, "decode")
+        assert made.ask(prefill, server, adapted)[0] == expected
+        for one in (server, prefill):
+            answer = requests.post(
+                f"{one.url}/load_lora_adapter", json={"lora_name": "two", "lora_path": second}, timeout=60
+            )
+            assert answer.status_code == 200, answer.text
+        other = made.ask(prefill, server, BODIES[0] | {"lora_path": "two"})[0]
+        made.switch(server, "null")
+        assert post(server, BODIES[0] | {"lora_path": "two"})["output_ids"] == other != expected

@@ -154,8 +154,8 @@ class Episode:
             case 4:
                 found(self.decode, self.prefill)
             case 5:
-                self.prefill.kv.drain_state_changes()
-                self.decode.kv.drain_state_changes()
+                self.prefill.kv.drain_state_changes(sending=True)
+                self.decode.kv.drain_state_changes(sending=False)
             case _:
                 self.prefill.kv.flush()
         self.drain()

@@ -145,14 +145,35 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None, m
     return Setting(tuple(drawn), shape, layout, Faults(**fields), prompts, late if seed % 2 else ())
 
 
-def play(seed: int, only: str | None = None, *, without: str | None = None, model: Model = "full") -> Counter[str]:
-    """Run a seed and hold it against the oracle; counts of what happened. For the last two see `setting`.
+def with_migrations(seed: int, it: Setting) -> Setting:
+    """The same seed with at least two decode servers, longer outputs, and requests that move between the servers."""
+    rate = random.Random(f"migrations {seed}").choice((0.1, 0.3, 0.8))
+    prompts, late = (
+        [dataclasses.replace(one, max_new_tokens=MAX_NEW) for one in each] for each in (it.prompts, it.late)
+    )
+    layout = dataclasses.replace(it.layout, decodes=max(2, it.layout.decodes))
+    faults = dataclasses.replace(it.faults, migrate=rate)
+    return dataclasses.replace(it, layout=layout, faults=faults, prompts=prompts, late=late)
+
+
+def play(
+    seed: int,
+    only: str | None = None,
+    *,
+    without: str | None = None,
+    model: Model = "full",
+    migrations: bool = False,
+) -> Counter[str]:
+    """Run a seed and hold it against the oracle; counts of what happened. For `without` and `model` see `setting`.
+
+    `migrations`: see `with_migrations`.
 
     Raises:
         AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
             request that ended twice or never, or one that failed though nothing had gone wrong that may fail one.
     """
     it = setting(seed, only, without=without, model=model)
+    it = with_migrations(seed, it) if migrations else it
     base = base_model(seed, model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
@@ -350,11 +371,11 @@ class Tally:
             self.failures.append(played)
 
 
-def try_seed(seed: int, only: str | None = None, *, model: Model = "full") -> Played:
+def try_seed(seed: int, only: str | None = None, *, model: Model = "full", migrations: bool = False) -> Played:
     """Play a seed; what was wrong is a value."""
     logging.disable(logging.ERROR)  # what fails on purpose is no news
     try:
-        return Played(seed, setting(seed, only).kinds, play(seed, only, model=model))
+        return Played(seed, setting(seed, only).kinds, play(seed, only, model=model, migrations=migrations))
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         words = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {error}"
@@ -363,9 +384,11 @@ def try_seed(seed: int, only: str | None = None, *, model: Model = "full") -> Pl
         logging.disable(logging.NOTSET)
 
 
-def tally_of(seeds: Sequence[int], workers: int, only: str | None = None, *, model: Model = "full") -> Tally:
+def tally_of(
+    seeds: Sequence[int], workers: int, only: str | None = None, *, model: Model = "full", migrations: bool = False
+) -> Tally:
     """Play many seeds in `workers` processes."""
-    tally, one = Tally(), functools.partial(try_seed, only=only, model=model)
+    tally, one = Tally(), functools.partial(try_seed, only=only, model=model, migrations=migrations)
     if workers == 1:
         for seed in seeds:
             tally.add(one(seed))
@@ -389,14 +412,17 @@ def main() -> None:
     parser.add_argument("--groups", action="store_true", help="a model with window and state groups")
     parser.add_argument("--states", action="store_true", help="a model with a state group, and cached states")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding, with all of these models in turn")
+    parser.add_argument("--migrations", action="store_true", help="running requests move between decode servers")
     args = parser.parse_args()
     model: Model = "drafts" if args.drafts else "groups" if args.groups else "states" if args.states else "full"
     if args.seed is not None:
         print(setting(args.seed, args.only, model=model))
-        print(play(args.seed, args.only, model=model))
+        print(play(args.seed, args.only, model=model, migrations=args.migrations))
         return
     began = time.monotonic()
-    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only, model=model)
+    tally = tally_of(
+        range(args.first, args.first + args.seeds), args.workers, args.only, model=model, migrations=args.migrations
+    )
     took = time.monotonic() - began
     print(
         f"{tally.num_seeds} seeds in {took:.0f} s, {tally.num_seeds / took:.1f} a second; {len(tally.failures)} failed"

@@ -61,7 +61,7 @@ RAISES: dict[Bug, type[Exception]] = {
     role_bugs.a_rank_changes_its_role_a_turn_later: RankError,
 }
 """What ends a seed with that bug, where no condition of the campaign fails before."""
-SLOW = {bugs.an_end_is_not_told}
+SLOW = {bugs.an_end_is_not_told, role_bugs.a_role_change_waits_for_no_transfer}
 CASES = [pytest.param(*case, marks=pytest.mark.slow) if case[0] in SLOW else case for case in MUTANTS]
 WITH_FAULTS = [(mutant, kind) for mutant, kind, _ in MUTANTS if kind]
 

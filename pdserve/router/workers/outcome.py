@@ -17,9 +17,9 @@ from multidict import CIMultiDict, CIMultiDictProxy
 
 from pdserve.base.proof import PROOF_HEADER
 from pdserve.base.stream_state import STATE_HEADER
+from pdserve.http.worker_proof import WorkerProof
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
 from pdserve.router.config.config import RouterConfig
-from pdserve.router.worker_proof import WorkerProof
 from pdserve.router.workers.workers import Worker
 
 HOP_BY_HOP = frozenset(

@@ -13,11 +13,19 @@ from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
+from pdserve.protocol.messages import (
+    CommandReply,
+    EndMigration,
+    FinishReason,
+    MigrateOut,
+    RequestTiming,
+    WaitsFor,
+)
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.roles.migration import not_migratable
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.scheduler.step_parts import StepKind
 from pdserve.transfer.room import KVPoll
@@ -33,6 +41,8 @@ RAN_TOO_LONG = Failure(
 """Messages and statuses of SGLang."""
 TIMEOUT_CHECK_S = 0.05
 """Seconds between two looks at the ages of all requests."""
+STOP_STRING = FinishReason(type="stop")
+"""The end of a request whose text matched a stop string, which the API process names."""
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
 
 
@@ -87,8 +97,12 @@ class SchedulerRole(Protocol):
         """Take the result of a plan. The next plan may be launched already; rows of ended requests are ignored."""
         ...
 
-    def end(self, req: Req, failure: Failure | None) -> None:
-        """End a live request early: with a failure, or as stopped by a stop string when `failure` is None."""
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
+        """End a live request early: with a failure, or with `finish` when `failure` is None."""
+        ...
+
+    def migrate(self, command: MigrateOut | EndMigration) -> None:
+        """Move a running request to another server, or end that; the reply is sent now or by a later turn."""
         ...
 
     def retract_all(self) -> None:
@@ -174,15 +188,21 @@ class BaseRole(abc.ABC):
         """See `SchedulerRole.step_kind`."""
         return self._batch_planner.step_kind
 
-    def end(self, req: Req, failure: Failure | None) -> None:
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """See `SchedulerRole.end`."""
         if failure is not None:
             self._context.count_failure(req, failure)
             self._count_transfer_failure(req)
         self._abort_transfer(req, failure)
         self._leave(req)
-        finish = FinishReason(type="stop") if failure is None else FinishReason.failed(failure)
+        finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
+
+    def migrate(self, command: MigrateOut | EndMigration) -> None:
+        """See `SchedulerRole.migrate`. Only decode servers have requests that move."""
+        failure = not_migratable("only the requests of decode servers move")
+        reply = CommandReply(query_id=command.query_id, ok=False, message=failure.message, failure=failure)
+        self._context.outbox.send(reply)
 
     def _end_timed_out(self) -> None:
         """End the requests that have waited or run for too long. Health probes have their own timeouts."""

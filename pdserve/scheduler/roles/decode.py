@@ -25,16 +25,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
-from pdserve.executor.interface import SampledToken
+from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import RequestTiming, WaitsFor
+from pdserve.protocol.messages import EndMigration, MigrateOut, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -96,14 +97,23 @@ class DecodeRole(MixedBatchRole):
         """Requests in prealloc that have a session."""
         self._transfer: dict[str, Req] = {}
         self._waiting: dict[str, Req] = {}
+        self._migrations = OutgoingMigrations(context, kv, kv_checksum, self._batch_planner.running, self._leave)
 
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
+        if room is None and req.spec.local:
+            self._admit_local(req)
+            return
         if room is None:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
         address = (room.host, room.port or 0)
+        if room.sender is not None:
+            address = (f"{room.host} {room.sender.instance}", 0)
+            if not self._context.memory.table.num_free:
+                raise NO_ROOM.error()
+            self._kv.learn_sender(address, room.sender)
         digest, logprob_params = prompt_digest(req.spec.given_ids, req.adapter_digest), req.spec.logprobs
         needs_transfer = logprob_params is not None and logprob_params.needs_transfer
         req.receiver = self._kv.open_receiver(room.room, address, digest, takes_logprobs=needs_transfer)
@@ -111,6 +121,13 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
+
+    def _admit_local(self, req: Req) -> None:
+        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
+        validate_fits(self._context, req.max_len)
+        req.times.lost = req.times.arrived
+        self.live[req.rid] = self._lost[req.rid] = req
+        self._retracted.add(req, resumed=True)
 
     @property
     def num_waiting(self) -> int:
@@ -129,7 +146,37 @@ class DecodeRole(MixedBatchRole):
         if len(self._ready) and self._may_publish():
             self._publish_ready()
             self._take_changed_rooms()
+        self._end_migrations_without_memory()
+        self._migrations.poll()
         self._run_received()
+
+    @property
+    def needs_sync(self) -> bool:
+        """See `SchedulerRole.needs_sync`."""
+        return super().needs_sync or (self._migrations.needs_sync and self._batch_planner.is_step_complete)
+
+    def plan(self, step: int) -> BatchPlan | None:
+        """See `SchedulerRole.plan`."""
+        if self._migrations.needs_sync and self._batch_planner.is_step_complete and self._context.no_step_in_flight:
+            self._migrations.stop_due()
+        return super().plan(step)
+
+    def migrate(self, command: MigrateOut | EndMigration) -> None:
+        """See `SchedulerRole.migrate`."""
+        if isinstance(command, EndMigration):
+            self._migrations.end(command)
+            return
+        req = self.live.get(command.rid)
+        self._migrations.begin(command, req, "" if req is None else self._state_of(req))
+
+    def _state_of(self, req: Req) -> str:
+        """Name the queue that a request is in."""
+        if req.rid in self._batch_planner.running.reqs:
+            return "running"
+        queues = (("retracted", self._retracted), ("prefilling", self._batch_planner.prefilling.active.values()))
+        if name := next((name for name, queue in queues if req in queue), ""):
+            return name
+        return self.waits_for(req) if req.rid in self._prealloc or req.rid in self._transfer else "waiting for a row"
 
     def members(self) -> Mapping[str, Queued]:
         """See `SchedulerRole.members`."""
@@ -149,7 +196,7 @@ class DecodeRole(MixedBatchRole):
 
     def _take_changed_rooms(self) -> None:
         """Process the rooms whose state has changed since the last call."""
-        for room in self._kv.drain_state_changes():
+        for room in self._kv.drain_state_changes(sending=False):
             req = self._rooms[room]
             assert req.receiver is not None
             state = req.receiver.poll()
@@ -164,6 +211,7 @@ class DecodeRole(MixedBatchRole):
 
     def _run_received(self) -> None:
         """Give free rows to requests whose KV has arrived: in the order of arrival, or by priority."""
+        self._migrations.resume()
         num_free, received = self._context.memory.table.num_free, self._waiting.values()
         if not num_free or not received:
             return
@@ -253,13 +301,18 @@ class DecodeRole(MixedBatchRole):
         """See `BaseRole`."""
         return None if req.rid in self._waiting else req.times.started
 
+    def _end_migrations_without_memory(self) -> None:
+        """End the requests that come from another server and find no memory now: they go on there."""
+        for req in [req for req in self._ready if is_incoming(req)]:
+            self.end(req, NO_ROOM)
+
     def _no_memory(self) -> Failure:
         message = f"no KV pages became free within {self._context.limits.prealloc_timeout_s:g} s"
         return Failure(code="prealloc_timeout", message=message, status=503)
 
     def _lose(self, req: Req, failure: Failure) -> None:
         """Handle a failed KV transfer: the request ends, or its prompt is computed here."""
-        if not self._recomputes or not can_recompute(failure):
+        if not self._recomputes or not can_recompute(failure) or is_incoming(req):
             self.end(req, failure)
             return
         assert req.receiver is not None
@@ -377,7 +430,8 @@ class DecodeRole(MixedBatchRole):
     def _held(self) -> Iterator[Req]:
         """Requests that hold memory and will need more."""
         running, active = self._batch_planner.running.reqs, self._batch_planner.prefilling.active
-        return itertools.chain(running.values(), active.values(), self._transfer.values(), self._waiting.values())
+        received, stopped = self._waiting.values(), self._migrations.stopped
+        return itertools.chain(running.values(), active.values(), self._transfer.values(), received, stopped)
 
     def facts(self) -> dict[str, float]:
         """See `SchedulerRole.facts`. Tokens of prompts whose pages are reserved for KV that has not arrived, and of
@@ -393,11 +447,12 @@ class DecodeRole(MixedBatchRole):
         return "transfer" if req.rid in self._transfer else None
 
     def _abort_transfer(self, req: Req, failure: Failure | None) -> None:
-        assert req.receiver is not None
-        req.receiver.abort(failure or STOPPED)
+        if req.receiver is not None:
+            req.receiver.abort(failure or STOPPED)
 
     def _leave_queues(self, req: Req) -> None:
         self._close(req)
+        self._migrations.leave(req, None)
         self._prealloc.pop(req.rid, None)
         if req in self._ready:
             self._ready.remove(req)
@@ -406,8 +461,9 @@ class DecodeRole(MixedBatchRole):
         self._lost.pop(req.rid, None)
 
     def _close(self, req: Req) -> None:
-        """Close the bootstrap room, whose number may be used again."""
-        assert req.receiver is not None and req.spec.room is not None
+        """Close the bootstrap room, whose number may be used again. A local request has none."""
+        if req.receiver is None or req.spec.room is None:
+            return
         req.receiver.close()
         if self._rooms.get(req.spec.room.room) is req:
             del self._rooms[req.spec.room.room]

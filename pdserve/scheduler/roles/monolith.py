@@ -27,7 +27,7 @@ class MonolithRole(MixedBatchRole):
         """See `SchedulerRole.admit`."""
         validate_fits(self._context, req.max_len)
         self.live[req.rid] = req
-        self._waiting.add(req)
+        self._waiting.add(req, resumed=req.saved is not None)
 
     @property
     def num_waiting(self) -> int:

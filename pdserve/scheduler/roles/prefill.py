@@ -26,7 +26,16 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, BaseRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.roles.base import (
+    INJECTED,
+    LOST,
+    STOP_STRING,
+    STOPPED,
+    BaseRole,
+    PollFailures,
+    Queued,
+    TransferPhase,
+)
 from pdserve.scheduler.roles.optimistic import ComputedPrompt, OptimisticLimits, OptimisticPrefill
 from pdserve.transfer.aux import MAX_FIRST_DRAFTS, AuxRecord
 from pdserve.transfer.manager import KVManager
@@ -86,7 +95,7 @@ class PrefillRole(BaseRole):
 
     def poll(self) -> None:
         """Move requests whose bootstrap room is bound to waiting; end requests whose transfer has ended."""
-        for room in self._kv.drain_state_changes():
+        for room in self._kv.drain_state_changes(sending=True):
             req = self._rooms[room]
             assert req.sender is not None
             state = req.sender.poll()
@@ -149,7 +158,7 @@ class PrefillRole(BaseRole):
             else:
                 self._finish(req, prompt)
 
-    def end(self, req: Req, failure: Failure | None) -> None:
+    def end(self, req: Req, failure: Failure | None, finish: FinishReason = STOP_STRING) -> None:
         """See `SchedulerRole.end`. Prefill matches no stop strings, so an end without a failure is an abort."""
         super().end(req, failure or STOPPED)
 

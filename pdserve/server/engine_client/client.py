@@ -21,7 +21,8 @@ import msgspec
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.failure import ABORTED_STATUS, Failure
+from pdserve.protocol.extraction import ExtractReply, KVPart
+from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
     Command,
@@ -38,7 +39,7 @@ from pdserve.protocol.messages import (
     ToScheduler,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
-from pdserve.server.engine_client.engine_queries import EngineQueries, SchedulerWatchdog, log_startup
+from pdserve.server.engine_client.engine_queries import EngineQueries, Extracted, SchedulerWatchdog, log_startup
 from pdserve.server.engine_client.live_requests import (
     NewPrefill,
     RequestState,
@@ -46,7 +47,8 @@ from pdserve.server.engine_client.live_requests import (
     RequestStatsRecorder,
     WaitingRequests,
 )
-from pdserve.server.generation import Generation
+from pdserve.server.engine_client.migration import IncomingRequests, MovedRequests
+from pdserve.server.generation import ATTACH_FIELD, Generation
 from pdserve.server.http.middleware import current_call
 from pdserve.server.text.detokenizer import Detokenizer, NoText, detokenize_output
 from pdserve.server.text.stop_regex import SLOW_LOOKS, Pattern, PatternThread
@@ -87,6 +89,8 @@ class EngineClient:
         self._pattern_thread = PatternThread()
         self._stats = RequestStatsRecorder(metrics)
         self._live = RequestStates()
+        self.incoming = IncomingRequests(lambda rid: self._send_soon(AbortRequest(rid=rid)))
+        self.moved = MovedRequests(self._on_output)
         self._ended = asyncio.Event()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
@@ -112,6 +116,7 @@ class EngineClient:
         tasks = [*self._tasks, *([self._reader] if self._reader is not None else [])]
         if self._reader is not None:
             self._reader.cancel()
+        await self.moved.close()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def fail(self, error: EngineDeadError) -> None:
@@ -196,6 +201,8 @@ class EngineClient:
         }
         ready = self.require_ready()
         requests = [state.request for state in states]
+        if states[0].attaches:
+            return self._attach(states[0], prior_text)
         if self._waiting is not None:
             self._waiting.check(requests, min(ready.context_length, ready.max_total_tokens))
         in_use = self._live.in_use(name for state in states for name in state.names)
@@ -212,13 +219,70 @@ class EngineClient:
             self._live.add(state)
         try:
             for state in states:
-                await self._send(state.request)
+                await self._send(state)
         except BaseException:
             generation.close()
             raise
         return generation
 
-    async def _send(self, request: GenerateRequest) -> None:
+    def _attach(self, state: RequestState, prior_text: dict[int, str]) -> Generation:
+        """Take over a request of another server, which the scheduler computes already."""
+        in_use = self._live.in_use(state.names)
+        if in_use is not None:
+            raise RequestError(f"rid {in_use!r} belongs to a request that is still running", field="rid")
+        entry = self.incoming.take(state.request.rid, ATTACH_FIELD, len(state.request.prior_output_ids))
+        generation = state.generation = Generation(1, self._close)
+        generation.prior_text.update(prior_text)
+        self._stats.started(state, current_call())
+        self._live.add(state)
+        for output in entry.outputs:
+            self._on_output(output)
+        return generation
+
+    async def take_in(self, request: GenerateRequest, timeout_s: float) -> None:
+        """Send a request of another server to the scheduler; return once it is computed here.
+
+        Raises:
+            RequestError: it is refused, its KV does not arrive, or `timeout_s` seconds have passed.
+            EngineDeadError: the engine is dead.
+        """
+        self.require_ready()
+        if self._live.get(request.rid) is not None:
+            raise RequestError(f"rid {request.rid!r} is in use", field="rid", status=409, code="rid_in_use")
+        entry = self.incoming.add(request)
+        try:
+            await self._channel.send(request)
+            await asyncio.wait_for(entry.runs.wait(), timeout_s)
+        except TimeoutError as error:
+            message = f"the KV did not arrive within {timeout_s:g} s"
+            raise RequestError(message, status=504, code="migration_timeout") from error
+        finally:
+            if not entry.has_begun:
+                self.incoming.drop(request.rid)
+        if entry.failure is not None:
+            raise entry.failure.error()
+        self.incoming.wait_for_reader(entry)
+
+    def find_one(self, name: str) -> RequestState | None:
+        """Return the live sequence whose client id is `name`; None without one, or with several."""
+        found = [state for rid in self._live.find(name) if (state := self._live.get(rid)) is not None]
+        return found[0] if len(found) == 1 else None
+
+    def hand_over(self, rid: str, error: RequestError) -> None:
+        """End a sequence that another server computes: its reader gets all tokens so far, then `error`."""
+        if self._live.get(rid) is None:
+            return
+        state = self._drop(rid, "abort")
+        held = state.held.flush()
+        if held is not None:
+            state.generation.put(held)
+        state.generation.end_with(error)
+
+    async def _send(self, state: RequestState) -> None:
+        request = state.request
+        for part in state.kv_parts():
+            await self._channel.send(part)
+        state.kv = None
         if self._waiting is None:
             await self._channel.send(request)
             return
@@ -236,8 +300,18 @@ class EngineClient:
         """
         rids = self._live.find(name)
         for rid in rids:
-            self._send_soon(AbortRequest(rid=rid))
+            if not self.moved.abort(rid, CLIENT_ABORT):
+                self._send_soon(AbortRequest(rid=rid))
         return len(rids)
+
+    def count(self, name: str) -> int:
+        """Return the number of live sequences whose client id, or whose batch's id, is `name`."""
+        return len(self._live.find(name))
+
+    async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
+        """See `EngineQueries.extract`."""
+        self.require_ready()
+        return await self._queries.extract(rid, with_kv=with_kv, keep=keep)
 
     async def wait_for_adapter(self, name: str) -> None:
         """Wait until no live sequence has the LoRA adapter `name`. One caller at a time."""
@@ -277,6 +351,7 @@ class EngineClient:
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.release(sequence.new_address)
         self._stats.ended(sequence, outcome)
+        self.moved.ended(rid)
         self._ended.set()
         return sequence
 
@@ -338,6 +413,8 @@ class EngineClient:
                         await SLOW_LOOKS.yield_to_loop()
             case StateReply() | CommandReply():
                 self._queries.on_reply(message)
+            case ExtractReply() | KVPart():
+                self._queries.on_extracted(message)
             case SchedulerHeartbeat():
                 self.watchdog.on_beat(message)
             case EngineReady():
@@ -350,12 +427,18 @@ class EngineClient:
         if self._waiting is not None:
             self._waiting.discard(output.rid)
         sequence = self._live.get(output.rid)
+        if sequence is not None and sequence.request.logprobs is not None:
+            sequence.output_logprobs += output.logprobs or ()
+            sequence.prompt_parts += () if output.prompt_logprobs is None else (output.prompt_logprobs,)
         if sequence is None:
-            return  # the sequence was aborted or stopped here while this output was in flight
+            self.incoming.on_output(output)  # else it was aborted or stopped here while this output was in flight
+            return
         if self._new_prefill is not None and sequence.new_address is not None:
             self._new_prefill.on_output(sequence.new_address, output)
         finish = output.finish
         failure = None if finish is None else finish.failure
+        if failure is not None and failure.code == MIGRATED.code:
+            return  # another server sends the rest
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)
             return

@@ -10,11 +10,12 @@ import dataclasses
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdserve.base import process_use, startup_times
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
@@ -93,6 +94,14 @@ class SchedulerWatchdog:
         return ReplicaVitals(rank, age_s, turn_s, beat.num_turns)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Extracted:
+    """The state of a request, and the bytes of each layout group of its KV, in parts."""
+
+    reply: ExtractReply
+    kv: Sequence[Sequence[bytes]]
+
+
 class EngineQueries:
     """Matches replies to the queries that wait for them."""
 
@@ -100,6 +109,8 @@ class EngineQueries:
         self._channel = channel
         self._states: dict[str, asyncio.Future[EngineState]] = {}
         self._commands: dict[str, asyncio.Future[CommandReply]] = {}
+        self._extractions: dict[str, tuple[asyncio.Future[ExtractReply], dict[int, list[bytes]]]] = {}
+        """By rid: the reply that is awaited, and the KV bytes of each group so far."""
         self.last_state: EngineState | None = None
         self.last_state_at: float | None = None
         """Monotonic seconds at which `last_state` arrived; None before the first state."""
@@ -154,8 +165,44 @@ class EngineQueries:
             if flush is not None and not flush.done():
                 flush.set_result(reply)
 
+    async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
+        """Send an `ExtractRequest` and return the reply.
+
+        Raises:
+            RequestError: 404, the request has ended; 409, another extraction of it is under way.
+            EngineDeadError: the engine is dead.
+        """
+        if rid in self._extractions:
+            raise RequestError("a snapshot of this request is being taken", field="rid", status=409, code="busy")
+        answer: asyncio.Future[ExtractReply] = asyncio.get_running_loop().create_future()
+        self._extractions[rid] = answer, {}
+        try:
+            request = ExtractRequest(query_id=uuid.uuid4().hex, rid=rid, with_kv=with_kv, keep=keep)
+            await self._channel.send(request)
+            reply = await answer
+            parts = self._extractions[rid][1]
+        finally:
+            del self._extractions[rid]
+        if reply.failure is not None:
+            raise reply.failure.error()
+        return Extracted(reply, [parts.get(group, []) for group in range(len(reply.kv_pages))])
+
+    def on_extracted(self, message: ExtractReply | KVPart) -> None:
+        """Take an answer to an `ExtractRequest`, or KV bytes that come before it."""
+        waiting = self._extractions.get(message.rid)
+        if waiting is None:
+            return
+        answer, parts = waiting
+        if isinstance(message, KVPart):
+            parts.setdefault(message.group, []).append(message.data)
+        elif not answer.done():
+            answer.set_result(message)
+
     def fail(self, error: EngineDeadError) -> None:
         """Fail all waiting queries and commands with `error`."""
+        for answer, _ in self._extractions.values():
+            if not answer.done():
+                answer.set_exception(error)
         for state in self._states.values():
             if not state.done():
                 state.set_exception(error)

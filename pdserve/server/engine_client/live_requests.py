@@ -9,7 +9,8 @@ import collections
 import dataclasses
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -18,7 +19,9 @@ from pdserve.config.groups import ServerConfig
 from pdserve.config.resolve import MAX_RUNNING_REQUESTS
 from pdserve.errors import RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics, RequestRecord
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress
+from pdserve.protocol.extraction import KVPart
+from pdserve.protocol.logprobs import PromptLogprobs
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, EngineCoreOutput, GenerateRequest, RoomAddress, TokenLogprob
 from pdserve.server.generation import Generation, GenerationUpdate, HeldUpdates
 from pdserve.server.http.middleware import HttpCall
 from pdserve.server.text.detokenizer import Detokenizer
@@ -130,6 +133,8 @@ class NewPrefill:
                 del self._named[client]
 
 
+KV_PART_BYTES = 8 << 20
+"""Bytes of KV in one message to the scheduler."""
 QUEUE_FULL = "queue_full"
 """Error code of the refusal, here and in the scheduler."""
 MAX_WAITING_TOKENS = 1 << 24
@@ -218,6 +223,15 @@ class WaitingRequests:
             self._num_begun += 1
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class RequestOrigin:
+    """The HTTP call of a request, for its snapshot: endpoint, the client's body, and the fields of all events."""
+
+    path: str
+    body: Mapping[str, Any]
+    head: Mapping[str, Any]
+
+
 @dataclasses.dataclass(slots=True, kw_only=True, eq=False)
 class RequestState(RequestRecord):
     """One sequence in the API process, from its validation to its end: its message, statistics and output.
@@ -231,12 +245,29 @@ class RequestState(RequestRecord):
     generation: Generation = dataclasses.field(init=False, repr=False)
     detokenizer: Detokenizer = dataclasses.field(init=False, repr=False)
     held: HeldUpdates = dataclasses.field(init=False, repr=False)
+    origin: RequestOrigin | None = None
+    """The HTTP call, if it has one sequence and its endpoint can go on after a restore; else None."""
+    kv: tuple[memoryview, ...] | None = None
+    """KV bytes that are sent before the request; see `GenerateRequest.kv_tokens`. None: there are none."""
+    output_logprobs: list[TokenLogprob] = dataclasses.field(default_factory=list)
+    prompt_parts: list[PromptLogprobs] = dataclasses.field(default_factory=list)
+    """Log probabilities so far, of the output with those of an earlier try; for snapshots."""
+    attaches: bool = False
+    """True: the request is computed here already, for another server, under the rid of `request`."""
+    has_resume_state: bool = False
+    """True: its stream has resume state, so that another server can send the rest of it."""
     new_address: NewAddress | None = None
     """The bootstrap address, if it was new when the sequence was submitted; else None."""
 
     def __post_init__(self) -> None:
         """Hold back nothing unless the request is a stream."""
         self.held = HeldUpdates(self.request.sampling.stream_interval if self.request.stream else 1)
+
+    def kv_parts(self) -> Iterator[KVPart]:
+        """Yield the messages that carry `kv`."""
+        for group, data in enumerate(self.kv or ()):
+            for first in range(0, len(data), KV_PART_BYTES):
+                yield KVPart(rid=self.request.rid, group=group, data=bytes(data[first : first + KV_PART_BYTES]))
 
     @property
     def names(self) -> tuple[str, ...]:

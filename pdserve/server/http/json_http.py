@@ -70,6 +70,8 @@ log = logging.getLogger(__name__)
 
 SHALLOW = 200
 """A body with at most this many brackets cannot be nested too deeply."""
+PARSED_BODY = "pdserve.parsed_body"
+"""Key in a request's ASGI scope of its body, if `read_json_object` has read and `server/pairing` changed it."""
 BODIES = "pdserve.bodies"
 """Key in a request's ASGI scope of the application's `BodyBudget`; set by `AccessMiddleware`."""
 EXPLAINED_BYTES = 1 << 20
@@ -85,27 +87,27 @@ def json_response(value: Any, *, status: int = 200, headers: Mapping[str, str] |
     return Response(data, status_code=status, headers=headers, media_type="application/json")
 
 
-async def read_body(request: Request, max_bytes: int) -> list[bytes]:
-    """Read the whole body, in parts.
+async def read_body(request: Request, max_bytes: int, flag: str = "--max-request-bytes") -> list[bytes]:
+    """Read the whole body, in parts. `flag` sets `max_bytes`.
 
     Raises:
         RequestError: 413 as soon as it is known to be larger than `max_bytes`.
     """
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
+        raise _too_large(max_bytes, flag)
     parts: list[bytes] = []
     size = 0
     async for part in request.stream():
         size += len(part)
         if size > max_bytes:
-            raise _too_large(max_bytes)
+            raise _too_large(max_bytes, flag)
         parts.append(part)
     return parts
 
 
-def _too_large(max_bytes: int) -> RequestError:
-    text = f"request body is larger than {max_bytes} bytes (--max-request-bytes)"
+def _too_large(max_bytes: int, flag: str) -> RequestError:
+    text = f"request body is larger than {max_bytes} bytes ({flag})"
     return RequestError(text, status=413, code="request_too_large")
 
 
@@ -115,6 +117,9 @@ async def read_json_object(request: Request, max_bytes: int) -> dict[str, Any]:
     Raises:
         RequestError: 400 for malformed JSON or another type than an object, 413 when too large.
     """
+    given: dict[str, Any] | None = request.scope.get(PARSED_BODY)
+    if given is not None:
+        return dict(given)
     parts = await read_body(request, max_bytes)
     bodies: BodyBudget = request.scope[BODIES]
     async with bodies.turn(sum(map(len, parts))):
@@ -234,12 +239,21 @@ async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def collect(generation: Generation, count: int) -> list[GenerationUpdate]:
-    """Read a generation to its end and merge each of its `count` sequences into one update."""
+async def collect(generation: Generation, count: int, before: GenerationUpdate | None = None) -> list[GenerationUpdate]:
+    """Read a generation to its end and merge each of its `count` sequences into one update.
+
+    `before`: the output of an earlier try of the only sequence, which its update begins with; None: there is none.
+    """
     whole = [GenerationUpdate(index) for index in range(count)]
+    if before is not None:
+        assert count == 1
+        whole = [before]
+    cached_tokens = whole[0].cached_tokens
     async with generation:
         async for update in generation:
             whole[update.index].absorb(update)
+    if before is not None and before.token_ids:
+        before.cached_tokens = cached_tokens
     return whole
 
 

@@ -46,9 +46,11 @@ from pdserve.errors import ProofError, RequestError
 from pdserve.http.access import (
     BODY_TIMEOUT_S,
     COMMANDS,
+    CONTINUING,
     GENERATING,
     NO_SNIFF,
     NO_STORE,
+    RESTORE_PATH,
     AccessRules,
     BodyHold,
     Cors,
@@ -63,6 +65,8 @@ from pdserve.observe.tracing import CallSpan
 from pdserve.server.http.control_proof import ControlProof, proof_refusal, signed
 from pdserve.server.http.json_http import BODIES, error_response, refused
 
+GENERATES = frozenset((*GENERATING, *CONTINUING))
+"""Paths of a server that generate tokens."""
 PUBLIC = frozenset({"/health", "/health_generate", "/ping", "/ready", "/readiness", "/metrics"})
 OPEN = PUBLIC | {CHALLENGE_PATH}
 CORS_METHODS = ("GET", "POST", "PUT")
@@ -118,8 +122,11 @@ class AccessMiddleware:
         peer = None if scope["client"] is None else scope["client"][0]
         scope[CLIENT_OF_SCOPE] = client = self._rules.client(authorization, peer, forwarded_for)
         hold = self._rules.bodies.open()
+        if scope["path"] == RESTORE_PATH:  # the endpoint bounds its bodies, which are larger than others
+            await self._limited(scope, receive, marked, client)
+            return
         try:
-            if scope["path"] in GENERATING:
+            if scope["path"] in GENERATES:
                 await self._limited(scope, _counted(receive, hold), marked, client)
             else:
                 await self._app(scope, _counted(receive, hold), marked)
@@ -236,7 +243,7 @@ class CallMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in GENERATING:
+        if scope["type"] != "http" or scope["path"] not in GENERATES:
             await self._app(scope, receive, send)
             return
         if self._open_span is None:
@@ -347,7 +354,7 @@ class DrainGateMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        if scope["type"] != "http" or scope["path"] not in GENERATING:
+        if scope["type"] != "http" or scope["path"] not in GENERATES:
             await self._app(scope, receive, send)
             return
         refused = self._drain_gate.refusal(Headers(scope=scope).get(ROLE_HEADER))

@@ -37,6 +37,7 @@ from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
 from pdserve.server.http.middleware import DrainGate
 from pdserve.server.sglang_api.role_switch import FAILED_CODE, RoleChanged, RoleChanger
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class EngineBackend:
 class EngineInstance:
     """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
+    `store`: the snapshots of suspended requests, which all instances of the server share.
     `ready`: what the engine has sent to the instance before; None: the engine starts.
 
     Raises:
@@ -120,6 +122,7 @@ class EngineInstance:
         tokenizer: Tokenizer | None,
         changer: RoleChanger,
         *,
+        store: SnapshotStore,
         on_trial: bool = False,
         ready: EngineReady | None = None,
     ) -> None:
@@ -151,6 +154,7 @@ class EngineInstance:
                 changer=changer,
                 warm=True,
                 control_token=backend.control_token,
+                snapshot_store=store,
             )
         except BaseException:
             if ready is None:
@@ -263,7 +267,8 @@ class RoleSwitchApp:
         self._changing: asyncio.Task[RoleChanged] | None = None
         self._preparing = self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
-        self._instance = EngineInstance(first, tokenizer, self)
+        self._store = SnapshotStore.of(first.config)
+        self._instance = EngineInstance(first, tokenizer, self, store=self._store)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the ASGI call to the present role's application."""
@@ -303,7 +308,7 @@ class RoleSwitchApp:
         """See `RoleChanger`."""
         return self._instance.client.ready is not None and self._changing is None and not self._closing
 
-    async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
+    async def begin(self, role: DisaggMode, drain_s: float, *, reload: bool = False) -> asyncio.Future[RoleChanged]:
         """See `RoleChanger`."""
         if self._preparing or self._closing or self._changing is not None:
             text = "the role of this server is being changed already, or the server is shutting down"
@@ -313,6 +318,9 @@ class RoleSwitchApp:
         self._preparing = True
         try:
             backend = await asyncio.to_thread(self._other, role)
+            if reload and backend.reload is not None:
+                await asyncio.to_thread(backend.end)
+                backend = await asyncio.to_thread(backend.reload)
         except ConfigError as error:
             message = f"new_role: this server cannot be {_article(role)}: {error}"
             raise RequestError(message, field="new_role", code="role_not_possible") from error
@@ -378,10 +386,11 @@ class RoleSwitchApp:
                 text = "the bootstrap server does not know all replicas"
                 raise RequestError(text, status=500, code=FAILED_CODE)
             await asyncio.sleep(POLL_S)
-        instance = EngineInstance(backend, self._tokenizer, self, ready=old.client.require_ready())
-        await instance.open()
+        ready = old.client.require_ready()
+        instance = EngineInstance(backend, self._tokenizer, self, store=self._store, ready=ready)
         self._instance = instance
         await old.hand_over("the role of this server has changed")
+        await instance.open()  # now: a channel has one reader
         await asyncio.to_thread(backend.adopt)
         self._keep(asyncio.create_task(self._guard(instance)))
         backend.on_ready(self._port)
@@ -419,7 +428,7 @@ class RoleSwitchApp:
     async def _begin(self, backend: EngineBackend) -> None:
         """Start an engine and forward calls to it from now on; returns when it is ready."""
         backend.start()
-        instance = self._instance = EngineInstance(backend, self._tokenizer, self, on_trial=True)
+        instance = self._instance = EngineInstance(backend, self._tokenizer, self, store=self._store, on_trial=True)
         await instance.open()
         self._keep(asyncio.create_task(self._guard(instance)))
         await instance.client.wait_ready()

@@ -14,6 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.http.access import CHAT_PATH
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
@@ -419,7 +420,8 @@ class ChatCall(OpenAICall):
     def _read(self, update: GenerationUpdate) -> list[Delta]:
         reader = self._reader(update.index)
         deltas = reader.push(update.text)
-        return deltas if update.finish is None else [*deltas, *reader.finish()]
+        ends = update.finish is not None and update.finish.type != "suspended"
+        return [*deltas, *reader.finish()] if ends else deltas
 
     def _delta(self, deltas: Sequence[Delta], update: GenerationUpdate) -> dict[str, Any]:
         return {"delta": delta_fields(deltas), "logprobs": self._logprobs(update)}
@@ -459,8 +461,17 @@ async def chat_completions(context: ServerContext, request: Request) -> Response
         RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
+    return await (await prepare_chat_call(context, raw)).answer(request)
+
+
+async def prepare_chat_call(context: ServerContext, raw: dict[str, Any]) -> ChatCall:
+    """Validate the body `raw` and prepare the call.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
     context.limits()
     asked = {name: value for name, value in raw.items() if value not in _HARMLESS.get(name, ())}
     body = convert(refuse_unsupported(asked, UNSUPPORTED_CHAT), ChatBody)
     states, plan = await prepare_chat(context, body)
-    return await ChatCall(context, body, states, plan).answer(request)
+    return ChatCall(context, body, states, plan).keep_origin(CHAT_PATH, raw)

@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 from fastapi import Request
@@ -18,7 +18,7 @@ from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import FinishReason
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.live_requests import RequestState
+from pdserve.server.engine_client.live_requests import RequestOrigin, RequestState
 from pdserve.server.generation import Generation, GenerationUpdate, Resume, StreamStates
 from pdserve.server.http.json_http import collect, event, json_response, stream_response, until_disconnect
 from pdserve.server.openai.logprob_format import LARGE, prompt_tokens, vllm_prompt_logprobs
@@ -101,6 +101,7 @@ class OpenAICall(abc.ABC):
             "model": body.model or context.model_name,
             "system_fingerprint": context.fingerprint,
             **({} if body.pdserve_resume is None else body.pdserve_resume.head.fields),
+            **({} if context.restored is None else context.restored.head()),
         }
 
     @abc.abstractmethod
@@ -141,7 +142,8 @@ class OpenAICall(abc.ABC):
         with generation.closed_on_error():
             if stream:
                 return await stream_response(request, self._events(request, generation))
-            updates = await until_disconnect(request, collect(generation, len(self.states)))
+            before = None if self._resume is None else self._before(generation)
+            updates = await until_disconnect(request, collect(generation, len(self.states), before))
             for update in updates:
                 self.prompt_parts[update.index] = update.prompt_parts
             if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
@@ -191,6 +193,7 @@ class OpenAICall(abc.ABC):
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         seen = self._seen_elsewhere(generation)
         states = StreamStates(request, self._head, num_sequences=len(self.states))
+        self.states[0].has_resume_state = states.wanted
         async with generation:
             async for update in generation:
                 self.prompt_parts.setdefault(update.index, []).extend(update.prompt_parts)
@@ -212,9 +215,24 @@ class OpenAICall(abc.ABC):
         """The output of a resumed stream that another server has sent, by sequence; empty for a new stream."""
         if self._resume is None:
             return {}
-        before = self._resume.update(generation.prior_text.get(0, ""))
+        before = self._before(generation)
+        self.prompt_parts[0] = list(before.prompt_parts)
         self.replay(before)
         return {0: before}
+
+    def _before(self, generation: Generation) -> GenerationUpdate:
+        """The output of a resumed or restored request so far."""
+        text, restored = generation.prior_text.get(0, ""), self.context.restored
+        if restored is not None:
+            return restored.before(text)
+        assert self._resume is not None
+        return self._resume.update(text)
+
+    def keep_origin(self, path: str, body: dict[str, Any]) -> Self:
+        """Remember the call for a snapshot of its request: the client's `body` at `path`. Returns self."""
+        if len(self.states) == 1:
+            self.states[0].origin = RequestOrigin(path, body, self._head)
+        return self
 
     def _chunks(self, update: GenerationUpdate, seen: dict[int, GenerationUpdate]) -> Iterator[bytes]:
         """Build the events of `update`. The last one of all sequences is followed by the usage chunk, if requested."""
@@ -257,7 +275,9 @@ class OpenAICall(abc.ABC):
 
     @property
     def _resume(self) -> Resume | None:
-        return self.body.pdserve_resume
+        """The output before this try; None: there is none."""
+        restored = self.context.restored
+        return self.body.pdserve_resume if restored is None else restored.resume
 
     @property
     def _wants_usage(self) -> bool:

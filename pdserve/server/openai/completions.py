@@ -8,6 +8,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.http.access import COMPLETIONS_PATH
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
@@ -152,6 +153,15 @@ async def completions(context: ServerContext, request: Request) -> Response:
         RequestError: the body is invalid; the error names the field.
     """
     raw = await read_json_object(request, context.max_body_bytes)
+    return await (await prepare_completion(context, raw)).answer(request)
+
+
+async def prepare_completion(context: ServerContext, raw: dict[str, Any]) -> CompletionCall:
+    """Validate the body `raw` and prepare the call.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_COMPLETION), CompletionBody)
     context.check_model(body.model)
@@ -171,4 +181,4 @@ async def completions(context: ServerContext, request: Request) -> Response:
         prompt_requests.append(prompt_request(ids, sampling, logprob_params))
     states = context.make_requests(prompt_requests, made, body, "prompt", stream=bool(body.stream))
     texts = [_text(context, prompt) for prompt in given] if body.echo else []
-    return await CompletionCall(context, body, states, made, texts, num_choices).answer(request)
+    return CompletionCall(context, body, states, made, texts, num_choices).keep_origin(COMPLETIONS_PATH, raw)

@@ -196,7 +196,8 @@ def rooms_of(
         return [None] * (num_prompts * n)
     if body.bootstrap_room is None:
         raise RequestError(
-            f"bootstrap_room is missing: this is a {mode} server, send requests through the router",
+            f"bootstrap_room is missing: this is a {mode} server, send requests through the router, or to a decode "
+            "server that is started with --disaggregation-prefill",
             field="bootstrap_room",
         )
     rooms = _expand_rooms(body.bootstrap_room, num_prompts, n)
@@ -247,7 +248,12 @@ def _names(rid: Any, num_prompts: int) -> list[str]:
 
 
 def _seeded(sampling: CoreSamplingParams, j: int) -> CoreSamplingParams:
-    """Give the j-th output of a prompt its own seed, so that the outputs differ."""
+    """Give the j-th output of a prompt its own seed, so that the outputs differ.
+
+    Without a seed of the client each output gets a random one, which a snapshot of the request keeps.
+    """
+    if sampling.seed is None and not sampling.greedy:
+        return msgspec.structs.replace(sampling, seed=secrets.randbits(63))
     if sampling.seed is None or j == 0:
         return sampling
     return msgspec.structs.replace(sampling, seed=(sampling.seed + j) & MAX_ROOM)
@@ -374,6 +380,12 @@ def num_prompt_tokens(states: Sequence[RequestState], n: int) -> int:
     return sum(state.prompt_tokens for state in states[::n])
 
 
+def attaches(body: TransferAddress) -> bool:
+    """Return whether `body` asks for the rest of a stream that this server has taken over; it names no room then."""
+    resume: Resume | None = getattr(body, "pdserve_resume", None)
+    return resume is not None and resume.attach is not None
+
+
 def resume_stream(
     states: Sequence[RequestState], resume: Resume | None, vocab_size: int, *, stream: bool, logprobs: bool = False
 ) -> None:
@@ -398,4 +410,9 @@ def resume_stream(
     logprob_params = request.logprobs
     if logprob_params is not None and resume.token_ids:
         logprob_params = msgspec.structs.replace(logprob_params, prompt_from=None)
-    states[0].request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    request = msgspec.structs.replace(request, prior_output_ids=resume.token_ids, logprobs=logprob_params)
+    if resume.attach is not None:
+        request = msgspec.structs.replace(request, rid=resume.attach)
+        states[0].attaches = True
+    states[0].request = request
+    states[0].output_logprobs = list(resume.logprobs or ())

@@ -113,6 +113,8 @@ class GenerateBody(msgspec.Struct):
     bootstrap_port: Ports = None
     bootstrap_room: Rooms = None
     pdserve_resume: Resume | None = None
+    pdserve_single_request: bool | None = None
+    """Whether decode sent the prefill half itself: no router merges the prompt's log probabilities into the answer."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -288,6 +290,14 @@ class PeerBody(msgspec.Struct):
     instance: str
 
 
+class MigrateBody(msgspec.Struct):
+    """`POST /migrate`. `to`: base URL of the other server. `attach`: the caller opens the rest of the stream there."""
+
+    rid: str
+    to: str
+    attach: bool = False
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 
@@ -313,11 +323,17 @@ class UnloadLoraBody(msgspec.Struct):
 
 
 class RoleSwitchBody(msgspec.Struct):
-    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started."""
+    """`POST /pd_role_switch`. `wait`: respond when the switch is complete; false: when it has started.
+
+    `reload`: end the engine and start another one, instead of a change in place. `prepare_only` (SGLang): change
+    nothing; there is nothing to prepare.
+    """
 
     new_role: Literal["prefill", "decode", "null"] | None = None
     drain_timeout_secs: float | None = None
     wait: bool | None = None
+    reload: bool | None = None
+    prepare_only: bool | None = None
 
 
 class CommandBody(msgspec.Struct):
@@ -331,6 +347,27 @@ class PairProbeBody(msgspec.Struct, forbid_unknown_fields=True):
     bootstrap_port: int | None = None
     bootstrap_room: int | None = None
     timeout: Annotated[float, msgspec.Meta(gt=0, le=60)] = 4.0
+
+
+class ExtractBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /extract`: the request's id, whether the snapshot has its KV bytes, and whether the request goes on."""
+
+    rid: str
+    kv: Literal["none", "bytes"] = "none"
+    keep: bool = False
+
+
+class SuspendBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /suspend`: the id of a live request."""
+
+    rid: str
+
+
+class ResumeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """`POST /resume`: the id of a suspended request, and what happens with its KV."""
+
+    rid: str
+    kv: Literal["require", "prefer", "ignore"] = "prefer"
 
 
 class AbortBody(msgspec.Struct):

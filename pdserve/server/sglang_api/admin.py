@@ -180,6 +180,7 @@ async def server_info(context: ServerContext, _: Request) -> Response:
         "status": "ready" if ready else "not_ready",
         "control_token_id": context.control_token_id,
         "version": pdserve.__version__,
+        **({} if context.prefill_servers is None else {"prefill_servers": context.prefill_servers()}),
     }
     return json_response(body)
 

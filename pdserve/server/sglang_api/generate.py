@@ -16,12 +16,13 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pdserve.errors import RequestError
+from pdserve.http.access import GENERATE_PATH
 from pdserve.observe.speculation import request_fields
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import Grammar
 from pdserve.server.context import ServerContext
-from pdserve.server.engine_client.live_requests import RequestState
+from pdserve.server.engine_client.live_requests import RequestOrigin, RequestState
 from pdserve.server.generation import Generation, GenerationUpdate, StreamStates
 from pdserve.server.http.json_http import (
     collect,
@@ -58,7 +59,7 @@ def native_logprob_params(
     """Return the log probability parameters of every prompt; None: it wants none. `listed`: the response is a list.
 
     Prefill's response has the prompt's log probabilities. Routers merge `input_token_logprobs` from it, unless the
-    response is a list. Prefill sends all other prompt log probabilities to decode.
+    response is a list. Prefill sends all other prompt log probabilities to decode, and all of a request without router.
 
     Raises:
         RequestError: 400 naming the field.
@@ -131,10 +132,17 @@ class GenerateCall:
         with generation.closed_on_error():
             if self.body.stream and self.context.mode != "prefill":
                 return await stream_response(request, self._events(request, generation))
-            updates = await until_disconnect(request, collect(generation, len(self.states)))
+            updates = await until_disconnect(request, collect(generation, len(self.states), self.before(generation)))
             if sum(part.num_tokens for update in updates for part in update.prompt_parts) > LARGE:
                 return await asyncio.to_thread(self._whole, updates)
             return self._whole(updates)
+
+    def before(self, generation: Generation) -> GenerationUpdate | None:
+        """Return the output of a resumed or restored request so far; None for a new one."""
+        text, restored, resume = generation.prior_text.get(0, ""), self.context.restored, self.body.pdserve_resume
+        if restored is not None:
+            return restored.before(text)
+        return None if resume is None else resume.update(text)
 
     def _whole(self, updates: list[GenerationUpdate]) -> Response:
         results = [self._result(update, update, self._input_logprobs(update)) for update in updates]
@@ -142,9 +150,9 @@ class GenerateCall:
 
     async def _events(self, request: Request, generation: Generation) -> AsyncGenerator[bytes, None]:
         totals = [GenerationUpdate(index) for index in range(len(self.states))]
-        resume = self.body.pdserve_resume
-        if resume is not None:
-            totals[0] = resume.update(generation.prior_text.get(0, ""))
+        before = self.before(generation)
+        if before is not None:
+            totals[0] = before
         inputs: dict[int, dict[str, Any]] = {}
         incremental = self.context.config.serving.incremental_streaming_output
         states = StreamStates(
@@ -153,11 +161,12 @@ class GenerateCall:
             num_sequences=2 if self.listed else 1,
             logprobs=self.states[0].request.logprobs is not None and not incremental,
         )
+        self.states[0].has_resume_state = states.wanted
         async with generation:
             async for update in generation:
                 total = totals[update.index]
-                if resume is not None and resume.token_ids:
-                    update.cached_tokens = resume.cached_tokens
+                if before is not None and before.token_ids:
+                    update.cached_tokens = before.cached_tokens
                 total.absorb(update)
                 if not update.token_ids and update.finish is None:
                     continue  # only a part of the prompt's log probabilities
@@ -182,7 +191,7 @@ class GenerateCall:
         if request.logprobs is None:
             return {}
         fields = self._format(request.logprobs).input(prompt_tokens(request, update.prompt_parts))
-        if self.context.mode == "decode" and not self.listed:
+        if self.context.mode == "decode" and not self.listed and not self.body.pdserve_single_request:
             fields["input_token_logprobs"] = []
         return fields
 
@@ -220,6 +229,8 @@ def _finish(update: GenerationUpdate) -> dict[str, Any] | None:
             return {"type": "stop", "matched": finish.matched}
         case "length":
             return {"type": "length", "length": finish.length or len(update.token_ids)}
+        case "suspended":
+            return {"type": "suspended", "message": finish.message}
         case "abort":
             return {
                 "type": "abort",
@@ -291,6 +302,15 @@ async def generate(context: ServerContext, request: Request) -> Response:
     """
     started_s = time.monotonic()
     raw = await read_json_object(request, context.max_body_bytes)
+    return await (await prepare_generate(context, raw, started_s)).answer(request)
+
+
+async def prepare_generate(context: ServerContext, raw: dict[str, Any], started_s: float) -> GenerateCall:
+    """Validate the body `raw` and prepare the call. `started_s`: see `GenerateCall`.
+
+    Raises:
+        RequestError: the body is invalid; the error names the field.
+    """
     limits = context.limits()
     body = convert(refuse_unsupported(raw, UNSUPPORTED_NATIVE), GenerateBody)
     context.check_model(body.model)
@@ -308,7 +328,8 @@ async def generate(context: ServerContext, request: Request) -> Response:
         check_listed(samplings, len(samplings) * n)
     grammars = [await _grammar(context, sampling, name) for sampling, name in zip(samplings, names, strict=True)]
     listed = batch or n > 1
-    prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=listed)
+    no_merge = listed or bool(body.pdserve_single_request)
+    prompt_logprob_params = native_logprob_params(body, prompts, limits.vocab_size, listed=no_merge)
     prompt_requests = _prompt_requests(prompts, samplings, grammars, prompt_logprob_params, limits, names)
     if body.pdserve_resume is not None:
         body.rid = body.rid or body.pdserve_resume.head.id
@@ -317,4 +338,6 @@ async def generate(context: ServerContext, request: Request) -> Response:
     repeats = not context.config.serving.incremental_streaming_output
     one = bool(body.stream) and not listed
     resume_stream(states, body.pdserve_resume, limits.vocab_size, stream=one, logprobs=repeats)
-    return await GenerateCall(context, body, states, listed, started_s).answer(request)
+    if len(states) == 1:
+        states[0].origin = RequestOrigin(GENERATE_PATH, raw, {"id": states[0].name})
+    return GenerateCall(context, body, states, listed, started_s)

@@ -1,6 +1,6 @@
 """`POST /pd_role_switch`: changes the prefill/decode role of a running server. Path and fields are SGLang's.
 
-    {"new_role": "prefill" | "decode" | "null", "drain_timeout_secs": 300, "wait": true}
+    {"new_role": "prefill" | "decode" | "null", "drain_timeout_secs": 300, "wait": true, "reload": false}
     200 {"success": true, ...}     the server serves in the new role; also when it had it before
     202 {"success": true, ...}     with `wait` false: the switch has begun
     400, 409                       the switch is impossible; the server is unchanged
@@ -57,10 +57,11 @@ class RoleChanger(Protocol):
         """Whether the server takes requests now."""
         ...
 
-    async def begin(self, role: DisaggMode, drain_s: float) -> asyncio.Future[RoleChanged]:
+    async def begin(self, role: DisaggMode, drain_s: float, *, reload: bool = False) -> asyncio.Future[RoleChanged]:
         """Begin the switch to `role`, which differs from the present role; the future resolves when it has ended.
 
         Running requests have `drain_s` seconds to end. The configuration is validated before the drain begins.
+        `reload`: see `RoleSwitchBody`.
 
         Raises:
             RequestError: 400, the server cannot have this role; 409, a switch is in progress or the server shuts down.
@@ -87,7 +88,9 @@ async def pd_role_switch(
         message = "new_role: the role of this server cannot be changed (--no-enable-pd-role-switch)"
         raise RequestError(message, field="new_role", code="role_switch_off")
     context.client.require_ready()
-    done = await changer.begin(body.new_role, drain_s)
+    if body.prepare_only:
+        return _answer(RoleChanged(old, body.new_role, "nothing has to be prepared; the role is the same"), status=200)
+    done = await changer.begin(body.new_role, drain_s, reload=body.reload is True)
     if body.wait is False:
         return _answer(
             RoleChanged(old, body.new_role, "accepted; /ready returns 200 when the switch is complete"), status=202

@@ -285,7 +285,7 @@ def detokenize_output(
         if detokenizer.stopped is not None:
             update.finish = FinishReason(type="stop", matched=detokenizer.stopped)
             return update
-    if output.finish is not None:
+    if output.finish is not None and output.finish.type != "suspended":  # held text comes when the request goes on
         update.text += detokenizer.finish()
         if detokenizer.stopped is not None:
             update.finish = FinishReason(type="stop", matched=detokenizer.stopped)

@@ -118,3 +118,12 @@ def test_a_source_and_a_post_each_wake_the_reader_and_it_sleeps_again_in_between
     reader.join(timeout=30.0)
     assert not reader.is_alive() and seen == ["x"] * 100
     assert not mailbox.wait(0.0)
+
+
+def test_stale_events_are_discarded_and_the_others_keep_their_order() -> None:
+    mailbox: Mailbox[int] = Mailbox()
+    for event in range(6):
+        mailbox.post(event)
+    mailbox.discard(lambda event: event % 2 == 1)
+    mailbox.post(7)
+    assert mailbox.drain() == [0, 2, 4, 7]

@@ -255,3 +255,39 @@ def test_a_release_frees_what_was_foretold_and_a_prompt_takes_what_was_foretold(
         assert memory.reserve_tokens(6 * PAGE_TOKENS, "new", wanted, most) is not None
         assert memory.num_available == expected - taken
     assert memory.audit() == []
+
+
+def test_a_role_without_a_prefix_cache_leaves_it_unused_until_another_role_uses_it() -> None:
+    memory = make_memory(8)
+    serve(memory, "abc").drop("request")
+    memory.change_role(6, prefix_cache=False)
+    assert (memory.aux.num_total, memory.has_prefix_cache) == (6, False)
+    assert memory.match_prefix(letters("abc"), 3 * PAGE_TOKENS) == 0
+    assert memory.num_taken(3 * PAGE_TOKENS, letters("abc"), 3 * PAGE_TOKENS) == 3
+    lease = serve(memory, "abd")
+    assert (lease.num_prefix_pages, memory.counts()["pages_cached"]) == (0, 3), "neither used nor filled"
+    lease.drop("request")
+    serve(memory, "uvwxyz").drop("request")
+    assert memory.counts()["pages_cached"] == 2, "its pages give way to a request"
+    memory.change_role(6, prefix_cache=True)
+    assert memory.match_prefix(letters("abc"), 3 * PAGE_TOKENS) == 2 * PAGE_TOKENS
+    assert memory.audit() == []
+
+
+def test_a_memory_without_a_prefix_cache_begins_one_with_a_role_that_has_it() -> None:
+    memory = KVMemory(LAYOUT, 8, PageTable(3, 8), 0)
+    serve(memory, "abc").drop("request")
+    memory.change_role(2, prefix_cache=True)
+    assert memory.match_prefix(letters("abc"), 3 * PAGE_TOKENS) == 0
+    serve(memory, "abc").drop("request")
+    assert memory.match_prefix(letters("abc"), 3 * PAGE_TOKENS) == 3 * PAGE_TOKENS
+    assert memory.audit() == []
+
+
+def test_a_role_does_not_change_while_a_lease_lives() -> None:
+    memory = make_memory(8)
+    lease = serve(memory, "abc")
+    with pytest.raises(AssertionError, match="still holds pages"):
+        memory.change_role(2, prefix_cache=True)
+    lease.drop("request")
+    memory.change_role(2, prefix_cache=True)

@@ -22,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @contextlib.contextmanager
 def ranks(
-    directory: Path, models: list[Path], tp_size: int, pp_size: int, *flags: str
+    directory: Path, models: list[Path], tp_size: int, pp_size: int, *flags: str, script: Path = SCRIPT
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """All ranks of a replica; `models` has one path for each. Those that live at the end are killed."""
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     processes = [
         subprocess.Popen(
-            [sys.executable, *map(str, (SCRIPT, f"file://{directory}/store", rank, model, tp_size, pp_size, *flags))],
+            [sys.executable, *map(str, (script, f"file://{directory}/store", rank, model, tp_size, pp_size, *flags))],
             cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank, model in enumerate(models)
@@ -60,6 +60,19 @@ def test_its_tokens_are_those_of_one_process(
         outcomes = [ended(process) for process in processes]
     assert [status for status, _, _ in outcomes] == [0, 0], outcomes
     assert json.loads(outcomes[0][1]) == expected
+
+
+@pytest.mark.slow
+def test_all_ranks_change_their_role_or_none(tmp_path: Path, tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """Rank 1 cannot take the first role; the engine then goes through all roles, and has the same KV cache."""
+    model = tiny_checkpoint("qwen3")
+    with ranks(tmp_path, [model, model], 2, 1, script=SCRIPT.with_name("role_process.py")) as processes:
+        outcomes = [ended(process) for process in processes]
+    assert [status for status, _, _ in outcomes] == [0, 0], outcomes
+    replies, roles, (first, last) = json.loads(outcomes[0][1])
+    assert replies == [[False, "rank 1: this rank has no NIC"], [True, "ok"], [True, "ok"], [True, "ok"]]
+    assert roles == ["null", "null", "prefill", "decode", "null"], "the role in which each command leaves it"
+    assert first == last and len(first) == 12
 
 
 def test_a_rank_that_cannot_start_ends_all_with_its_own_words(

@@ -17,6 +17,7 @@ import pdserve.router
 from pdserve.base.env import worker_proof_secret
 from pdserve.base.proof import PROOF_HEADER, MacKey, body_digest
 from pdserve.errors import ConfigError, ProofError, ProofExpiredError
+from pdserve.http import worker_proof
 from pdserve.http.session_proof import (
     CHALLENGE_PATH,
     EXPIRED,
@@ -26,7 +27,6 @@ from pdserve.http.session_proof import (
     worker_key,
     worker_secret,
 )
-from pdserve.router import worker_proof
 from pdserve.router.config.config import HealthConfig, RouterAccessConfig
 from pdserve.router.config.flags import config_from, make_parser
 from tests.unit.router.answers import begin_stream

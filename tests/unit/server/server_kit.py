@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -25,6 +26,7 @@ from pdserve.config.groups import (
     TransferBackend,
 )
 from pdserve.config.lora_group import LoraConfig
+from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.errors import EngineDeadError, GrammarError
 from pdserve.grammar.compile import JsonRules
@@ -32,6 +34,8 @@ from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
+from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
@@ -70,6 +74,7 @@ from tests.waiting import until
 
 OPEN = AccessConfig()
 NO_LORA = LoraConfig()
+NO_PAIRING = PairingConfig()
 EOS = 0
 CONTEXT = 128
 TEMPLATE = (
@@ -164,6 +169,9 @@ class ScriptedScheduler:
         self.memory: dict[str, int] = {}
         """Counts of the state, beside those of all states."""
         self.shutdown = False
+        self.kv: list[bytes] = []
+        """KV of each group of an extracted request: two pages."""
+        self.kv_parts: list[KVPart] = []
         self._held: dict[str, GenerateRequest] = {}
         self._answering = threading.Lock()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -209,6 +217,10 @@ class ScriptedScheduler:
                 ):
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
+                case ExtractRequest():
+                    self._extract(message)
+                case KVPart():
+                    self.kv_parts.append(message)
                 case SwitchRole():
                     self._switch(message)
                 case Shutdown():
@@ -222,7 +234,7 @@ class ScriptedScheduler:
             context_length=CONTEXT,
             max_total_tokens=1024,
             eos_token_ids=[EOS],
-            facts={"dtype": "float32"},
+            facts={"dtype": "float32", "weights_fingerprint": "w", "layout_fingerprint": "l", "page_tokens": 4},
         )
 
     def _switch(self, command: SwitchRole) -> None:
@@ -258,6 +270,26 @@ class ScriptedScheduler:
             progress=self.progress,
             probes={rid: self.probe_waits_for for rid, one in self._held.items() if one.probe},
         )
+
+    def _extract(self, message: ExtractRequest) -> None:
+        """Only held requests are live. Their KV is `kv`."""
+        held = self._held.get(message.rid)
+        if held is None:
+            failure = Failure(code="not_live", message="the request has ended", status=404)
+            self._channel.send(ExtractReply(query_id=message.query_id, rid=message.rid, failure=failure))
+            return
+        pages = tuple(2 for _ in self.kv) if message.with_kv else ()
+        for group, data in enumerate(self.kv[: len(pages)]):
+            for part in (data[:5], data[5:]):
+                self._channel.send(KVPart(rid=message.rid, group=group, data=part))
+        script = self.script(held)
+        assert isinstance(script, list)
+        if not message.keep:
+            del self._held[message.rid]
+            self._send(self._output(held, [], FinishReason(type="suspended", message="stopped")))
+        kv_tokens = 4 if pages else 0
+        reply = ExtractReply(query_id=message.query_id, rid=held.rid, output_ids=script, kv_tokens=kv_tokens)
+        self._channel.send(msgspec.structs.replace(reply, cached_tokens=3, kv_pages=pages))
 
     def _send(self, *outputs: EngineCoreOutput) -> None:
         self._channel.send(OutputBatch(outputs=list(outputs)))
@@ -379,12 +411,14 @@ def make_config(
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    pairing: PairingConfig = NO_PAIRING,
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
         access=access,
         schedule=schedule or ScheduleConfig(),
         lora=lora,
+        pairing=pairing,
         observe=ObserveConfig(**(observe or {})),
         model=ModelConfig(model_path="/models/tiny", served_model_name="tiny"),
         disagg=DisaggConfig(
@@ -412,6 +446,7 @@ async def bench(
     control_token: str = "",
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
+    pairing: PairingConfig = NO_PAIRING,
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -424,6 +459,7 @@ async def bench(
         bootstrap_port=bootstrap_port,
         schedule=schedule,
         lora=lora,
+        pairing=pairing,
         **serving,
     )
     api, low = memory_channel_pair()

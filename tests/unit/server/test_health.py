@@ -10,7 +10,7 @@ import pytest
 from pdserve.base.clock import ManualClock
 from pdserve.config.groups import DisaggMode
 from pdserve.protocol.messages import PeerLoad, SchedulerHeartbeat
-from pdserve.scheduler.scheduler import Heartbeat
+from pdserve.scheduler.loop_times import Heartbeat
 from pdserve.server.engine_client import engine_queries
 from pdserve.server.sglang_api import health
 from pdserve.server.sglang_api.health import partners_missing

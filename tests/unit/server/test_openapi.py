@@ -13,7 +13,9 @@ from fastapi.routing import APIRoute
 
 import pdserve.server
 from pdserve.config.access_group import AccessConfig
+from pdserve.http.access import RESTORE_PATH
 from pdserve.server.app import BODIES, OPTIONAL_BODIES
+from pdserve.server.sglang_api.snapshots import KV_RULES
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 
@@ -61,7 +63,7 @@ async def test_every_route_that_reads_a_body_says_what_it_is(tokenizer: Tokenize
         posts = {route.path for route in routes if {"POST", "PUT"} & (route.methods or set())}
         for path in sorted(posts):
             answer = await b.http.post(path, content=b"no JSON", headers={"Content-Type": "application/json"})
-            assert answer.status_code == (400 if path in BODIES else 200), path
+            assert answer.status_code == (400 if path in BODIES or path == RESTORE_PATH else 200), path
         assert BODIES.keys() <= posts
         for path in sorted(OPTIONAL_BODIES):
             assert (await b.http.post(path)).status_code == 200
@@ -83,6 +85,8 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
             for parameter in operation.get("parameters", ())
             if parameter["in"] == "query"
         }
+        assert found.pop((RESTORE_PATH, "post", "kv")) == {"type": "string", "enum": list(KV_RULES)}
+        assert (await b.http.post(f"{RESTORE_PATH}?kv=x")).json()["param"] == "kv"
         assert found.pop(("/control_challenge", "get", "nonce")) == {"type": "string", "pattern": "^[0-9a-f]{32}$"}
         assert found.keys() == {
             ("/flush_cache", "get", "timeout"), ("/flush_cache", "post", "timeout"), ("/v1/loads", "get", "dp_rank"),
@@ -94,7 +98,7 @@ async def test_every_query_says_what_it_may_be_and_nothing_else_is_read(tokenize
                 assert (answer.status_code, answer.json()["param"]) == (400, name), (path, text)
             assert (await b.http.request(method, f"{path}?{name}=0")).status_code == 200
     sources = "".join(path.read_text() for path in Path(pdserve.server.__file__).parent.rglob("*.py"))
-    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {"nonce"}
+    assert set(re.findall(r"query_params\W+get\(\"(\w+)", sources)) == {name for _, _, name in found} | {"nonce", "kv"}
 
 
 async def test_every_field_says_what_it_may_be_and_bodies_that_are_taken_are_allowed(tokenizer: Tokenizer) -> None:

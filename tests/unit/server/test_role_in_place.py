@@ -174,3 +174,18 @@ async def test_an_engine_whose_pages_peers_still_hold_is_reloaded(
         assert await role_of(http) == "prefill"
         assert engine.events == ["start decode", "end prefill", "end decode", "start prefill"]
         assert not engine.engines[0].switches
+
+
+async def test_a_preparation_changes_nothing(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer) as (engine, http, _):
+        answer = await http.post("/pd_role_switch", json={"new_role": "prefill", "prepare_only": True})
+        assert (answer.status_code, answer.json()["success"], answer.json()["old_role"]) == (200, True, "decode")
+        assert await role_of(http) == "decode" and not engine.engines[0].switches
+
+
+async def test_a_reload_can_be_asked_for(tokenizer: Tokenizer) -> None:
+    async with running(tokenizer) as (engine, http, _):
+        answer = await http.post("/pd_role_switch", json={"new_role": "null", "reload": True})
+        assert (answer.status_code, answer.json()["in_place"]) == (200, False)
+        assert await role_of(http) == "null"
+        assert engine.events == ["start decode", "end null", "end decode", "start null"]

@@ -193,6 +193,7 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(tokenizer: Tokenize
             ({"new_role": "prefill", "drain_timeout_secs": 1e9}, "drain_timeout_secs"),
             ({"new_role": "prefill", "drain_timeout_secs": "1"}, "drain_timeout_secs"),
             ({"new_role": "prefill", "wait": "no"}, "wait"),
+            ({"new_role": "prefill", "reload": "no"}, "reload"),
         ]
         for body, field in bad:
             answer = await server.http.post(PATH, json=body)

@@ -92,6 +92,19 @@ def test_a_proof_is_good_for_one_endpoint_and_one_session() -> None:
     assert state_of(prefill, "y") is PeerState.READY, "it was challenged anew"
 
 
+def test_a_proof_is_not_good_for_a_session_before_the_one_that_has_begun() -> None:
+    """A Hello is proved, and its process gives it up. A copy of it arrives when a newer session has begun."""
+    net, prefill, decode = meet()
+    hello = msgspec.structs.replace(hello_of(net, decode), endpoint=EVIL)
+    say(net, "x", prefill, Pong(nonce=_challenged(net, prefill, hello)), session=78)
+    net.pass_time(60)
+    assert state_of(prefill, "y") is None
+    say(net, "x", prefill, msgspec.structs.replace(hello, session=80), session=80)
+    say(net, "x", prefill, msgspec.structs.replace(hello, session=78), session=78)
+    peer = prefill.kv.sessions.peer("x")
+    assert peer is not None and peer.session == 80
+
+
 def test_more_challenges_than_are_remembered_end_nothing() -> None:
     net, prefill, decode = meet()
     hello = hello_of(net, decode)

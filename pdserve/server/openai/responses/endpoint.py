@@ -142,7 +142,7 @@ _ENDINGS = {"completed": "completed", "incomplete": "incomplete", "cancelled": "
 
 def _status(finish: FinishReason | None) -> str:
     assert finish is not None
-    return {"stop": "completed", "length": "incomplete", "abort": "cancelled"}[finish.type]
+    return {"stop": "completed", "length": "incomplete", "abort": "cancelled", "suspended": "cancelled"}[finish.type]
 
 
 def _item_status(status: str) -> str:

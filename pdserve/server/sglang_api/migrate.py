@@ -1,0 +1,148 @@
+"""`POST /migrate`, `/migrate_in` and `/migrate_stream`: a running request moves to another decode server.
+
+    client of S ──> S: /migrate {"rid", "to"}
+                    S: MigrateOut ──> the request stops, and is a value
+                    S ──> D: /migrate_in ──> D receives the KV from S and computes the request
+                    S: EndMigration(commit) ──> the request is forgotten
+                    S ──> D: /migrate_stream, and S's client gets the rest; or, with `attach`, S's stream ends
+
+Where a step before the commit fails, the request goes on at S, and D ends its copy, which has no reader.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+from fastapi import Request
+from fastapi.responses import Response
+from yarl import URL
+
+from pdserve.base.stream_state import STATE_HEADER
+from pdserve.errors import EngineDeadError, RequestError
+from pdserve.protocol.messages import EndMigration, MigrateOut, MigrationOffer
+from pdserve.server.context import ServerContext
+from pdserve.server.engine_client.live_requests import RequestState
+from pdserve.server.engine_client.migration import IncomingRequest
+from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
+from pdserve.server.migration_client import FAILED, MigrateStreamBody, MigrationClient, TakeInBody, base_url
+from pdserve.server.request.intake import check_token_ids
+from pdserve.server.request.schemas import MigrateBody
+from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
+
+MAX_TAKE_IN_S = 120.0
+
+
+class MigratedError(RequestError):
+    """Ends the stream of a request that another server has taken; the error event says where it goes on."""
+
+    def __init__(self, to: str, rid: str, num_tokens: int) -> None:
+        super().__init__(f"the request goes on at {to} as {rid}", status=503, code="migrated", retry_after_s=1)
+        self.details: dict[str, Any] = {"to": to, "migrated_rid": rid, "next_token_index": num_tokens}
+
+
+class Migrations:
+    """The endpoints. `client` calls other servers; the application closes it."""
+
+    def __init__(self, context: ServerContext, client: MigrationClient) -> None:
+        self._context = context
+        self._client = client
+        self._tasks: set[asyncio.Task[dict[str, Any]]] = set()
+
+    async def migrate(self, request: Request) -> Response:
+        """`POST /migrate`: answer when the other server has the request, or it goes on here."""
+        body = convert(await read_json_object(request, self._context.max_body_bytes), MigrateBody)
+        url = base_url(body.to)
+        state = self._context.client.find_one(body.rid)
+        if state is None:
+            message = f"rid {body.rid!r} names no single running request of this server"
+            raise RequestError(message, field="rid", status=404, code="no_such_request")
+        if state.request.rid in self._context.client.moved:
+            raise RequestError("the request has moved already", field="rid", status=409, code="not_migratable")
+        if body.attach and not state.has_resume_state:
+            message = f"attach needs a stream of one sequence that was requested with {STATE_HEADER}"
+            raise RequestError(message, field="attach", status=409, code="not_migratable")
+        task = asyncio.create_task(self._move(state, url, attach=bool(body.attach)))
+        self._tasks.add(task)  # it ends also when its caller has gone
+        task.add_done_callback(self._tasks.discard)
+        return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
+
+    async def migrate_in(self, request: Request) -> Response:
+        """`POST /migrate_in`: take a request; answer when it is computed here."""
+        context = self._context
+        body = convert(await read_json_object(request, context.max_body_bytes), TakeInBody)
+        spec = body.request
+        if context.mode != "decode":
+            message = f"this is a {context.mode} server; requests move between decode servers"
+            raise RequestError(message, field="disaggregation_mode", status=409, code="not_migratable")
+        if spec.room is None or spec.room.sender is None:
+            raise RequestError("request.room.sender is missing", field="request.room.sender")
+        if not 0 < body.timeout_s <= MAX_TAKE_IN_S:
+            raise RequestError(f"timeout_s must be in (0, {MAX_TAKE_IN_S:g}]", field="timeout_s")
+        vocab_size = context.limits().vocab_size
+        check_token_ids(spec.input_ids, vocab_size, "request.input_ids")
+        check_token_ids(spec.prior_output_ids, vocab_size, "request.prior_output_ids")
+        if spec.lora is not None and spec.lora not in context.adapters:
+            raise context.no_such_model(spec.lora, field="lora_path")
+        await context.client.take_in(spec, body.timeout_s)
+        return json_response({"success": True, "rid": spec.rid})
+
+    async def migrate_stream(self, request: Request) -> Response:
+        """`POST /migrate_stream`: the output of a request that `/migrate_in` took, as events."""
+        body = convert(await read_json_object(request, self._context.max_body_bytes), MigrateStreamBody)
+        entry = self._context.client.incoming.attach(body.rid, "rid")
+        return await stream_response(request, self._events(entry))
+
+    async def _events(self, entry: IncomingRequest) -> AsyncGenerator[bytes, None]:
+        async for output in self._context.client.incoming.read(entry):
+            yield event(msgspec.to_builtins(output))
+
+    async def _move(self, state: RequestState, url: URL, *, attach: bool) -> dict[str, Any]:
+        """Move a request. Raises RequestError when it goes on here."""
+        client, rid, room = self._context.client, state.request.rid, secrets.randbits(62)
+        stopped = await self._stop(rid, room)
+        stopped_s = time.monotonic()
+        offer = msgspec.msgpack.decode(stopped, type=MigrationOffer)
+        new_rid = f"m{room:x}"
+        committed = False
+        try:
+            await self._client.take_in(url, msgspec.structs.replace(offer.request, rid=new_rid))
+            reply = await client.command(lambda i: EndMigration(query_id=i, rid=rid, commit=True), COMMAND_TIMEOUT_S)
+            committed = reply.ok
+            if not committed:
+                raise RequestError(reply.message, field="rid", status=502, code=FAILED)
+        finally:
+            if not committed:
+                await self._go_on(rid)
+        pause_s = time.monotonic() - stopped_s
+        if attach:
+            client.hand_over(rid, MigratedError(str(url), new_rid, offer.num_output_tokens))
+        elif client.find_one(state.name) is state:
+            client.moved.follow(rid, self._client.outputs(url, new_rid))
+        return {"migrated_rid": new_rid, "num_tokens": offer.num_output_tokens, "pause_s": pause_s}
+
+    async def _stop(self, rid: str, room: int) -> bytes:
+        """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""
+        try:
+            reply = await self._context.client.command(
+                lambda i: MigrateOut(query_id=i, rid=rid, room=room), COMMAND_TIMEOUT_S
+            )
+        except RequestError:
+            await self._go_on(rid)
+            raise
+        if not reply.ok:
+            raise RequestError(reply.message) if reply.failure is None else reply.failure.error()
+        return reply.payload
+
+    async def _go_on(self, rid: str) -> None:
+        """Let the request go on here. Without an answer it goes on after the scheduler's own timeout."""
+        try:
+            await self._context.client.command(
+                lambda i: EndMigration(query_id=i, rid=rid, commit=False), COMMAND_TIMEOUT_S
+            )
+        except (RequestError, EngineDeadError):
+            return

@@ -1,0 +1,137 @@
+"""Suspended requests of one server, as the bytes of their snapshots: in memory, or as files of a directory.
+
+A server has one store; it outlives the engine and a change of the role. Event loop only, except `put` and `get`,
+which a thread may run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+from collections.abc import Iterator
+
+from pdserve.config.groups import ServerConfig
+from pdserve.errors import ConfigError, RequestError
+
+MAX_STORED = 1 << 16
+"""Most suspended requests."""
+SUFFIX = ".pdsnap"
+
+
+class SnapshotStore:
+    """Keeps snapshots by the request's id. `max_bytes` bounds all of them together; 0: it keeps none."""
+
+    def __init__(self, max_bytes: int, directory: str | None = None) -> None:
+        """`directory` None: in memory. Files that are there already belong to the store.
+
+        Raises:
+            ConfigError: the directory cannot be used.
+        """
+        self._max_bytes = max_bytes
+        self._directory = None if directory is None else pathlib.Path(directory)
+        self._held: dict[str, bytes] = {}
+        if self._directory is not None:
+            try:
+                self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"snapshot_dir: {error}", field="snapshot_dir") from error
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> SnapshotStore:
+        """Return the store that a server's flags describe."""
+        serving = config.serving
+        return cls(int(serving.snapshot_store_gb * 1e9), serving.snapshot_dir)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all snapshots."""
+        if self._directory is None:
+            return sum(map(len, self._held.values()))
+        return sum(size for _, size in self._files())
+
+    def __len__(self) -> int:
+        return len(self._held) if self._directory is None else sum(1 for _ in self._files())
+
+    def __contains__(self, rid: str) -> bool:
+        return rid in self._held if self._directory is None else self._path(rid).exists()
+
+    @property
+    def num_free(self) -> int:
+        """Bytes that the store still takes."""
+        return max(0, self._max_bytes - self.num_bytes)
+
+    def check(self, rid: str) -> None:
+        """Check that the store may take a snapshot of `rid`.
+
+        Raises:
+            RequestError: 409, it has one already; 503, it is full or off.
+        """
+        if rid in self:
+            raise RequestError(f"a request {rid!r} is suspended already", field="rid", status=409, code="suspended")
+        if self.num_free == 0 or len(self) >= MAX_STORED:
+            raise RequestError(
+                f"{len(self)} suspended requests take {self.num_bytes} bytes; --snapshot-store-gb allows "
+                f"{self._max_bytes}",
+                status=503,
+                code="snapshot_store_full",
+                retry_after_s=1,
+            )
+
+    def put(self, rid: str, data: bytes) -> None:
+        """Keep the snapshot `data` of `rid`.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        if self._directory is None:
+            self._held[rid] = data
+            return
+        path = self._path(rid)
+        partial = path.with_suffix(f".{os.getpid()}.partial")
+        try:
+            descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def get(self, rid: str) -> bytes:
+        """Return the snapshot of `rid`.
+
+        Raises:
+            RequestError: 404, no such request is suspended.
+        """
+        try:
+            return self._held[rid] if self._directory is None else self._path(rid).read_bytes()
+        except (KeyError, FileNotFoundError):
+            raise RequestError(
+                f"no request {rid!r} is suspended", field="rid", status=404, code="not_suspended"
+            ) from None
+
+    def drop(self, rid: str) -> bool:
+        """Forget the snapshot of `rid`; returns whether there was one."""
+        if self._directory is None:
+            return self._held.pop(rid, None) is not None
+        try:
+            self._path(rid).unlink()
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _path(self, rid: str) -> pathlib.Path:
+        assert self._directory is not None
+        return self._directory / f"{hashlib.sha256(rid.encode()).hexdigest()}{SUFFIX}"
+
+    def _files(self) -> Iterator[tuple[pathlib.Path, int]]:
+        assert self._directory is not None
+        with contextlib.suppress(OSError):
+            for entry in os.scandir(self._directory):
+                if entry.name.endswith(SUFFIX):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield pathlib.Path(entry.path), entry.stat().st_size

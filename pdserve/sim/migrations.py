@@ -1,0 +1,219 @@
+"""Moves running requests between the decode servers of a `Cluster`, at random times.
+
+It does what the API processes of both servers and the router do: it stops a request at one server, starts it at another
+one, and commits or aborts. From the commit on the client gets the other server's tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from pdserve.protocol.messages import CommandReply, EndMigration, MigrateOut, MigrationOffer
+from pdserve.sim.network import SimNet
+from pdserve.sim.node import RequestHalf, SimNode
+from pdserve.sim.router import Client, SimRouter, SimTry
+from pdserve.sim.server import SimServer
+
+PATIENCE_S = 40.0
+"""Seconds that the other server may take to compute the request."""
+FIRST_ROOM = 1 << 40
+
+
+class MovedServer:
+    """A server that has taken over a request under the name `rid`, as the router sees it.
+
+    `before`: the output tokens of the servers before it. Its own output begins with the last of these again.
+    """
+
+    def __init__(self, server: SimServer, rid: str, before: Sequence[int]) -> None:
+        self.server, self.rid, self.before = server, rid, list(before)
+        self.host, self.address = server.host, server.address
+
+    @property
+    def role(self) -> str:
+        """See `ServerView`."""
+        return self.server.role
+
+    @property
+    def dead(self) -> bool:
+        """See `ServerView`."""
+        return self.server.dead
+
+    @property
+    def draining(self) -> bool:
+        """See `ServerView`."""
+        return self.server.draining
+
+    def post(self, spec: object) -> None:
+        """See `ServerView`. No request is sent here."""
+        raise AssertionError(spec)
+
+    def refuse(self, rid: str) -> None:
+        """See `ServerView`. No request is sent here."""
+        raise AssertionError(rid)
+
+    def abort(self, rid: str) -> None:
+        """See `ServerView`."""
+        self.server.abort(self.rid)
+
+    def half(self, rid: str) -> RequestHalf | None:
+        """See `ServerView`: all tokens of the request."""
+        own = self.server.half(self.rid)
+        if own is None:
+            return RequestHalf(tokens=list(self.before))
+        return RequestHalf(tokens=[*self.before, *own.tokens[1:]], finish=own.finish)
+
+    def status(self, rid: str) -> int:
+        """See `ServerView`."""
+        return self.server.status(self.rid)
+
+
+@dataclasses.dataclass(slots=True)
+class SimMove:
+    """One migration of the request of `client`. `phase`: asked, offered, committing or aborting."""
+
+    client: Client
+    each: SimTry
+    source: SimServer
+    node: SimNode
+    rid: str
+    target: SimServer
+    room: int
+    deadline: float
+    phase: str = "asked"
+
+    @property
+    def new_rid(self) -> str:
+        """The request's name at the target."""
+        return f"{self.each.rid}/{self.room - FIRST_ROOM}"
+
+    @property
+    def query_id(self) -> str:
+        """Of the command whose reply is due."""
+        return f"{self.phase} {self.room}"
+
+
+class SimMigrations:
+    """All migrations of a cluster. `servers` returns the live servers of a role, draining or not."""
+
+    def __init__(self, net: SimNet, servers: Callable[[str], Sequence[SimServer]]) -> None:
+        self._net = net
+        self._servers = servers
+        self._moves: list[SimMove] = []
+        self._num_begun = 0
+        self._left: list[tuple[SimServer, str, int]] = []
+        """Servers whose request another one has taken, its name there, and its output tokens until then."""
+
+    @property
+    def num_pending(self) -> int:
+        """Migrations that have not ended."""
+        return len(self._moves)
+
+    def step(self, router: SimRouter) -> None:
+        """Begin a migration at random, and advance all others."""
+        if self._net.faults.migrate and router.open and self._net.rng.random() < self._net.faults.migrate:
+            self._begin(self._net.rng.choice(router.open))
+        for move in list(self._moves):
+            self._advance(move)
+
+    def check(self) -> None:
+        """Check that no server has gone on with a request that another one has taken. Raises AssertionError."""
+        for source, rid, num_tokens in self._left:
+            half = source.raw_half(rid)
+            if source.dead or half is None:
+                continue
+            assert len(half.tokens) == num_tokens, f"{rid}: two servers have computed it"
+            assert half.finish is not None, f"{rid}: it is still live where it was"
+
+    def _begin(self, client: Client) -> None:
+        """Ask the server of a client's request to stop it."""
+        each = client.current
+        if each is None or each.closed or any(move.each is each for move in self._moves):
+            return
+        moved = each.decode
+        source, rid = (moved.server, moved.rid) if isinstance(moved, MovedServer) else (moved, each.rid)
+        assert isinstance(source, SimServer)
+        half = source.half(rid)
+        others = [it for it in self._servers("decode") if it is not source and not (it.dead or it.draining)]
+        if source.dead or half is None or not half.tokens or half.finish is not None or not others:
+            return
+        self._num_begun += 1
+        self._net.counts["migrations begun"] += 1
+        target, room = self._net.rng.choice(others), FIRST_ROOM + self._num_begun
+        deadline = self._net.clock.now() + PATIENCE_S
+        move = SimMove(client, each, source, source.node_of(rid), rid, target, room, deadline)
+        self._moves.append(move)
+        move.node.mailbox.post(MigrateOut(query_id=move.query_id, rid=rid, room=room))
+
+    def _advance(self, move: SimMove) -> None:
+        if move.source.dead:
+            self._end(move, "migrations cut off by the death of the source")
+            return
+        if move.phase == "offered":
+            self._look_at_target(move)
+            return
+        reply = move.node.replies.pop(move.query_id, None)
+        if reply is None:
+            return
+        if move.phase == "asked":
+            if not reply.ok:
+                self._moves.remove(move)
+                self._net.counts["migrations refused"] += 1
+                return
+            move.phase = "offered"
+            self._offer(move, reply)
+        elif move.phase == "committing" and reply.ok:
+            self._take_over(move)
+        else:
+            self._end(move, "migrations given up")
+
+    def _offer(self, move: SimMove, reply: CommandReply) -> None:
+        """Send the request to the target, which may have died when the message arrives."""
+        offer = msgspec.msgpack.decode(reply.payload, type=MigrationOffer)
+        spec = msgspec.structs.replace(offer.request, rid=move.new_rid)
+        half = move.source.half(move.rid)
+        assert half is not None
+        assert len(spec.prior_output_ids) + 1 == offer.num_output_tokens, "not all tokens of the request are offered"
+
+        def arrive() -> None:
+            if not move.target.dead and move.phase == "offered" and move.target.role == "decode":
+                move.target.post(spec)
+
+        self._net.later(arrive)
+
+    def _look_at_target(self, move: SimMove) -> None:
+        half = None if move.target.dead else move.target.half(move.new_rid)
+        if half is not None and half.tokens:
+            self._command(move, "committing")
+        elif (
+            move.target.dead or (half is not None and half.finish is not None) or self._net.clock.now() > move.deadline
+        ):
+            self._command(move, "aborting")
+
+    def _command(self, move: SimMove, phase: str) -> None:
+        move.phase = phase
+        command = EndMigration(query_id=move.query_id, rid=move.rid, commit=phase == "committing")
+        move.node.mailbox.post(command)
+
+    def _take_over(self, move: SimMove) -> None:
+        """Let the client have the target's tokens from now on."""
+        self._moves.remove(move)
+        self._net.counts["migrations"] += 1
+        before = move.each.decode.half(move.each.rid)
+        own = move.source.raw_half(move.rid)
+        assert before is not None and own is not None
+        self._left.append((move.source, move.rid, len(own.tokens)))
+        move.each.decode = MovedServer(move.target, move.new_rid, before.tokens)
+        move.client.servers.append(move.target)
+        if move.each.closed and not move.target.dead:
+            move.target.abort(move.new_rid)
+
+    def _end(self, move: SimMove, what: str) -> None:
+        """End a migration without a commit; the target's copy ends as well."""
+        self._moves.remove(move)
+        self._net.counts[what] += 1
+        if move.target.has(move.new_rid) and not move.target.dead:
+            move.target.abort(move.new_rid)

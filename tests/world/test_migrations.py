@@ -1,0 +1,139 @@
+"""Running requests move between decode servers at random times, with everything that goes wrong; and planted bugs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import CommandReply, EndMigration, GenerateRequest
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.request import Req
+from pdserve.scheduler.roles import migration
+from pdserve.scheduler.roles.migration import OutgoingMigrations, OutgoingMove
+from pdserve.sim.cluster import Cluster, Layout
+from pdserve.sim.network import Faults
+from pdserve.sim.node import monolith_tokens
+from pdserve.sim.shape import Prompt, Shape
+from pdserve.transfer.handles import KVSender
+from tests.world.campaign import play, tally_of
+
+Patch = pytest.MonkeyPatch
+KINDS = ("", "kills", "deaths", "copies", "cuts", "usurpers", "replays+lies", "aborts", "ranks", "replicas", "stops")
+MAX_SEEDS = 30
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 400), marks=pytest.mark.slow)], ids=len)
+def test_all_kinds_of_faults_together(seeds: range) -> None:
+    tally = tally_of(seeds, 1, migrations=True)
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["migrations"] > len(seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("model", ["full", "drafts"])
+def test_each_kind_of_fault_alone(kind: str, model: str) -> None:
+    tally = tally_of(range(40), 1, kind, model=model, migrations=True)  # type: ignore[arg-type]
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["migrations"] > 10
+
+
+def test_32_streams_move_again_and_again() -> None:
+    """Nothing goes wrong: every request gets the monolith's tokens at its first try."""
+    prompts = [Prompt(tuple(range(i, i + 9 + i % 7)), 16) for i in range(32)]
+    shape = Shape(num_pages=256, num_rows=32, num_aux=32)
+    cluster = Cluster(3, shape, Faults(migrate=0.9), Layout(prefills=1, decodes=3))
+    answers = cluster.run(prompts, 32)
+    assert [(it.tokens, it.error, it.num_tries) for it in answers] == [
+        (tokens, None, 1) for tokens in monolith_tokens(shape, prompts)
+    ]
+    assert cluster.net.counts["migrations"] > 16 and not cluster.leaks()
+
+
+# ---------------------------------------------------------------------- planted bugs
+
+
+def it_goes_on_after_a_commit(patch: Patch) -> None:
+    end = OutgoingMigrations.end
+
+    def blunt(self: OutgoingMigrations, command: EndMigration) -> None:
+        move = self._moves.get(command.rid)
+        if command.commit and move is not None and move.stopped_at is not None:
+            self._cancel(move, migration.ABORTED)
+            self._reply(CommandReply(query_id=command.query_id, ok=True, message="ok"))
+            return
+        end(self, command)
+
+    patch.setattr(OutgoingMigrations, "end", blunt)
+
+
+def a_late_commit_is_accepted(patch: Patch) -> None:
+    """Both servers have the request."""
+    refuse = OutgoingMigrations._refuse
+
+    def mild(self: OutgoingMigrations, query_id: str, failure: Failure) -> None:
+        if query_id.startswith("committing"):
+            self._reply(CommandReply(query_id=query_id, ok=True, message="ok"))
+        else:
+            refuse(self, query_id, failure)
+
+    patch.setattr(migration, "TIMEOUT_S", 1.5)
+    patch.setattr(OutgoingMigrations, "_refuse", mild)
+
+
+def the_last_page_is_left_out(patch: Patch) -> None:
+    finish = KVSender.finish
+
+    def short(self: KVSender, slot: object, record: object, times: object, **more: object) -> None:
+        if record.room >= 1 << 40:  # type: ignore[attr-defined]
+            more["num_pages"] -= 1  # type: ignore[operator]
+        finish(self, slot, record, times, **more)  # type: ignore[arg-type]
+
+    patch.setattr(KVSender, "finish", short)
+
+
+def one_token_too_few_is_offered(patch: Patch) -> None:
+    value = OutgoingMigrations._value
+
+    def short(self: OutgoingMigrations, move: OutgoingMove) -> GenerateRequest:
+        last = move.req.output_ids.pop()
+        try:
+            return value(self, move)
+        finally:
+            move.req.output_ids.append(last)
+
+    patch.setattr(OutgoingMigrations, "_value", short)
+
+
+def a_stopped_request_keeps_its_row(patch: Patch) -> None:
+    release_row = SchedulerContext.release_row
+
+    def idle(self: SchedulerContext, req: Req) -> None:
+        if req.sender is not None:
+            release_row(self, req)
+        else:
+            req.row = None
+
+    patch.setattr(SchedulerContext, "release_row", idle)
+
+
+MUTANTS: list[Callable[[Patch], None]] = [
+    it_goes_on_after_a_commit,
+    a_late_commit_is_accepted,
+    the_last_page_is_left_out,
+    one_token_too_few_is_offered,
+    a_stopped_request_keeps_its_row,
+]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
+def test_planted_bug_is_caught(mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    mutant(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            play(seed, "", migrations=True)
+        except AssertionError:
+            return
+    pytest.fail(f"{mutant.__name__}: not caught in {MAX_SEEDS} seeds")
