@@ -157,7 +157,7 @@ class Executor(Protocol):
 
     Steps run in the order of their launch. A launched step reads page table, sampling metadata and row tokens as they
     are at the launch. It writes KV and tokens until it is resolved: its pages and rows must not be reused before.
-    `offload`, `restore` and `seal` are called while no step is unresolved.
+    `offload`, `restore`, `copy_now` and `seal` are called while no step is unresolved.
     """
 
     @property
@@ -228,6 +228,17 @@ class Executor(Protocol):
 
         Until the handle is done, no step reads or writes the pages, and the slots are not overwritten. Steps that are
         launched afterwards read what was copied.
+        """
+        ...
+
+    def poll_copies(self) -> None:
+        """Take the ends of copies on all ranks; called once a turn, before handles are asked."""
+        ...
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """Copy pages of the pool into slots of the host tier, or back, on all ranks. No step is unresolved.
+
+        `to_host`: into slots, with the pending tokens of state slots folded first.
         """
         ...
 

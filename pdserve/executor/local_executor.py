@@ -46,7 +46,7 @@ from pdserve.executor.page_copies import HostTierCopies
 from pdserve.executor.prompt_logprobs import PromptLogprobParams, PromptLogprobRange, pack_scores, read_prompt_logprobs
 from pdserve.executor.sampler import Found, TokenSampler, choose_with_torch, d2h_copy, d2h_copy_after, to_host
 from pdserve.executor.slot_stamps import SlotCopies, SlotStamps, StampWrites, copy_slots
-from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, take_apart
+from pdserve.executor.verify import Fold, PendingRows, StepDrafts, shorten, state_slots, take_apart
 from pdserve.executor.warm_up import warm_up
 from pdserve.grammar.compile import JsonRules
 from pdserve.grammar.matcher import Matcher
@@ -349,11 +349,17 @@ class LocalExecutor(HostTierCopies):
 
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
-        assert not self._launched, "offload while a step is unresolved"
+        self.settle_slots(state_slots(self._layout, pages))
         with self._runner.behind(), torch.inference_mode():
-            if self._pending is not None and self._fold is not None:
-                self._pending.settle_pages(self._layout, pages, self._fold)
             return kv_pages.save(self.pools, pages)
+
+    @torch.inference_mode()
+    def settle_slots(self, slots: Sequence[int]) -> None:
+        """Fold the accepted pending tokens of these state slots, before they are copied."""
+        assert not self._launched, "a copy to the host while a step is unresolved"
+        with self._runner.behind():
+            if self._pending is not None and self._fold is not None:
+                self._pending.settle(slots, self._fold)
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.restore`."""
@@ -481,10 +487,9 @@ class LocalExecutor(HostTierCopies):
         """Wait for the results of a step. Scheduler thread."""
         sampled, scored = fetched()
         prompts = {} if scored is None else pack_scores(step.prompt_ranges, scored)
-        plan = step.plan
         if step.params is None or sampled is None:
-            return StepResult(plan.step, (None,) * len(plan.rows), prompts)
-        failed = sampled.failed_positions(step.params)
+            return StepResult(step.plan.step, (None,) * len(step.plan.rows), prompts)
+        plan, failed = step.plan, sampled.failed_positions(step.params)
         tokens = to_host(sampled, step.params)
         if failed is None and step.drafts is None and len(tokens) == len(plan.rows) and proposals is None:
             return StepResult(plan.step, tuple(tokens), prompts)

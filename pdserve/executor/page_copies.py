@@ -19,6 +19,7 @@ import torch
 
 from pdserve.executor.interface import CopyHandle
 from pdserve.executor.kv_pages import PIECE_BYTES
+from pdserve.memory.layout import PageSpace
 from pdserve.memory.tiers.host_memory import Bytes, GroupPart, HostMemory, PageCopies
 from pdserve.model.attention.page_gather import GroupPool
 from pdserve.model.forward_batch import to_device
@@ -33,6 +34,13 @@ class NoHostTier:
 
     def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
         """See `Executor.start_load`."""
+        raise AssertionError("this executor has no host tier")
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`. Does nothing: handles of a single rank need no agreement."""
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor.copy_now`."""
         raise AssertionError("this executor has no host tier")
 
 
@@ -53,7 +61,7 @@ class PendingCopy:
         self._lock = threading.Lock()
         self._has_ended = False
         self._failure: BaseException | None = None
-        self._then: Callable[[], None] | None = None
+        self._then: list[Callable[[], None]] = []
 
     @property
     def is_done(self) -> bool:
@@ -65,11 +73,11 @@ class PendingCopy:
         return True
 
     def on_end(self, then: Callable[[], None]) -> None:
-        """See `CopyHandle`. Called at most once."""
+        """See `CopyHandle`."""
         with self._lock:
-            assert self._then is None, "one reader waits for the end"
-            self._then = then
             ended = self._has_ended
+            if not ended:
+                self._then.append(then)
         if ended:
             then()
 
@@ -77,8 +85,8 @@ class PendingCopy:
         """Record the end of the copies; `failure` is raised by `is_done`."""
         with self._lock:
             self._failure, self._has_ended = failure, True
-            then = self._then
-        if then is not None:
+            waiting, self._then = self._then, []
+        for then in waiting:
             then()
 
 
@@ -103,6 +111,24 @@ class HostTierCopies:
         """See `Executor.start_load`."""
         assert self._copier is not None, "there is no host tier"
         return self._copier.start_load(copies)
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`. Does nothing: handles of a single rank need no agreement."""
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor.copy_now`. Raises what made the copy fail."""
+        if to_host:
+            self.settle_slots([slot for one in copies if one.space is PageSpace.SLOTS for slot in one.pages])
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        handle, ended = self.start_save(copies) if to_host else self.start_load(copies), threading.Event()
+        handle.on_end(ended.set)
+        ended.wait()
+        assert handle.is_done
+
+    def settle_slots(self, slots: Sequence[int]) -> None:
+        """Bring state slots up to date before they are copied."""
+        raise NotImplementedError
 
     def close_host_tier(self) -> None:
         """Make the copies that have been started, then end the thread. Does nothing without a host tier."""

@@ -127,6 +127,12 @@ def take_apart(plan: BatchPlan, sampled: Sequence[SampledToken], failed: npt.NDA
     return StepTokens(tuple(tokens), more, tuple(failed_rows))
 
 
+def state_slots(layout: KVLayout, pages: Sequence[Sequence[int]]) -> list[int]:
+    """Return the state slots in `pages`, a list for each layout group."""
+    groups = zip(layout.groups, pages, strict=True)
+    return [slot for group, own in groups if group.space is PageSpace.SLOTS for slot in own]
+
+
 class PendingRows:
     """The table rows whose state slots have pending tokens (`HostRows.num_folded`), and how many were accepted.
 
@@ -175,11 +181,6 @@ class PendingRows:
         if not counts.any():
             return batch
         return dataclasses.replace(batch, rows=dataclasses.replace(batch.rows, num_folded=counts))
-
-    def settle_pages(self, layout: KVLayout, pages: Sequence[Sequence[int]], fold: Fold) -> None:
-        """Call `settle` for the state slots in `pages`, a list for each layout group."""
-        groups = zip(layout.groups, pages, strict=True)
-        self.settle([slot for group, own in groups if group.space is PageSpace.SLOTS for slot in own], fold)
 
     def settle(self, slots: Iterable[int], fold: Fold) -> None:
         """Fold the accepted pending tokens of those of `slots` that have some. No step may be unresolved."""

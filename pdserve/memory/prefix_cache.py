@@ -290,6 +290,16 @@ class RadixTree:
             self.recorder.cleared()
         return freed
 
+    def coldest(self, count: int) -> list[RadixNode]:
+        """Return the nodes whose ends eviction would take first, at most `count`. Changes nothing."""
+        entries = (one for one in self._heap if not one[3].children and not one[3].locks and self._holds(one[3]))
+        return [node for _, _, _, node in heapq.nsmallest(count, entries)]
+
+    def tokens_of(self, node: RadixNode) -> bytes:
+        """Return the tokens of all pages down to the end of `node`, with the salt."""
+        tokens = b"".join(bytes(step.key) for step in reversed(list(path_to(node))))
+        return SaltedTokens.of(tokens, node.salt) if node.salt else tokens
+
     @property
     def num_queued(self) -> int:
         """Entries of the eviction heap, at most one for each node."""

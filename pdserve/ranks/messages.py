@@ -9,6 +9,7 @@ rank 0                                    follower
   | <------ StepDone, Offloaded, Digested |   where rank 0 waits for it
   | <- PeerConnected, CopyDone, Notified |   events of this rank's transport, to be agreed on (`consensus`)
   | <---------------------- RolePrepared |   the parts of another role are open; an Answer has the RoleDecision
+  | <----------------------- PagesCopied |   ends of copies to and from the host tier (`rank_copies`)
   | <---------------------- StorageEnded |   ends of storage jobs, of which the least pages count (`rank_storage`)
   | <-- Alive, in both directions -----> |
   | Stop ------------------------------> |
@@ -188,6 +189,12 @@ class Offloaded(msgspec.Struct, frozen=True, tag=True):
     number: Count
 
 
+class PagesCopied(msgspec.Struct, frozen=True, tag=True):
+    """The follower's part of the copy between tiers with this number has ended (`rank_copies`)."""
+
+    number: Count
+
+
 class StorageEnded(msgspec.Struct, frozen=True, tag=True):
     """The storage job `number` has ended on this rank, with so many leading pages (`rank_storage`)."""
 
@@ -247,6 +254,7 @@ ToLeader = (
     | StepDone
     | Offloaded
     | StorageEnded
+    | PagesCopied
     | Digested
     | PeerConnected
     | CopyDone

@@ -94,7 +94,8 @@ class PreStepExecutor:
         self._root_cause = root_cause
         self.open_row, self.close_row, self.draft_hidden = inner.open_row, inner.close_row, inner.draft_hidden
         self.offload, self.restore, self.zero = inner.offload, inner.restore, inner.zero
-        self.start_save, self.start_load = inner.start_save, inner.start_load
+        self.start_save, self.start_load, self.copy_now = inner.start_save, inner.start_load, inner.copy_now
+        self.poll_copies = inner.poll_copies
         self.has_stamp, self.seal = inner.has_stamp, inner.seal
 
     @property

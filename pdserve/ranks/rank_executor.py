@@ -12,15 +12,16 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from pdserve.base.parallel import RankCoord
-from pdserve.executor.interface import BatchPlan, Executor, HostPages, StepHandle, StepResult
+from pdserve.executor.interface import BatchPlan, CopyHandle, Executor, HostPages, StepHandle, StepResult
 from pdserve.executor.kv_pages import KVHasher
-from pdserve.executor.page_copies import NoHostTier
 from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.input_log import InputLog, RankGroup, guarded
+from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.transfer.aux import AuxRecord, MetadataBuffers
 from pdserve.transfer.checksum import RankDigest
 
@@ -46,7 +47,7 @@ class _Step:
     result: StepResult | None = None
 
 
-class RankExecutor(NoHostTier):
+class RankExecutor:
     """Implements `Executor` over `local`, the executor of this rank, which is at `coord`. `layout` is the whole
     model's.
 
@@ -72,6 +73,8 @@ class RankExecutor(NoHostTier):
         """`adapter_of`: a number for the LoRA adapter of a table row, which all ranks must have alike; None: no row has
         adapters.
         """
+        self.copy_ends: RankCopyEnds | None = None
+        """Where the ranks agree on the ends of copies to and from the host tier; None: there is no tier."""
         self._local = local
         self._adapter_of = adapter_of
         self._table = table
@@ -145,6 +148,26 @@ class RankExecutor(NoHostTier):
         """See `Executor.restore`."""
         assert isinstance(saved, _AllRanksPages), "the pages were saved by another executor"
         self._local.restore(saved.own, pages)
+
+    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor.start_save`. The handle is done in the turn in which all ranks agree on the end."""
+        assert self.copy_ends is not None, "there is no host tier"
+        return self.copy_ends.watch(self._local.start_save(copies))
+
+    def start_load(self, copies: Sequence[PageCopies]) -> CopyHandle:
+        """See `Executor.start_load`; as `start_save`."""
+        assert self.copy_ends is not None, "there is no host tier"
+        return self.copy_ends.watch(self._local.start_load(copies))
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`."""
+        if self.copy_ends is not None:
+            self.copy_ends.poll()
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor.copy_now`. When rank 0's call returns, every rank has copied."""
+        self._local.copy_now(copies, to_host=to_host)
+        self._rank_group.offloaded(next(self._offloads))
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor.zero`: zeroes this rank's part; every rank does the same."""

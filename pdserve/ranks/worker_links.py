@@ -22,6 +22,7 @@ from pdserve.ranks.messages import (
     Digested,
     Offloaded,
     PageCapacity,
+    PagesCopied,
     PoolSize,
     RankFailed,
     RankReady,
@@ -68,6 +69,8 @@ class WorkerLinks:
         self._digests: dict[int, dict[int, RankDigest]] = {}
         """Digests by hash request and rank."""
         self._on_copied: Callable[[Outcome], None] | None = None
+        self.on_pages_copied: Callable[[PagesCopied], None] = lambda report: None
+        """Receiver of the ends of followers' copies to and from the host tier, as `on_storage_ended`."""
         self.on_storage_ended: Callable[[StorageEnded], None] = lambda report: None
         """Receiver of the ends of followers' storage jobs, on the link thread. Set it before `Begin`."""
         links.connect(
@@ -161,6 +164,9 @@ class WorkerLinks:
             case PeerConnected() | CopyDone() | Notified() | ReceiverOpened() | PeerFenced():
                 assert self._on_copied is not None, "a report on copies where nothing is transferred"
                 self._on_copied(report)
+                return
+            case PagesCopied():
+                self.on_pages_copied(report)
                 return
             case StorageEnded():
                 self.on_storage_ended(report)

@@ -164,6 +164,11 @@ class PrefillManager:
         num_cached = self._num_cached(req)
         return self._may_use(req, num_cached) and self._next_page(req, num_cached) in self._under_way()
 
+    def is_loading(self, req: Req) -> bool:
+        """True while pages of a waiting request come from the host tier."""
+        tier = self._context.tier
+        return tier is not None and tier.is_loading(req)
+
     def start(self, req: Req) -> bool:
         """Give a waiting request memory, row and aux slot, and its cached or saved KV; False when the request must
         wait.
@@ -190,9 +195,11 @@ class PrefillManager:
             req.state_stops = self._states.stops(req)
         if req.num_retractions:
             context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
+        num_loaded = 0 if context.tier is None else context.tier.started(req)
         if req.times.started is None:
             req.times.started = context.clock.now()
             req.num_cached = min(req.computed, req.num_prompt)
+            req.num_cached_host = min(num_loaded, req.num_cached)
         return True
 
     # ------------------------------------------------------------------ inside
@@ -239,6 +246,11 @@ class PrefillManager:
         """Start `req` unless a prompt that started since the scan computes its next page."""
         return not self.waits_for_page(req) and self.start(req)
 
+    def _loads_first(self, req: Req) -> bool:
+        """True when pages of `req` come from the host tier, or begin to now; it starts once they are there."""
+        tier = self._context.tier
+        return tier is not None and tier.holds_back(req, lambda: self.may_start(req))
+
     def _under_way(self) -> set[bytes]:
         """The pages that active prompts compute next, where other requests can use them."""
         pages = (self._next_page(req, req.computed) for req in self.active.values())
@@ -256,6 +268,10 @@ class PrefillManager:
             waits_for = self._waits_for.get(req.rid)
             if waits_for is not None and (waits_for in under_way or num_again == LOOK_AHEAD):
                 place += 1
+                continue
+            if self._loads_first(req):
+                place += 1
+                num_new += 1
                 continue
             num_cached = self._num_cached(req)
             next_page = self._next_page(req, num_cached)

@@ -16,6 +16,7 @@ from pdserve.executor.interface import BatchPlan, BatchRow, Executor, HostPages,
 from pdserve.executor.loras import LoraAdapters
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import GroupLease, Lease
+from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
@@ -29,7 +30,9 @@ from pdserve.protocol.messages import (
     TokenLogprob,
     UnloadLora,
 )
+from pdserve.scheduler.host_tier import HostTier, WritePolicy
 from pdserve.scheduler.request import Req, finish_for_token
+from pdserve.scheduler.retracted_kv import RetractedKV
 from pdserve.scheduler.speculation import Speculation
 
 
@@ -257,8 +260,13 @@ class SchedulerContext:
         limits: StepLimits,
         speculation: Speculation | None = None,
         loras: LoraAdapters | None = None,
+        host: HostPool | None = None,
+        write_policy: WritePolicy = "write_through",
+        wake: Callable[[], None] | None = None,
     ) -> None:
-        """`speculation` None: no row has drafts. `loras` None: the model takes no LoRA adapters."""
+        """`speculation` None: no row has drafts. `loras` None: the model takes no LoRA adapters. `host`: slots of the
+        host tier; None: there is no tier. `write_policy`: when pages are saved there. `wake`: see `HostTier`.
+        """
         self.memory = memory
         self.speculation = speculation
         self.executor = executor
@@ -268,7 +276,12 @@ class SchedulerContext:
         self._loras = loras
         self.counters: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
-        self.offloaded_bytes = 0
+        self.tier: HostTier | None = None
+        """The host tier of the prefix cache; None without one."""
+        if host is not None:
+            more = {} if wake is None else {"wake": wake}
+            self.tier = HostTier(memory, host, executor, self.counters, clock.now, write_policy, **more)
+        self.retracted_kv = RetractedKV(memory, executor, self.counters, lambda: self.limits.offload_bytes, host)
         self._launched = self._resolved = 0
         self._deferred_frees: deque[_DeferredFree] = deque()
 
@@ -382,6 +395,8 @@ class SchedulerContext:
         """Insert the computed pages of `req` into the prefix cache. `ending`: the request releases the pages next."""
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
+            if self.tier is not None:
+                self.tier.cached(req.rid, req.token_bytes(req.computed), req.computed)
 
     def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""
@@ -393,7 +408,9 @@ class SchedulerContext:
         """Release the request's row, and its `request` hold on pages and aux slot. Transfers may hold pages longer."""
         self.cache(req, ending=True)
         self.leave_device(req)
-        self._forget_saved(req)
+        self.retracted_kv.forget(req)
+        if self.tier is not None:
+            self.tier.left(req)
 
     def retract(self, req: Req) -> None:
         """Retract a running request: its KV is copied to host memory, or is computed again when the request resumes.
@@ -423,12 +440,9 @@ class SchedulerContext:
 
     def restore(self, req: Req) -> None:
         """Copy the saved KV into the request's lease. No step may be under way."""
-        assert req.saved is not None and req.lease is not None and self.no_step_in_flight
+        assert self.no_step_in_flight
         self.cover_window(req, req.computed, req.computed)
-        pages = self.memory.pages_by_group(req.lease, req.computed)
-        self.executor.restore(req.saved, pages)
-        self.counters["restored_pages"] += len(pages[0])
-        self._forget_saved(req)
+        self.retracted_kv.restore(req)
 
     def copy_out(self, req: Req) -> HostPages:
         """Return a copy of the request's computed KV in host memory. No step may be under way."""
@@ -446,22 +460,14 @@ class SchedulerContext:
 
     def _save(self, req: Req) -> bool:
         """Copy the computed KV to host memory; False when offload is off or its memory is full."""
-        lease = req.lease
-        assert lease is not None and self.no_step_in_flight
+        assert req.lease is not None and self.no_step_in_flight
         self.cover_window(req, req.computed, req.computed)
-        pages = self.memory.pages_by_group(lease, req.computed)
-        num_bytes = self.memory.layout.bytes_by_group(pages)
-        if self.offloaded_bytes + num_bytes > self.limits.offload_bytes:
-            return False
-        req.saved = self.executor.offload(pages)
-        self.offloaded_bytes += req.saved.num_bytes
-        self.counters["offloaded_pages"] += len(pages[0])
-        return True
+        return self.retracted_kv.save(req)
 
-    def _forget_saved(self, req: Req) -> None:
-        if req.saved is not None:
-            self.offloaded_bytes -= req.saved.num_bytes
-            req.saved = None
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of host memory that retracted requests have."""
+        return self.retracted_kv.num_bytes
 
     def leave_device(self, req: Req) -> None:
         """Release the request's row, and its `request` hold on pages and aux slot, without caching the pages."""

@@ -63,11 +63,13 @@ class Preemption:
                 return
 
     def _for_head(self) -> tuple[Req | None, list[Req]]:
-        """The request at the head of the queue, unless it can start or waits for another prompt's page; its victims."""
+        """The request at the head of the queue, unless it can start, or waits for another prompt's page or the host
+        tier; its victims.
+        """
         prefilling = self._planner.prefilling
         if not len(prefilling.waiting):
             return None, []
         head = prefilling.waiting[0]
-        if prefilling.may_start(head) or prefilling.waits_for_page(head):
+        if prefilling.is_loading(head) or prefilling.may_start(head) or prefilling.waits_for_page(head):
             return None, []
         return head, self.victims(head, lambda gone: prefilling.may_start(head, gone))

@@ -65,6 +65,8 @@ class Req:
 
     On decode the larger of prefill's number and that of its own cache.
     """
+    num_cached_host: int = 0
+    """Those of `num_cached` that came from the host tier."""
     num_retractions: int = 0
     state_stops: tuple[int, ...] = ()
     """Positions, ascending, at which a prompt chunk ends so that the prefix cache can keep the recurrent state there.

@@ -149,6 +149,7 @@ class Scheduler:
                 waiting = (self.kv is not None and not self.kv.quiet) or (
                     self.context.limits.has_timeouts and bool(self.role.live)
                 )
+                waiting = waiting or (self.context.tier is not None and self.context.tier.has_work)
                 waiting = waiting or (self._switcher is not None and self._switcher.is_pending)
                 self._times.enter("idle")
                 self.inputs.wait(0.05 if waiting else timer_s or _IDLE_WAIT_S)
@@ -173,6 +174,8 @@ class Scheduler:
         times.enter("process_queue")
         if self.kv is not None:
             self.kv.tick()
+        if self.context.tier is not None:
+            self.context.tier.poll()
         self.role.poll()
         if self._switcher is not None and self._switcher.is_pending:
             self._switch_role(self._switcher)
@@ -233,13 +236,16 @@ class Scheduler:
             found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
         if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
             found.append(f"{num_rooms} rooms are live for {len(live)} requests")
+        if self.context.tier is not None:
+            found += self.context.tier.audit(idle=self._idle)
         if self._idle and self.context.offloaded_bytes:
             found.append(f"{self.context.offloaded_bytes} bytes of host memory are held for no request")
         return found
 
     @property
     def _idle(self) -> bool:
-        return not self.role.live and not self._under_way and (self.kv is None or self.kv.quiet)
+        copies = self.context.tier is not None and self.context.tier.num_running > 0
+        return not self.role.live and not self._under_way and not copies and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
         self._audited = True
@@ -304,6 +310,9 @@ class Scheduler:
         counters |= self._times.counters()
         if self.context.speculation is not None:
             counters |= self.context.speculation.counters
+        if self.context.tier is not None:
+            memory |= self.context.tier.counts()
+            counters |= self.context.tier.seconds()
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
@@ -489,7 +498,10 @@ class Scheduler:
             return False, f"{holding} requests are running"
         if self.context.speculation is not None:
             self.context.speculation.forget_past()
-        return True, f"{self.context.memory.flush()} cached pages were dropped"
+        num_dropped = self.context.memory.flush()
+        if self.context.tier is not None:
+            self.context.tier.flush()
+        return True, f"{num_dropped} cached pages were dropped"
 
     def _num_ended(self) -> int:
         return self.context.counters["requests"] + self.context.counters[PROBES] - len(self.role.live)

@@ -158,6 +158,13 @@ class CostModelExecutor:
         """See `Executor`; as `start_save`."""
         return self._start_copy(copies)
 
+    def poll_copies(self) -> None:
+        """See `Executor`."""
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor`."""
+        self._copy(sum(len(one.pages) * self._layout.space_bytes(one.space) for one in copies))
+
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`. Does nothing: no KV is stored, and the cost of the few pages is not modelled."""
 

@@ -52,6 +52,8 @@ class Faults:
     """A frame with a valid seal that no peer would send."""
     kv_damaged: float = 0.0
     """One bit of a copied page is flipped; only a checksum detects it."""
+    slow_tier: float = 0.0
+    """A copy between pages and the host tier takes long."""
     slow_directory: float = 0.0
     """A look-up takes long, or is never answered successfully."""
     stale_directory: float = 0.0

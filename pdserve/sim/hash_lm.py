@@ -372,6 +372,10 @@ class HashExecutor(HashTierCopies, HashStamps):
             if group.space is PageSpace.SLOTS
             for slot in own
         }
+        self.settle_slots(slots)
+
+    def settle_slots(self, slots: set[int]) -> None:
+        """Fold the pending tokens of these state slots."""
         for row in self._by_row:
             slot = int(self._table.slots[row])
             if slot in slots:

@@ -54,12 +54,16 @@ class HashTier:
 
         def end() -> None:
             self.num_running -= 1
-            for rank in ranks:
-                self._copy(rank, copies, to_host=to_host)
+            self.copy(copies, ranks, to_host=to_host)
             handle.end()
 
         self.later(end)
         return handle
+
+    def copy(self, copies: Sequence[PageCopies], ranks: Sequence[int], *, to_host: bool) -> None:
+        """Move the bytes of some ranks now."""
+        for rank in ranks:
+            self._copy(rank, copies, to_host=to_host)
 
     def _copy(self, rank: int, copies: Sequence[PageCopies], *, to_host: bool) -> None:
         host, pools = self.hosts[rank], self._pools[rank]
@@ -101,3 +105,17 @@ class HashTierCopies:
         """See `Executor.start_load`."""
         assert self.tier is not None, "there is no host tier"
         return self.tier.start(copies, self.tier_ranks, to_host=False)
+
+    def poll_copies(self) -> None:
+        """See `Executor.poll_copies`."""
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor.copy_now`: of all ranks."""
+        assert self.tier is not None, "there is no host tier"
+        if to_host:
+            self.settle_slots({page for one in copies if one.space is PageSpace.SLOTS for page in one.pages})
+        self.tier.copy(copies, range(len(self.pools)), to_host=to_host)
+
+    def settle_slots(self, slots: set[int]) -> None:
+        """Fold the pending tokens of these state slots."""
+        raise NotImplementedError

@@ -48,6 +48,7 @@ from pdserve.sim.hash_lm import HashExecutor, HashHasher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, Shape
+from pdserve.sim.tiered_node import TieredNode
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import ControlSocket, CopyEngine, Directory, TransferEvent
 from pdserve.transfer.manager import KVArgs, KVManager, TransferTimes
@@ -84,7 +85,7 @@ class MachineClock:
         self._offset_s += seconds
 
 
-class SimNode:
+class SimNode(TieredNode):
     """One server: a scheduler and everything below it. `mode` is null, prefill or decode.
 
     Peers reach it at `endpoint`. `instance` names its process; a successor at the same endpoint has another name.
@@ -142,10 +143,12 @@ class SimNode:
             ),
             on_group_free=lambda space, pages: self._on_free(pages, space),
         )
+        host = self._host_pool()
         speculation = None if shape.drafting is None else shape.drafting.speculation()
         context = SchedulerContext(
-            self.memory, self._steps(table), Outbox(self._hear), self._time(), self._limits(), speculation
-        )
+            self.memory, self._steps(table), Outbox(self._hear), self._time(), self._limits(), speculation,
+            host=host, write_policy=shape.write_policy,
+        )  # fmt: skip
         self.mailbox: Mailbox[Event] = Mailbox()
         self.kv: KVManager | None = None
         self._dp_size = dp_size
@@ -251,7 +254,9 @@ class SimNode:
     @property
     def idle(self) -> bool:
         """Whether no request, step, transfer or unacknowledged message is left."""
-        ended = self.scheduler.context.no_step_in_flight and not self.scheduler.role.live
+        context = self.scheduler.context
+        ended = context.no_step_in_flight and not self.scheduler.role.live
+        ended = ended and (context.tier is None or not context.tier.has_work)
         return ended and (self.kv is None or self.kv.quiet)
 
     @property
@@ -263,7 +268,8 @@ class SimNode:
         """Return resources that are still held although the node is idle; empty when there are none."""
         counts = self.memory.counts()
         counts["pages_free"] += counts["pages_evictable"]
-        for name in ("slots", "window_pages"):
+        counts |= self._tier_counts(self.scheduler.context.tier)
+        for name in ("slots", "window_pages", "host_slots", "host_window_pages"):
             counts[f"{name}_free"] = counts.get(f"{name}_free", 0) + counts.get(f"{name}_cached", 0)
         names = [name.removesuffix("_total") for name in counts if name.endswith("_total")]
         lost = {name: counts[f"{name}_total"] - counts[f"{name}_free"] for name in names}

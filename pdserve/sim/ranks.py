@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -31,6 +31,7 @@ from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.copies import Outcome, RankCopies
 from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
+from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.roles.base import SchedulerRole
@@ -139,7 +140,14 @@ class RankedNode(SimNode):
         return self._rank.log
 
     def _steps(self, table: PageTable) -> Executor:
-        return RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
+        executor = RankExecutor(self.executor, table, self.layout, self._parallel.coord(0), _Alone(), self._rank.log)
+        self.copy_reports = CopyReports(self._parallel.num_ranks, self._wake)
+        executor.copy_ends = RankCopyEnds(self._rank.log, self.copy_reports.add, self.copy_reports)
+        return executor
+
+    def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
+        super()._open_tier(num_slots)
+        self.executor.tier_ranks = (0,)
 
     def _input_source(self) -> InputSource:
         self._role_source = LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
@@ -258,14 +266,21 @@ class _Follower(SimNode):
     def _model(self, table: PageTable) -> HashExecutor:
         return self._leader.executor
 
+    def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
+        """Do nothing: rank 0 has opened the tier of all ranks."""
+
+    def _on_slots_free(self, space: PageSpace, slots: list[int]) -> None:
+        """Do nothing: rank 0 has poisoned the slots of all ranks."""
+
     def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Do nothing: rank 0 has poisoned the pages in all pools."""
 
     def _steps(self, table: PageTable) -> Executor:
         local = _ComputedElsewhere(self._leader.executor, self._rank.number)
-        return RankExecutor(
-            local, table, self.layout, self._parallel.coord(self._rank.number), _Alone(), self._rank.log
-        )
+        coord = self._parallel.coord(self._rank.number)
+        executor = RankExecutor(local, table, self.layout, coord, _Alone(), self._rank.log)
+        executor.copy_ends = RankCopyEnds(self._rank.log, self._leader.copy_reports.add)
+        return executor
 
     def _input_source(self) -> InputSource:
         self._role_source = FollowerInputSource(self._rank.log, self._rank.consensus)
@@ -345,6 +360,12 @@ class _ComputedElsewhere:
         """See `Executor`: copies this rank's pages."""
         assert self._executor.tier is not None, "there is no host tier"
         return self._executor.tier.start(copies, (self._rank,), to_host=False)
+
+    def poll_copies(self) -> None:
+        """See `Executor`."""
+
+    def copy_now(self, copies: Sequence[PageCopies], *, to_host: bool) -> None:
+        """See `Executor`. Rank 0 has copied the pages of all ranks."""
 
     def zero(self, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""

@@ -9,6 +9,7 @@ from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import CPU_COST, StepCost
+from pdserve.scheduler.host_tier import WritePolicy
 from pdserve.scheduler.request import PriorityRules
 from pdserve.scheduler.roles.optimistic import OptimisticLimits
 from pdserve.scheduler.speculation import NgramDrafter, Speculation
@@ -65,6 +66,9 @@ class Shape:
     """Whether the executor computes when a step is resolved instead of when it is launched."""
     offload_pages: int = 0
     """Pages of host memory for retracted requests."""
+    host_ratio: float = 0.0
+    """Slots of the host tier for each page of the pool; 0: no tier."""
+    write_policy: WritePolicy = "write_through"
     reserved_decode_tokens: int = 4
     layer_groups: int = 0
     notifies: bool = False

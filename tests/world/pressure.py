@@ -25,6 +25,7 @@ from pdserve.sim.world import Prompt, RequestHalf, Shape, SimNode, World, monoli
 from tests.world.workload import optimistic
 
 MAX_PROMPT, MAX_NEW = 40, 24
+CALM = Faults()
 FAULTS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.01)
 KILLS = Faults(lost=0.05, max_delay_s=0.6, abort=0.005, copy_failed=0.02, kill=0.004)
 IN_MOST = ("cached_tokens", "evicted_pages", "requests_retracted", "offloaded_pages", "restored_pages", "aborts")
@@ -83,16 +84,25 @@ def pressured(seed: int) -> tuple[Shape, list[Prompt]]:
     return shape, prompts
 
 
-def run_to_idle(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
+def run_to_idle(
+    seed: int,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    rng: random.Random,
+    *,
+    arrivals: float,
+    faults: Faults = CALM,
+) -> SimNode:
     """Run a monolith until it is idle, with some aborts. `arrivals`: chance of a new request in a step.
 
     Raises AssertionError if it does not get idle, and for memory that is not free.
     """
-    net = SimNet(seed, ManualClock(), Faults())
+    net = SimNet(seed, ManualClock(), faults)
     node = SimNode("null", shape, net, "mono", "mono")
     todo = list(enumerate(prompts))
     for _ in range(20_000):
         net.clock.advance(0.05)
+        net.deliver()
         if todo and rng.random() < arrivals:
             index, prompt = todo.pop()
             node.mailbox.post(request(f"r{index}", prompt, None))
@@ -105,10 +115,18 @@ def run_to_idle(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.
     return node
 
 
-def run_alone(seed: int, shape: Shape, prompts: Sequence[Prompt], rng: random.Random, *, arrivals: float) -> SimNode:
+def run_alone(
+    seed: int,
+    shape: Shape,
+    prompts: Sequence[Prompt],
+    rng: random.Random,
+    *,
+    arrivals: float,
+    faults: Faults = CALM,
+) -> SimNode:
     """See `run_to_idle`. Raises AssertionError also for a wrong token, and for a request without an end."""
     expected = monolith_tokens(shape, prompts)
-    node = run_to_idle(seed, shape, prompts, rng, arrivals=arrivals)
+    node = run_to_idle(seed, shape, prompts, rng, arrivals=arrivals, faults=faults)
     for index, tokens in enumerate(expected):
         half = node.halves[f"r{index}"]
         assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"

@@ -41,6 +41,8 @@ from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
 
+LOAD_AHEAD = 8
+"""Requests at the head of the queue whose pages may come from the host tier at the same time."""
 WRONG_RECORD = Failure(
     code="metadata_mismatch",
     message="the aux record that arrived belongs to another room, or to KV and state other than those published",
@@ -237,8 +239,36 @@ class DecodeRole(MixedBatchRole):
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
-        while len(self._ready) and self._may_publish() and self._publish(self._ready[0], reserve):
+        for req in self._load_ahead():
+            self._loads_first(req)
+        while len(self._ready) and self._may_publish() and not self._loads_first(self._ready[0]):
+            if not self._publish(self._ready[0], reserve):
+                return
             self._ready.remove(self._ready[0])
+
+    def _is_loading(self, req: Req) -> bool:
+        tier = self._context.tier
+        return tier is not None and tier.is_loading(req)
+
+    def _load_ahead(self) -> list[Req]:
+        """Return the first requests with a session, whose pages may come from the host tier at the same time."""
+        if self._context.tier is None or not self._may_publish():
+            return []
+        return [self._ready[index] for index in range(min(LOAD_AHEAD, len(self._ready)))]
+
+    def _loads_first(self, req: Req) -> bool:
+        """True when pages of `req` come from the host tier, or begin to now; the others are published then."""
+        tier = self._context.tier
+        return tier is not None and tier.holds_back(req, lambda: self._has_memory(req), self._most_cached(req))
+
+    def _most_cached(self, req: Req) -> int:
+        """Return the input tokens that need not be transferred when the prefix cache has their token pages."""
+        layout = self._context.memory.layout
+        most = req.num_input_tokens - layout.has_state  # the state comes with the last page
+        if layout.window:  # window pages come with the token pages of the same numbers
+            window = layout.window_pages(req.num_input_tokens, req.num_input_tokens)
+            most = min(most, layout.tokens_in(window.start))
+        return most
 
     def _would_preempt(self, preemption: Preemption) -> bool:
         return preemption.is_due or bool(self._victims(preemption))
@@ -258,7 +288,7 @@ class DecodeRole(MixedBatchRole):
             first = min(self._waiting.values(), key=ready.key)
             if victims := preemption.victims(first, lambda gone: True):
                 return victims
-        if not len(ready) or not self._may_publish() or self._has_memory(ready[0]):
+        if not len(ready) or not self._may_publish() or self._is_loading(ready[0]) or self._has_memory(ready[0]):
             return []
         return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
 
@@ -332,15 +362,11 @@ class DecodeRole(MixedBatchRole):
         if memory.aux.num_free == 0 or memory.layout.tokens_in(num_remaining) < reserve.tokens:
             return False
         prompt = req.token_bytes(req.num_input_tokens)
-        most_cached = req.num_input_tokens - memory.layout.has_state  # the state comes with the last page
-        if memory.layout.window:  # window pages come with the token pages of the same numbers
-            window = memory.layout.window_pages(req.num_input_tokens, req.num_input_tokens)
-            most_cached = min(most_cached, memory.layout.tokens_in(window.start))
         lease = memory.reserve_tokens(
             req.num_input_tokens,
             req.rid,
             prompt,
-            most_cached,
+            self._most_cached(req),
             max_len=req.max_len,
             decode_only=True,
             needs_state=False,
@@ -354,6 +380,8 @@ class DecodeRole(MixedBatchRole):
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
         req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        if self._context.tier is not None:
+            req.num_cached_host = min(self._context.tier.started(req), num_cached)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)
