@@ -34,6 +34,7 @@ from pdserve.scheduler.host_tier import HostTier, WritePolicy
 from pdserve.scheduler.request import Req, finish_for_token
 from pdserve.scheduler.retracted_kv import RetractedKV
 from pdserve.scheduler.speculation import Speculation
+from pdserve.scheduler.storage_tier import StorageTier
 
 
 def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
@@ -285,6 +286,11 @@ class SchedulerContext:
         self._launched = self._resolved = 0
         self._deferred_frees: deque[_DeferredFree] = deque()
 
+    @property
+    def storage(self) -> StorageTier | None:
+        """The store below the host tier; None without one."""
+        return None if self.tier is None else self.tier.storage
+
     # ------------------------------------------------------------------ steps under way
 
     def launched(self, step: int) -> None:
@@ -397,6 +403,8 @@ class SchedulerContext:
             self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
             if self.tier is not None:
                 self.tier.cached(req.rid, req.token_bytes(req.computed), req.computed)
+            if self.storage is not None:
+                self.storage.computed(req)
 
     def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""

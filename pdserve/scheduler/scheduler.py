@@ -319,6 +319,8 @@ class Scheduler:
         facts = {**self.facts, **self.role.facts()}
         if self.context.speculation is not None:
             facts |= self.context.speculation.facts()
+        if self.context.storage is not None:
+            facts |= self.context.storage.facts()
         if self._live_facts is not None:
             facts |= self._live_facts()
         if self.kv is not None:
@@ -417,6 +419,8 @@ class Scheduler:
             if spec.kv_tokens:
                 self._extractor.restore(req)
             self.role.admit(req)
+            if self.context.storage is not None:
+                self.context.storage.admit(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
             if displaced is not None:

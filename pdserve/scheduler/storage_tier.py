@@ -20,12 +20,12 @@ import numpy as np
 
 from pdserve.base.clock import Clock
 from pdserve.config.storage_group import PrefetchPolicy
+from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.prefix_cache import TOKEN_BYTES
 from pdserve.memory.tiers.host_pool import HostPool
-from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_port import StoragePort
 from pdserve.scheduler.request import Req
 
@@ -202,9 +202,9 @@ class StorageTier:
             self._send()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the loop must not sleep long: jobs are pending."""
-        return bool(self._jobs)
+    def num_jobs(self) -> int:
+        """Jobs under way. While there are any, deadlines may pass without an event."""
+        return len(self._jobs)
 
     def clear(self) -> str:
         """Remove all objects of the store, in the background; returns a message."""

@@ -88,10 +88,11 @@ class HashExecutor(HashTierCopies, HashStamps):
         echo: float = 0.0,
         drafting: HashDrafting | None = None,
         checks_drafts: bool = True,
+        weights: int = 0,
     ) -> None:
         self._layout = layout
         self._sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
-        self._echo, self._drafting = echo, drafting
+        self._echo, self._drafting, self._weights = echo, drafting, weights
         self._num_spare = 0 if drafting is None else layout.pages_for(drafting.num_draft_tokens) + 1
         coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
         self.windows = [[RankShard.of(group, coord) for group in layout.groups] for coord in coords]
@@ -146,7 +147,7 @@ class HashExecutor(HashTierCopies, HashStamps):
                 tokens = words.reshape(len(words), shard.group.num_planes, shard.group.num_kv_heads, group.page_tokens)
                 for own, head in enumerate(shard.heads[0]):
                     attended[head].append(tokens[:, :, own])
-        return HashLayer(group, tuple(map(tuple, planes)), tuple(attended))
+        return HashLayer(group, tuple(map(tuple, planes)), tuple(attended), self._weights)
 
     @property
     def layout(self) -> KVLayout:

@@ -8,18 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, seal
-from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes
+from pdserve.base.parallel import RankCoord
+from pdserve.config.storage_options import StorageOptions
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.page_keys import KeyNamespace
+from pdserve.memory.tiers.host_memory import HostMemory
+from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, seal, shard_name
+from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes, StoragePort
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.storage_tier import StorageTier
 from pdserve.sim.network import SimNet
+from pdserve.sim.shape import Shape
 
 
 class SimStore:
     """Objects by key, and what goes wrong with them."""
 
     def __init__(self, net: SimNet) -> None:
-        self._net = net
-        self.objects: dict[str, bytes] = {}
-        self.is_away = False
+        self._net, self.objects = net, net.objects
 
     def exists(self, keys: Sequence[str]) -> int:
         """Return how many leading keys there are, or a lie."""
@@ -52,10 +58,8 @@ class SimStore:
 class SimStoragePort:
     """Implements `StoragePort` for one rank of a simulated server. `wake` is called when a job has ended."""
 
-    def __init__(
-        self, store: SimStore, net: SimNet, part: str, slot_bytes: SlotBytes, wake: Callable[[], None]
-    ) -> None:
-        self._store, self._net, self._part, self._slot_bytes, self._wake = store, net, part, slot_bytes, wake
+    def __init__(self, net: SimNet, part: str, slot_bytes: SlotBytes, wake: Callable[[], None]) -> None:
+        self._store, self._net, self._part, self._slot_bytes, self._wake = SimStore(net), net, part, slot_bytes, wake
         self._num_started = 0
         self._running: set[int] = set()
         self._ended: list[JobEnd] = []
@@ -131,3 +135,36 @@ class SimStoragePort:
         for identity, slot in zip(ids, slots, strict=True):
             self._store.put(identity, self._slot_bytes(slot))
         return len(ids)
+
+
+def open_port(net: SimNet, host: HostMemory, coord: RankCoord, wake: Callable[[], None]) -> SimStoragePort:
+    """Return the access of the rank at `coord` to the world's store; `host` has its slots."""
+    shape = coord.shape
+    part = shard_name(
+        "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
+    )
+    return SimStoragePort(net, part, lambda slot: host.slot(PageSpace.TOKENS, slot), wake)
+
+
+def add_store(context: SchedulerContext, shape: Shape, open_own_port: Callable[[], StoragePort]) -> None:
+    """Put the world's store behind the host tier, where the shape has one and all pages of the model can be stored."""
+    tier, layout = context.tier, context.memory.layout
+    if shape.storage is None or tier is None or context.memory.groups.is_used:
+        return
+    namespace = KeyNamespace(
+        weights=str(shape.model_weights),
+        weights_are_sampled=False,
+        layout=layout.fingerprint(),
+        dtype="uint64",
+        page_tokens=layout.page_tokens,
+    )
+    tier.storage = StorageTier(
+        open_own_port(),
+        tier.pool,
+        context.memory,
+        namespace,
+        context.clock,
+        context.counters,
+        options=StorageOptions(threshold_tokens=1, timeout_base_s=4.0),
+        policy=shape.storage,
+    )

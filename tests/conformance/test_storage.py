@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.config.storage_options import StorageOptions
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.breaker import StorageBreakerState
 from pdserve.memory.tiers.mooncake_store import MooncakeOptions, MooncakeStorage
 from pdserve.memory.tiers.storage import ObjectId, Storage, StorageError
 from pdserve.memory.tiers.storage_client import StorageClient
-from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_registry import open_storage
 from tests.waiting import wait_until
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
 
+from pdserve.config.storage_options import StorageOptions
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import Storage
-from pdserve.config.storage_options import StorageOptions
 
 FIELD = "hicache_storage_backend"
 ENTRY_POINTS = "pdserve.kv_storage"

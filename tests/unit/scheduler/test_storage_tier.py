@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from pdserve.config.storage_group import PrefetchPolicy
+from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
@@ -16,7 +17,6 @@ from pdserve.memory.tiers.host_memory import HostMemory
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.storage_client import StorageClient
-from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_port import JobEnd, LocalStoragePort, StoragePort
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -118,7 +118,7 @@ class Server:
 
         def idle() -> bool:
             self.tier.poll()
-            return not self.tier.is_busy
+            return not self.tier.num_jobs
 
         wait_until(idle, "the jobs end")
         self.tier.poll()
@@ -199,7 +199,7 @@ def test_a_known_prefix_is_read_from_there_on_and_sent_once(make: Make) -> None:
 def test_short_prompts_are_not_looked_up(make: Make) -> None:
     server = make()
     req = server.request(PROMPT[:8])
-    assert server.tier.is_ready(req) and not server.tier.is_busy
+    assert server.tier.is_ready(req) and not server.tier.num_jobs
     assert server.counters["storage_prefetch_unfulfilled_tokens.below_threshold"] == 4
 
 
