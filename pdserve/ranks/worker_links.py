@@ -137,7 +137,7 @@ class WorkerLinks:
             found = self._digests.pop(number)
         return (own, *(found[rank] for rank in self._peers))
 
-    def on_copied(self, take: Callable[[RankReport], None]) -> None:
+    def on_copied(self, take: Callable[[Outcome], None]) -> None:
         """Set the receiver of followers' copy outcomes; `take` runs on the link thread. Call before any of them copies:
         before `Begin`, and before a role change is decided.
         """

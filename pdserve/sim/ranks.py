@@ -135,7 +135,7 @@ class RankedNode(SimNode):
     def _wake(self) -> None:
         self.mailbox.post(Woken())
 
-    def _heard(self, event: RankReport) -> None:
+    def _heard(self, event: Outcome) -> None:
         self._rank.consensus.heard(event)
 
     def _time(self) -> Clock:
