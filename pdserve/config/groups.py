@@ -20,6 +20,7 @@ from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.config.storage_group import StorageConfig
+from pdserve.config.tier_group import TierConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
@@ -445,6 +446,7 @@ class ServerConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
     pairing: PairingConfig = PairingConfig()
+    tier: TierConfig = TierConfig()
     storage: StorageConfig = StorageConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
@@ -464,6 +466,12 @@ class ServerConfig:
     def load_endpoint(self) -> Endpoint | None:
         """Where replica 0 publishes its load; None: nowhere. Raises ConfigError when the flag's value is not valid."""
         return parse_load_endpoint(self.observe.load_publish_endpoint, self.kv_events, self.parallel.dp_size)
+
+    @property
+    def wants_host_tier(self) -> bool:
+        """Whether prefixes are kept in host memory too."""
+        offloads = self.storage.disaggregation_decode_enable_offload_kvcache
+        return self.wants_prefix_cache and (self.tier.enable_hierarchical_cache or offloads)
 
     @property
     def wants_prefix_cache(self) -> bool:

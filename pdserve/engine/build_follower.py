@@ -18,6 +18,7 @@ from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import make_context, make_memory, make_scheduler
+from pdserve.engine.build_storage import add_storage_tier, follower_port, open_storage_port
 from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.engine.role import OnRole, ignore_role
@@ -148,6 +149,9 @@ def _make_scheduler(
     memory = make_memory(config, built, stack)
     executor = _executor(config, built, leader, begin, inputs)
     context = make_context(config, built, executor, memory, inputs, _say_nothing)
+    if begin.storage is not None:
+        own = open_storage_port(config, built, context, _do_nothing, stack)
+        add_storage_tier(config, context, follower_port(own, inputs, leader.report), begin.storage)
     roles = FollowerRoles(built, leader, inputs, context, parts, token, dp_rank)
     roles.on_role = on_role
     stack.callback(roles.close)
@@ -177,6 +181,10 @@ def _executor(
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)
     return executor
+
+
+def _do_nothing() -> None:
+    """Ignore the end of a job: rank 0 decides when followers look."""
 
 
 def _say_nothing(message: ToApi) -> None:

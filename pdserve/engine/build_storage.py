@@ -16,7 +16,6 @@ from pdserve.errors import ConfigError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
-from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.memory.tiers.storage import shard_name
 from pdserve.memory.tiers.storage_client import StorageClient
 from pdserve.memory.tiers.storage_port import LocalStoragePort, StoragePort
@@ -59,7 +58,11 @@ def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespa
 
 
 def open_storage_port(
-    config: ServerConfig, built: LoadedEngine, host: HostPool, wake: Callable[[], None], stack: contextlib.ExitStack
+    config: ServerConfig,
+    built: LoadedEngine,
+    context: SchedulerContext,
+    wake: Callable[[], None],
+    stack: contextlib.ExitStack,
 ) -> StoragePort:
     """Start this rank's client of the store, which `stack` closes. Never waits for the store.
 
@@ -68,15 +71,20 @@ def open_storage_port(
     Raises:
         ConfigError: no such store, its library is missing, or an option is wrong.
     """
-    name, coord = config.storage.hicache_storage_backend, built.coord
+    name, coord, tier = config.storage.hicache_storage_backend, built.coord, context.tier
     assert name is not None, "there is a store"
+    if tier is None:
+        raise ConfigError(
+            "--hicache-storage-backend needs the host tier: --enable-hierarchical-cache, and a prefix cache",
+            field="hicache_storage_backend",
+        )
     client = StorageClient(open_storage(name, config.storage.options), wake)
     stack.callback(client.close)
     shape = coord.shape
     part = shard_name(
         "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
     )
-    return LocalStoragePort(client, part, host.page_bytes)
+    return LocalStoragePort(client, part, tier.pool.page_bytes)
 
 
 def leader_port(engine: ReplicaEngine, own: StoragePort, wake: Callable[[], None]) -> StoragePort:

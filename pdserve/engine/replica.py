@@ -19,6 +19,7 @@ from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher, PoolHasher
 from pdserve.executor.model_loading import TORCH
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
@@ -45,9 +46,13 @@ class RankProcessGroup:
     parallel: Parallel
     rebalances: bool
 
-    def begin(self, transfer: TransferStart | None) -> None:
-        """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
-        self.followers.broadcast(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
+    def begin(self, transfer: TransferStart | None, storage: KeyNamespace | None) -> None:
+        """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith.
+
+        `storage`: see `Begin`.
+        """
+        begin = Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer, storage=storage)
+        self.followers.broadcast(begin)
 
 
 @dataclasses.dataclass
