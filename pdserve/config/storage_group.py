@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import entry_points
 from typing import Literal
 
 from pdserve.config.access_group import flag
 from pdserve.config.storage_options import StorageOptions, parse_storage_options
 from pdserve.errors import ConfigError
 
+STORES = ("file", "memory", "mooncake")
+STORE_ENTRY_POINTS = "pdserve.kv_storage"
+"""Group of the entry points of third parties' stores."""
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
@@ -50,8 +54,7 @@ class StorageConfig:
             ConfigError: a value is wrong, or a flag is of no use without a store.
         """
         if self.hicache_storage_backend is not None:
-            if not self.hicache_storage_backend:
-                raise ConfigError("--hicache-storage-backend must not be empty", field="hicache_storage_backend")
+            _check_name(self.hicache_storage_backend)
             self.options  # noqa: B018
             return
         for field, given in (
@@ -61,3 +64,10 @@ class StorageConfig:
             if given:
                 name = field.replace("_", "-")
                 raise ConfigError(f"--{name} needs --hicache-storage-backend", field=field)
+
+
+def _check_name(name: str) -> None:
+    others = {one.name for one in entry_points(group=STORE_ENTRY_POINTS)}
+    if name not in STORES and name not in others:
+        names = ", ".join(sorted({*STORES, *others}))
+        raise ConfigError(f"--hicache-storage-backend is {name!r}; there is {names}", field="hicache_storage_backend")

@@ -73,12 +73,9 @@ def open_storage_port(
     """
     name, coord, tier = config.storage.hicache_storage_backend, built.coord, context.tier
     assert name is not None, "there is a store"
-    if tier is None:
-        raise ConfigError(
-            "--hicache-storage-backend needs the host tier: --enable-hierarchical-cache, and a prefix cache",
-            field="hicache_storage_backend",
-        )
-    client = StorageClient(open_storage(name, config.storage.options), wake)
+    if tier is None:  # the model cannot have a prefix cache
+        raise ConfigError("--hicache-storage-backend needs a prefix cache", field="hicache_storage_backend")
+    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=True)
     stack.callback(client.close)
     shape = coord.shape
     part = shard_name(
