@@ -39,7 +39,7 @@ enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weigh
 enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer
 enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-expert-distribution-metrics
 enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics
-enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope 
+enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope
  enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
 enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache
@@ -67,9 +67,9 @@ flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-
 forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend
 fuseep-mode gated-launch-port gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
 grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
-hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout 
+hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout
 
-hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval 
+hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer

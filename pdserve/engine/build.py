@@ -16,6 +16,7 @@ from pdserve.base.startup_times import SCHEDULER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_context, make_memory, make_scheduler, saturation_tokens
 from pdserve.engine.build_storage import add_storage_tier, leader_port, open_storage_port, storage_namespace
+from pdserve.engine.build_tier import connect_leader
 from pdserve.engine.build_transfer import ReplicaId
 from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
@@ -120,6 +121,7 @@ def build_scheduler(
     load_events = open_load_events(config, replica.dp_rank, stack)
     if load_events is not None:
         facts["load_endpoint"] = load_events.endpoint
+    connect_leader(engine, wake)
     context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
     namespace = storage_namespace(config, engine)
     if namespace is not None:

@@ -31,6 +31,7 @@ from pdserve.ranks.input_log import FollowerLog
 from pdserve.ranks.messages import Begin, RankReady
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
+from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
 from pdserve.scheduler.context import REQUEST_LOGGER
@@ -173,10 +174,12 @@ def _executor(
 ) -> Executor:
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
-    executor: Executor = RankExecutor(
+    rank_executor = RankExecutor(
         own, built.table, built.layout, built.coord, leader, inputs, compute_at_launch=not overlap,
         adapter_of=None if built.loras is None else built.loras.fingerprint,
     )  # fmt: skip
+    rank_executor.copy_ends = RankCopyEnds(inputs, leader.report)
+    executor: Executor = rank_executor
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from pdserve.config import ServerConfig
+from pdserve.engine.replica import ReplicaEngine
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.page_copies import pinned
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.tiers.host_memory import HostMemory, slots_for, zeros
 from pdserve.memory.tiers.host_pool import HostPool
+from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 
 log = logging.getLogger(__name__)
+
+
+def connect_leader(engine: ReplicaEngine, wake: Callable[[], None]) -> None:
+    """Have rank 0 agree with all ranks on the ends of copies. `wake` is called when a copy has ended on all ranks."""
+    group = engine.group
+    if group is None:
+        return
+    reports = CopyReports(group.followers.shape.num_ranks, wake)
+    group.followers.on_pages_copied = reports.add
+    group.executor.copy_ends = RankCopyEnds(group.log, reports.add, reports)
 
 
 def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None:

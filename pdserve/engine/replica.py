@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 class RankProcessGroup:
     """The followers of rank 0: their links, their readiness reports, and the input log they follow.
 
-    `rebalances` is True when ranks move experts between steps.
+    `rebalances` is True when ranks move experts between steps. `executor`: rank 0's.
     """
 
     followers: WorkerLinks
@@ -45,6 +45,7 @@ class RankProcessGroup:
     log: LeaderLog
     parallel: Parallel
     rebalances: bool
+    executor: RankExecutor
 
     def begin(self, transfer: TransferStart | None, storage: KeyNamespace | None) -> None:
         """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith.
@@ -211,11 +212,13 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         ready = followers.wait_ready()
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
-        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
+        input_log = LeaderLog(MonotonicClock(), followers.broadcast)
         adapter_of = None if built.loras is None else built.loras.fingerprint
-        executor = RankExecutor(
-            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of
+        rank_executor = RankExecutor(
+            own, built.table, built.layout, built.coord, followers, input_log, adapter_of=adapter_of
         )
+        group = RankProcessGroup(followers, ready, input_log, parallel, moves, rank_executor)
+        executor = rank_executor
         root_cause = followers.root_cause
     if moves and root_cause is not None:
         log = None if group is None else group.log

@@ -62,31 +62,6 @@ def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
         )
 
 
-class DecodeReservation:
-    """Counts the token slots that a new request must leave free, so that the requests `held` can grow.
-
-    Held requests have memory, and each can grow by `each_tokens`. The largest one can finish once all others are
-    retracted.
-    """
-
-    def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
-        self._each_tokens = each_tokens
-        self._growth = self._occupied = self._largest = 0
-        for req in held:
-            self.add(req)
-
-    def add(self, req: Req) -> None:
-        """Add a request that has been given memory."""
-        self._growth += min(self._each_tokens, req.num_remaining)
-        self._occupied += req.seq_len
-        self._largest = max(self._largest, req.max_len)
-
-    @property
-    def tokens(self) -> int:
-        """Token slots to keep free."""
-        return max(self._growth, self._largest - self._occupied)
-
-
 MAX_PART_BYTES = 4 << 20
 """Most bytes of prompt log probabilities in one message to the API process."""
 MAX_FAILURE_CODES = 64
@@ -291,6 +266,15 @@ class SchedulerContext:
         """The store below the host tier; None without one."""
         return None if self.tier is None else self.tier.storage
 
+    def clear_storage(self) -> tuple[bool, str]:
+        """Remove all objects of the store, in the background; returns whether there is one, and a message."""
+        return (False, "there is no store") if self.storage is None else (True, self.storage.clear())
+
+    def flush_tier(self) -> None:
+        """Drop what the host tier has, but for what copies use; the store keeps its objects."""
+        if self.tier is not None:
+            self.tier.flush()
+
     # ------------------------------------------------------------------ steps under way
 
     def launched(self, step: int) -> None:
@@ -462,7 +446,7 @@ class SchedulerContext:
         """Give a new request the KV of its first `num_tokens` tokens, in host memory, as if it had been retracted."""
         req.saved = saved
         req.computed = req.planned = num_tokens
-        self.offloaded_bytes += saved.num_bytes
+        self.retracted_kv.num_bytes += saved.num_bytes
 
     # ------------------------------------------------------------------ inside
 

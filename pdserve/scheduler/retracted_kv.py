@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pdserve.executor.interface import Executor
+from pdserve.executor.interface import Executor, HostPages
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import Lease
@@ -25,6 +25,10 @@ class _SlotPages:
 
     lease: Lease
     num_bytes: int
+
+    def export(self) -> None:
+        """See `HostPages.export`: slots are not exported, and a snapshot has the tokens alone."""
+        return
 
 
 class RetractedKV:
@@ -55,16 +59,18 @@ class RetractedKV:
         num_bytes = layout.bytes_by_group(pages)
         if self.num_bytes + num_bytes > self._most_bytes():
             return False
+        saved: HostPages
         if self._pool is None:
-            req.saved = self._executor.offload(pages)
+            saved = self._executor.offload(pages)
         else:
             by_space = _by_space(layout, pages)
             lease = self._reserve(self._pool, req.rid, by_space)
             if lease is None:
                 return False
             self._executor.copy_now(_copies(lease, by_space), to_host=True)
-            req.saved = _SlotPages(lease, num_bytes)
-        self.num_bytes += req.saved.num_bytes
+            saved = _SlotPages(lease, num_bytes)
+        req.saved = saved
+        self.num_bytes += saved.num_bytes
         self._counters["offloaded_pages"] += len(pages[0])
         return True
 

@@ -52,6 +52,7 @@ from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
+from pdserve.scheduler.self_audit import audit
 from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
@@ -223,24 +224,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        memory, live = self.context.memory, self.role.live
-        found = memory.audit()
-        if not self._under_way:
-            found += [
-                f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
-                for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
-                for lease in pool.live_leases
-                if self._idle or (lease.held_by("request") and lease.owner not in live)
-            ]
-            taken = {req.row for req in live.values()}
-            found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
-        if self.kv is not None and (num_rooms := self.kv.counts()["rooms_live"]) > len(live):
-            found.append(f"{num_rooms} rooms are live for {len(live)} requests")
-        if self.context.tier is not None:
-            found += self.context.tier.audit(idle=self._idle)
-        if self._idle and self.context.offloaded_bytes:
-            found.append(f"{self.context.offloaded_bytes} bytes of host memory are held for no request")
-        return found
+        return audit(self.context, self.role.live, self.kv, under_way=bool(self._under_way), idle=self._idle)
 
     @property
     def _idle(self) -> bool:
@@ -468,8 +452,7 @@ class Scheduler:
             case FlushCache():
                 return self._flush_cache()
             case ClearStorage():
-                storage = self.context.storage
-                return (False, "there is no store") if storage is None else (True, storage.clear())
+                return self.context.clear_storage()
             case PauseGeneration(mode=mode):
                 return self._pause(mode)
             case ContinueGeneration():
@@ -503,8 +486,7 @@ class Scheduler:
         if self.context.speculation is not None:
             self.context.speculation.forget_past()
         num_dropped = self.context.memory.flush()
-        if self.context.tier is not None:
-            self.context.tier.flush()
+        self.context.flush_tier()
         return True, f"{num_dropped} cached pages were dropped"
 
     def _num_ended(self) -> int:

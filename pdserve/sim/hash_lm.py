@@ -90,7 +90,7 @@ class HashExecutor(HashTierCopies, HashStamps):
         checks_drafts: bool = True,
         weights: int = 0,
     ) -> None:
-        self._layout = layout
+        self._layout, self._table = layout, page_table
         self._sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
         self._echo, self._drafting, self._weights = echo, drafting, weights
         self._num_spare = 0 if drafting is None else layout.pages_for(drafting.num_draft_tokens) + 1
@@ -98,11 +98,8 @@ class HashExecutor(HashTierCopies, HashStamps):
         self.windows = [[RankShard.of(group, coord) for group in layout.groups] for coord in coords]
         self._whole: list[list[U64]] = [
             [
-                np.full(
-                    (self._sizes[own.group.space] + self._num_spare, own.group.num_layers, own.group.layer_bytes // 8),
-                    POISON,
-                )
-                for own in shards
+                np.full((self._sizes[it.space] + self._num_spare, it.num_layers, it.layer_bytes // 8), POISON)
+                for it in (own.group for own in shards)
             ]
             for shards in self.windows
         ]
@@ -113,7 +110,6 @@ class HashExecutor(HashTierCopies, HashStamps):
         if drafting is not None and layout.groups[-1].kind is GroupKind.DRAFT:
             own = self._layer_of(len(layout.groups) - 1, layout.groups[-1].layers[0])
             self._draft_kv = HashDraftKV(own, drafting.weights, checks=checks_drafts)
-        self._table = page_table
         self._by_row: dict[int, _Row] = {}
         self._verifying: dict[int, int] = {}
         """By row: the unresolved step in which it has drafts."""

@@ -30,7 +30,8 @@ from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import EndMigration, MigrateOut, RequestTiming, WaitsFor
 from pdserve.scheduler.batch_planner import BatchPlanner
-from pdserve.scheduler.context import DecodeReservation, SchedulerContext, group_leases, validate_fits
+from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
+from pdserve.scheduler.decode_batch import DecodeReservation
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
