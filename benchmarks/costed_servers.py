@@ -11,7 +11,7 @@ import itertools
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.mailbox import Mailbox
@@ -20,16 +20,9 @@ from pdserve.config.schedule_group import SchedulePolicy
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.protocol.codec import Codec
+from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import (
-    EndMigration,
-    FinishReason,
-    GenerateRequest,
-    MigrateOut,
-    RoomAddress,
-    ToApi,
-    WaitsFor,
-)
+from pdserve.protocol.messages import FinishReason, GenerateRequest, MigrationCommand, RoomAddress, ToApi
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.context import Outbox, SchedulerContext, StepLimits
 from pdserve.scheduler.request import Req, WaitingQueue
@@ -182,7 +175,12 @@ class WatchedRole:
         """See `SchedulerRole`."""
         self.role.retract_all()
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """See `SchedulerRole`."""
+        return self.role.guests
+
+    def migrate(self, command: MigrationCommand) -> None:
         """See `SchedulerRole`."""
         self.role.migrate(command)
 

@@ -22,10 +22,10 @@ from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.launch_checks import LocalModel
 from pdserve.protocol.channel import ChannelAddress, ZmqApiChannel, ZmqSchedulerChannel
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.messages import (
     EngineCoreOutput,
     EngineReady,
-    EngineState,
     FinishReason,
     GenerateRequest,
     OutputBatch,

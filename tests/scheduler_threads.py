@@ -11,10 +11,10 @@ from pdserve.base.clock import MonotonicClock
 from pdserve.base.mailbox import Mailbox
 from pdserve.base.parallel import SINGLE
 from pdserve.executor.interface import Executor
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
-    EngineState,
     FinishReason,
     OutputBatch,
     Shutdown,

@@ -23,7 +23,7 @@ from pdserve.observe.speculation import (
     Acceptance,
     RecentAcceptance,
 )
-from pdserve.protocol.messages import EngineState, Flow, PeerLoad
+from pdserve.protocol.engine_state import EngineState, Flow, PeerLoad
 
 Family = GaugeMetricFamily | CounterMetricFamily
 

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable
 
 from pdserve.base.log import about
 from pdserve.observe.speculation import Acceptance
-from pdserve.protocol.messages import EngineState
+from pdserve.protocol.engine_state import EngineState
 
 _SERVER_LOG = logging.getLogger("pdserve.server.stats_log")
 _ROUTER_LOG = logging.getLogger("pdserve.router.stats_log")

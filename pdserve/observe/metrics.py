@@ -21,8 +21,9 @@ from pdserve.observe.engine_metrics import EngineCollector, PriorityLabels
 from pdserve.observe.http_calls import HttpMetrics, RoutingKeyCollector
 from pdserve.observe.interval_stats import IntervalStats
 from pdserve.observe.speculation import RecentAcceptance
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import EngineState, GenerateRequest, RequestTiming, SpeculationStats
+from pdserve.protocol.messages import GenerateRequest, RequestTiming, SpeculationStats
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

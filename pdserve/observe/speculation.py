@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from pdserve.protocol.messages import EngineState, SpeculationStats
+from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.messages import SpeculationStats
 
 VERIFY_STEPS, DRAFT_TOKENS, ACCEPTED_TOKENS = "spec_verify_steps", "spec_draft_tokens", "spec_accepted_tokens"
 """Counters of `EngineState`, absent before the first verify step."""

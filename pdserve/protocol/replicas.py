@@ -19,6 +19,7 @@ import msgspec
 
 from pdserve.errors import EngineDeadError, ProtocolError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
@@ -26,12 +27,12 @@ from pdserve.protocol.messages import (
     CommandReply,
     EndMigration,
     EngineReady,
-    EngineState,
     GenerateRequest,
     MigrateOut,
     OutputBatch,
     RedirectReceiver,
     SchedulerHeartbeat,
+    SendPrefix,
     StateReply,
     ToApi,
     ToScheduler,
@@ -97,7 +98,7 @@ class ReplicatedChannel:
             live = self._live.get(message.rid)
             if live is not None:
                 await self._channels[live.replica].send(message)
-        elif isinstance(message, MigrateOut | EndMigration):
+        elif isinstance(message, MigrateOut | EndMigration | SendPrefix):
             live = self._live.get(message.rid)
             self._single[message.query_id] = None
             if len(self._single) > MAX_OPEN_QUERIES:

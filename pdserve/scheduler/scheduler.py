@@ -14,6 +14,7 @@ from pdserve.base.mailbox import Woken
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
@@ -25,7 +26,6 @@ from pdserve.protocol.messages import (
     EndMigration,
     EngineCommand,
     EngineCoreOutput,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
@@ -36,6 +36,7 @@ from pdserve.protocol.messages import (
     PauseMode,
     PrepareLora,
     RedirectReceiver,
+    SendPrefix,
     Shutdown,
     StartProfile,
     StateQuery,
@@ -224,7 +225,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        return audit(self.context, self.role.live, self.kv, under_way=bool(self._under_way), idle=self._idle)
+        return audit(self.context, self.role, self.kv, under_way=bool(self._under_way), idle=self._idle)
 
     @property
     def _idle(self) -> bool:
@@ -359,7 +360,7 @@ class Scheduler:
             ):
                 ok, message = self._obey(event)
                 self.context.outbox.send(CommandReply(query_id=event.query_id, ok=ok, message=message))
-            case MigrateOut() | EndMigration():
+            case MigrateOut() | EndMigration() | SendPrefix():
                 self._audited = False
                 self.role.migrate(event)
             case RedirectReceiver(room=room, input_ids=input_ids, replica=replica, lora=lora):

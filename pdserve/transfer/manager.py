@@ -20,7 +20,8 @@ from pdserve.base.parallel import ParallelShape
 from pdserve.errors import RequestError
 from pdserve.memory.draft_groups import draft_fields, without_drafts
 from pdserve.memory.layout import KVLayout
-from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, PeerLoad, SenderAddress
+from pdserve.protocol.engine_state import PeerLoad
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, SenderAddress
 from pdserve.transfer.aux import MetadataBuffers
 from pdserve.transfer.events import (
     Address,

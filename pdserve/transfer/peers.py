@@ -18,8 +18,8 @@ from typing import TypeVar
 from pdserve.base.clock import Clock
 from pdserve.errors import HandshakeError
 from pdserve.memory.layout import Shard
+from pdserve.protocol.engine_state import Flow
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import Flow
 from pdserve.transfer.events import Address, ControlSocket
 from pdserve.transfer.plan import check_shapes
 from pdserve.transfer.wire import (

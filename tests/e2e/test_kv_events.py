@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import requests
+import zmq
 
 from tests.e2e.harness import Server, generate_batch, running_monolith, running_pair
 from tests.kv_reader import Subscriber, events_of
@@ -97,8 +99,22 @@ def check(server: Server, url: str, first: Subscriber) -> None:
 
 @pytest.fixture(scope="module")
 def monolith(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Server]:
-    with running_monolith(str(tiny_checkpoint("llama")), *FLAGS, *events_flag()) as server:
+    load = ("--load-publish-endpoint", "auto")
+    with running_monolith(str(tiny_checkpoint("llama")), *FLAGS, *events_flag(), *load) as server:
         yield server
+
+
+def test_a_reader_of_its_load_has_the_memory_that_an_idle_server_reports(monolith: Server) -> None:
+    generate(monolith.url, prompts(1)[0])
+    info = monolith.state()
+    with zmq.Context() as context, context.socket(zmq.SUB) as socket:
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RCVTIMEO, 30_000)
+        socket.connect(f"tcp://127.0.0.1:{info['kv_events']['load_endpoint_port_base']}")
+        socket.subscribe(info["kv_events"]["load_topic"])
+        name, *load = msgspec.msgpack.decode(socket.recv_multipart()[2])
+    assert (name, load[0], load[1], load[2], load[4]) == ("LoadStat", 0, 0, info["num_used_tokens"], 0)
+    assert load[3] == info["max_total_tokens"] and load[8] >= info["counters"]["realtime_tokens.prefill_compute"] > 0
 
 
 def test_a_reader_of_a_monolith_has_its_cache(monolith: Server) -> None:

@@ -122,6 +122,18 @@ def remembering_pair(tiny_checkpoint: Callable[[Family], Path]) -> Iterator[Pair
         yield started
 
 
+def test_requests_of_other_salts_share_no_pages_on_either_server(remembering_pair: Pair) -> None:
+    prompt = tokens(random.Random(12), 100, VOCAB_SIZE)
+    found = [
+        remembering_pair.generate(**body(prompt), **salt)
+        for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "a"}, {"extra_key": "b"}, {})
+    ]
+    assert [answer["meta_info"]["cached_tokens"] for answer in found] == [0, 0, 96, 0, 96]
+    assert [answer["meta_info"]["timing"]["kv_pages"] for answer in found] == [7, 7, 1, 7, 1]
+    assert len({tuple(answer["output_ids"]) for answer in found}) == 1
+    assert_idle(*remembering_pair.workers)
+
+
 def moved(pair: Pair, prompt: list[int], num_new: int) -> tuple[list[int], int, int]:
     """The output, pages and bytes of pages that were sent for it; the aux slot goes along exactly once."""
     before = pair.prefill.counter("kv_transfer_bytes")

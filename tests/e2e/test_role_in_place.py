@@ -13,7 +13,7 @@ import pytest
 import requests
 
 from tests.adapters import write_adapter
-from tests.e2e.harness import Server, assert_idle, ranks_of, running, start_server
+from tests.e2e.harness import Server, assert_idle, ranks_of, running, running_nodes, start_server, until
 from tests.tiny import Family, make_tiny
 
 pytestmark = pytest.mark.timeout(300)
@@ -180,3 +180,44 @@ def test_adapters_stay_and_more_can_be_loaded_in_the_new_role(tmp_path: Path) ->
         other = made.ask(prefill, server, BODIES[0] | {"lora_path": "two"})[0]
         made.switch(server, "null")
         assert post(server, BODIES[0] | {"lora_path": "two"})["output_ids"] == other != expected
+
+
+@pytest.mark.slow
+def test_a_suspended_request_goes_on_behind_role_changes(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    long = BODIES[1] | {"sampling_params": BODIES[1]["sampling_params"] | {"max_new_tokens": 800}}
+    with cluster(str(tiny_checkpoint("llama")), ["null"]) as (made, (server,)):
+        expected = post(server, long)["output_ids"]
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            cut = pool.submit(post, server, long | {"rid": "one"})
+
+            def is_suspended() -> bool:
+                return requests.post(f"{server.url}/suspend", json={"rid": "one"}, timeout=60).status_code == 200
+
+            until(is_suspended, 30.0, "suspended")
+            first = cut.result()["output_ids"]
+        assert 0 < len(first) < len(expected)
+        made.switch(server, "decode")
+        made.switch(server, "null")
+        answer = requests.post(f"{server.url}/resume", json={"rid": "one"}, timeout=60)
+        assert answer.status_code == 200, answer.text
+        rest = answer.json()["output_ids"]
+        assert expected in (rest, first + rest)
+
+
+@pytest.mark.slow
+def test_a_server_on_two_hosts_takes_each_role(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    model, token = str(tiny_checkpoint("llama")), "a token that both hosts know"
+    flags = ("--page-size", "16", "--cpu-threads", "1", *FLAGS)
+    pair = ("--disaggregation-mode", "decode", "--no-require-control-proof", "--port", "0", "--device", "cpu")
+    with running_nodes(model, token, "--tp-size", "2", *flags) as nodes:
+        argv = ["--model-path", model, *flags, *pair]
+        decode = Server("decode", "pdserve.launch_server", argv, variables={"PDSERVE_CONTROL_TOKEN": token})
+        with running(decode):
+            made, server = Cluster([nodes.first, decode]), nodes.first
+            expected = [post(server, body)["output_ids"] for body in BODIES]
+            made.switch(server, "prefill")
+            assert [made.ask(server, decode, body)[0] for body in BODIES] == expected
+            made.switch(server, "decode")
+            made.switch(server, "null")
+            assert [post(server, body)["output_ids"] for body in BODIES] == expected
+            assert_idle(server, decode, deadline_s=40.0)

@@ -13,7 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from pdserve.config.groups import DisaggConfig, DisaggMode, ModelConfig, ServerConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.observe.metrics import RequestRecord
-from pdserve.protocol.messages import EngineState, Flow, GenerateRequest, PeerLoad, RequestTiming
+from pdserve.protocol.engine_state import EngineState, Flow, PeerLoad
+from pdserve.protocol.messages import GenerateRequest, RequestTiming
 from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.router.config.config import RouterConfig, WorkerRole, WorkerSpec

@@ -1,6 +1,6 @@
 """`POST /pd_role_switch`: changes a worker's role and moves it to the other pool, as SGLang's mini load balancer does.
 
-    {"worker_url": URL or id, "new_role": "prefill" | "decode", "drain_timeout_secs": 300}
+    {"worker_url": URL or id, "new_role": "prefill" | "decode", "drain_timeout_secs": 300, "reload": false}
 
     drain: no new requests ──> the router's requests there have ended, or timeout ──> POST to the worker ──> moved
 
@@ -32,11 +32,12 @@ POLL_S = 0.02
 
 
 class SwitchBody(msgspec.Struct, forbid_unknown_fields=True):
-    """`POST /pd_role_switch`; `worker_url` may be an id."""
+    """`POST /pd_role_switch`; `worker_url` may be an id. `reload`: the worker starts another engine."""
 
     worker_url: str
     new_role: str
     drain_timeout_secs: float | None = None
+    reload: bool | None = None
 
 
 class RoleSwitch:
@@ -72,20 +73,24 @@ class RoleSwitch:
         was_draining = worker.draining
         self._registry.drain(worker)
         try:
-            return await self._switch(request, worker, role, drain_s)
+            return await self._switch(request, worker, role, drain_s, reload=body.reload is True)
         finally:
             now = self._registry.find(worker.id)
             if now is not None and not now.leaving and not was_draining:
                 self._registry.resume(now)
                 self._on_change()
 
-    async def _switch(self, request: web.Request, worker: Worker, role: WorkerRole, drain_s: float) -> web.Response:
+    async def _switch(
+        self, request: web.Request, worker: Worker, role: WorkerRole, drain_s: float, *, reload: bool
+    ) -> web.Response:
         deadline = self._now() + drain_s
         while worker.inflight and self._now() < deadline:
             await asyncio.sleep(POLL_S)
-        logprob_params = {"new_role": role.mode, "drain_timeout_secs": max(0.0, deadline - self._now())}
+        command: dict[str, Any] = {"new_role": role.mode, "drain_timeout_secs": max(0.0, deadline - self._now())}
+        if reload:
+            command["reload"] = True
         try:
-            answer = await self._ask(request, worker, logprob_params)
+            answer = await self._ask(request, worker, command)
         except (aiohttp.ClientError, OSError) as error:
             return error_response(502, f"{worker.spec.url} does not answer: {describe(error)}", "worker")
         if answer.status == 200:
@@ -95,12 +100,12 @@ class RoleSwitch:
             await self._health.check(now)
         return answer
 
-    async def _ask(self, request: web.Request, worker: Worker, logprob_params: dict[str, Any]) -> web.Response:
+    async def _ask(self, request: web.Request, worker: Worker, command: dict[str, Any]) -> web.Response:
         headers = forwarded_headers(request.headers, request.remote)
         headers.popall("Accept-Encoding", None)
         headers.update(own_headers(worker, self._config.access.admin_key_for_workers))
         async with self._session.post(
-            worker.spec.url + PATH, json=logprob_params, headers=headers, allow_redirects=False
+            worker.spec.url + PATH, json=command, headers=headers, allow_redirects=False
         ) as response:
             kept = returned_headers(response.headers)
             return web.Response(status=response.status, headers=kept, body=await response.read())

@@ -8,19 +8,13 @@ from __future__ import annotations
 import abc
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Literal, Protocol
 
 from pdserve.executor.interface import BatchPlan, StepHandle, StepResult
+from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import RUNNING_TIMEOUT, Failure
-from pdserve.protocol.messages import (
-    CommandReply,
-    EndMigration,
-    FinishReason,
-    MigrateOut,
-    RequestTiming,
-    WaitsFor,
-)
+from pdserve.protocol.messages import CommandReply, FinishReason, MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
@@ -101,7 +95,12 @@ class SchedulerRole(Protocol):
         """End a live request early: with a failure, or with `finish` when `failure` is None."""
         ...
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """Owners of leases and rooms that are no live requests."""
+        ...
+
+    def migrate(self, command: MigrationCommand) -> None:
         """Move a running request to another server, or end that; the reply is sent now or by a later turn."""
         ...
 
@@ -198,7 +197,12 @@ class BaseRole(abc.ABC):
         finish = finish if failure is None else FinishReason.failed(failure)
         self._context.outbox.emit(req, (), finish, self._timing(req))
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """See `SchedulerRole.guests`."""
+        return ()
+
+    def migrate(self, command: MigrationCommand) -> None:
         """See `SchedulerRole.migrate`. Only decode servers have requests that move."""
         failure = not_migratable("only the requests of decode servers move")
         reply = CommandReply(query_id=command.query_id, ok=False, message=failure.message, failure=failure)

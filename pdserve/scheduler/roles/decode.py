@@ -27,8 +27,9 @@ from pdserve.config.groups import LoadFailurePolicy
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, SampledToken
 from pdserve.memory.slot_stamp import SlotStamp
+from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
-from pdserve.protocol.messages import EndMigration, MigrateOut, RequestTiming, WaitsFor
+from pdserve.protocol.messages import MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.decode_batch import DecodeReservation
@@ -164,13 +165,15 @@ class DecodeRole(MixedBatchRole):
             self._migrations.stop_due()
         return super().plan(step)
 
-    def migrate(self, command: MigrateOut | EndMigration) -> None:
+    @property
+    def guests(self) -> Collection[str]:
+        """See `SchedulerRole.guests`."""
+        return self._migrations.prefixes.owners
+
+    def migrate(self, command: MigrationCommand) -> None:
         """See `SchedulerRole.migrate`."""
-        if isinstance(command, EndMigration):
-            self._migrations.end(command)
-            return
         req = self.live.get(command.rid)
-        self._migrations.begin(command, req, "" if req is None else self._state_of(req))
+        self._migrations.handle(command, req, "" if req is None else self._state_of(req))
 
     def _state_of(self, req: Req) -> str:
         """Name the queue that a request is in."""

@@ -38,13 +38,16 @@ from pdserve.protocol.messages import (
     FinishReason,
     GenerateRequest,
     MigrateOut,
+    MigrationCommand,
     MigrationOffer,
     RoomAddress,
+    SendPrefix,
 )
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.decode_batch import DecodeBatch
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req
+from pdserve.scheduler.roles.prefix_sends import PrefixSends
 from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
@@ -107,6 +110,7 @@ class OutgoingMigrations:
         self._context = context
         self._kv = kv
         self._kv_checksum = kv_checksum
+        self.prefixes = PrefixSends(context, kv, enabled=kv_checksum is None)
         self._running = running
         self._leave = leave
         self._resuming: dict[str, Req] = {}
@@ -127,6 +131,18 @@ class OutgoingMigrations:
     def needs_sync(self) -> bool:
         """True when a request is to stop: no step may be under way at the next plan."""
         return any(move.phase is MovePhase.STOPPING for move in self._moves.values())
+
+    def handle(self, command: MigrationCommand, req: Req | None, state: str) -> None:
+        """Handle a command about `req`, None where it is not live. `state`: the queue that it is in."""
+        match command:
+            case EndMigration():
+                self.end(command)
+            case SendPrefix(prompt=None) if state != "running":
+                self._refuse(command.query_id, not_migratable(f"the request is {state or 'not live'}"))
+            case SendPrefix():
+                self.prefixes.begin(command, req)
+            case MigrateOut():
+                self.begin(command, req, state)
 
     def begin(self, command: MigrateOut, req: Req | None, state: str) -> None:
         """Begin to move a request. `state`: the queue that it is in; only `running` ones move."""
@@ -163,6 +179,7 @@ class OutgoingMigrations:
         for room in self._kv.drain_state_changes(sending=True):
             move = self._by_room.get(room)
             if move is None or move.req.sender is None:
+                self.prefixes.on_change(room)
                 continue
             match move.req.sender.poll():
                 case KVPoll.FAILED:
@@ -171,6 +188,7 @@ class OutgoingMigrations:
                     self._send(move)
                 case KVPoll.SUCCESS:
                     move.phase = MovePhase.SENT
+        self.prefixes.tick()
         now = self._context.clock.now()
         for move in [move for move in self._moves.values() if now - move.begun_at > TIMEOUT_S]:
             self._cancel(move, ABORTED, resume=move.phase is not MovePhase.STOPPING)
@@ -195,6 +213,7 @@ class OutgoingMigrations:
     def leave(self, req: Req, failure: Failure | None) -> None:
         """Forget the migration of a request that ends here, whatever the cause."""
         self._resuming.pop(req.rid, None)
+        self.prefixes.leave(req)
         move = self._moves.pop(req.rid, None)
         if move is None:
             return

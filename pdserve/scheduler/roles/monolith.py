@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from pdserve.protocol.messages import RequestTiming, WaitsFor
+from pdserve.protocol.engine_state import WaitsFor
+from pdserve.protocol.messages import RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.request import Req, WaitingQueue

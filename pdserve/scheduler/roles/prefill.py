@@ -19,9 +19,10 @@ import msgspec
 
 from pdserve.errors import RequestError
 from pdserve.executor.interface import BatchPlan, BatchRow, SampledToken, StepHandle, StepResult
+from pdserve.protocol.engine_state import WaitsFor
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FinishReason, RequestTiming, WaitsFor
+from pdserve.protocol.messages import FinishReason, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum

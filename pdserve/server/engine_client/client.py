@@ -21,6 +21,7 @@ import msgspec
 from pdserve.errors import EngineDeadError, PdserveError, ProtocolError, RequestError
 from pdserve.observe.metrics import RequestListener, RequestMetrics
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.failure import ABORTED_STATUS, CLIENT_ABORT, MIGRATED, Failure
 from pdserve.protocol.messages import (
@@ -29,7 +30,6 @@ from pdserve.protocol.messages import (
     CommandReply,
     EngineCoreOutput,
     EngineReady,
-    EngineState,
     GenerateRequest,
     OutputBatch,
     SchedulerHeartbeat,

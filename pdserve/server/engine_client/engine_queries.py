@@ -15,13 +15,13 @@ from collections.abc import Callable, Sequence
 from pdserve.base import process_use, startup_times
 from pdserve.errors import EngineDeadError, RequestError
 from pdserve.protocol.channel import ApiChannel
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.messages import (
     Command,
     CommandReply,
     ContinueGeneration,
     EngineReady,
-    EngineState,
     PauseGeneration,
     SchedulerHeartbeat,
     StateQuery,

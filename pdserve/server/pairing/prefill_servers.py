@@ -45,6 +45,8 @@ FAILED_CHECKS = 3
 FAILED_CALLS = 3
 SKIP_S = 10.0
 MAX_ERROR_BYTES = 65536
+UNREACHABLE = "prefill_unreachable"
+"""Code of the error of a call without an answer."""
 RESULTS = ("ok", "refused", "busy", "failed", "unreachable", "cancelled")
 """How calls end: 200; another status below 500; 429, or 503 with Retry-After; another 5xx; no answer; given up."""
 
@@ -153,6 +155,10 @@ class PrefillServers(Collector):
             good = [server for server in good if server.num_running == least]
         return good[turn % len(good)]
 
+    def has_other(self, server: PrefillServer) -> bool:
+        """True when another server than `server` is up."""
+        return any(one.is_up for one in self.servers if one is not server)
+
     async def call(
         self, server: PrefillServer, path: str, body: bytes, headers: Mapping[str, str]
     ) -> RequestError | None:
@@ -213,7 +219,7 @@ class PrefillServers(Collector):
             if isinstance(lost, aiohttp.ClientConnectorError):
                 server.is_up = False
             text = f"the prefill server {server.url} did not answer: {server.last_error}"
-            return RequestError(text, status=502, code="prefill_unreachable"), "unreachable"
+            return RequestError(text, status=502, code=UNREACHABLE), "unreachable"
         if error.status == 429 or (error.status == 503 and error.retry_after_s is not None):
             return error, "busy"
         return error, "failed" if error.status >= 500 else "refused"

@@ -31,7 +31,7 @@ from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.failure import ABORTED_STATUS, RUNNING_TIMEOUT
 from pdserve.protocol.messages import MAX_ROOM
 from pdserve.server.http.json_http import PARSED_BODY, read_json_object
-from pdserve.server.pairing.prefill_servers import PrefillServer, PrefillServers
+from pdserve.server.pairing.prefill_servers import UNREACHABLE, PrefillServer, PrefillServers
 from pdserve.server.request.intake import MAX_SEQUENCES
 
 log = logging.getLogger(__name__)
@@ -64,10 +64,14 @@ class HalfError(Exception):
 
 
 class SingleRequests:
-    """See the file's docstring. `max_body_bytes`: largest request body."""
+    """See the file's docstring. `max_body_bytes`: largest request body.
 
-    def __init__(self, servers: PrefillServers, max_body_bytes: int) -> None:
+    `recomputes`: decode computes the prompt itself when the KV does not come (`--disaggregation-load-failure-policy`).
+    """
+
+    def __init__(self, servers: PrefillServers, max_body_bytes: int, *, recomputes: bool = False) -> None:
         self.servers = servers
+        self._recomputes = recomputes
         self._max_body_bytes = max_body_bytes
         self._random = random.SystemRandom()
         self._rest: set[asyncio.Task[None]] = set()
@@ -90,7 +94,8 @@ class SingleRequests:
             labels=metrics.labels,
         )
         metrics.add(servers)
-        return cls(servers, config.serving.max_request_bytes)
+        recomputes = config.disagg.disaggregation_load_failure_policy == "recompute"
+        return cls(servers, config.serving.max_request_bytes, recomputes=recomputes)
 
     def wrap(self, path: str, handle: Handle) -> Handle:
         """Return a handler of `path` that gives `handle` requests with a room; those that have one pass through."""
@@ -151,7 +156,9 @@ class SingleRequests:
             await asyncio.wait({half, mine}, return_when=asyncio.FIRST_COMPLETED)
             if not mine.done() and (refusal := half.result()) is not None:
                 await asyncio.wait({mine}, timeout=GRACE_S if refusal.status == ABORTED_STATUS else 0)
-                if not mine.done() or mine.exception() is not None:
+                if mine.done() and mine.exception() is not None:
+                    raise _cause(mine, refusal)
+                if not mine.done() and not self._is_left_to_decode(server, refusal):
                     raise _cause(mine, refusal)
             try:
                 response = await mine
@@ -167,6 +174,10 @@ class SingleRequests:
         finally:
             mine.cancel()
             await asyncio.gather(mine, return_exceptions=True)
+
+    def _is_left_to_decode(self, server: PrefillServer, refusal: RequestError) -> bool:
+        """True when the server of a request is lost, no other one is up, and decode can compute the prompt."""
+        return self._recomputes and refusal.code == UNREACHABLE and not self.servers.has_other(server)
 
     def _let_end(self, half: asyncio.Task[RequestError | None]) -> None:
         """Let the prefill half of an answered request end, for at most `REST_S` seconds."""

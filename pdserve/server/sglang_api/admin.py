@@ -19,7 +19,8 @@ from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
 from pdserve.observe.load_events import TOPIC as LOAD_TOPIC
 from pdserve.observe.speculation import Acceptance
-from pdserve.protocol.messages import ClearStorage, CommandReply, EngineState, FlushCache
+from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.messages import ClearStorage, CommandReply, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.sampling_fields import RequestLimits

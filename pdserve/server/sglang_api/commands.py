@@ -15,11 +15,11 @@ from fastapi.responses import PlainTextResponse, Response
 import pdserve
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_object
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
-    EngineState,
     PauseGeneration,
     StartProfile,
     StopProfile,

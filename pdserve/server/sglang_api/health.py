@@ -28,15 +28,8 @@ from fastapi.responses import Response
 from pdserve.base.stream_state import ROLE_HEADER
 from pdserve.config.groups import DisaggConfig
 from pdserve.errors import RequestError
-from pdserve.protocol.messages import (
-    FAKE_BOOTSTRAP_HOST,
-    MAX_ROOM,
-    EngineState,
-    GenerateRequest,
-    PeerLoad,
-    RoomAddress,
-    WaitsFor,
-)
+from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
+from pdserve.protocol.messages import FAKE_BOOTSTRAP_HOST, MAX_ROOM, GenerateRequest, RoomAddress
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.engine_queries import ReplicaVitals

@@ -17,7 +17,7 @@ from pdserve.observe.json_lines import JsonLines
 from pdserve.observe.metrics import RecentRequests
 from pdserve.observe.request_log import RequestLog
 from pdserve.observe.tracing import Tracing, open_tracing
-from pdserve.protocol.messages import EngineState, Flow
+from pdserve.protocol.engine_state import EngineState, Flow
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import json_response
 from pdserve.server.http.middleware import CallMiddleware

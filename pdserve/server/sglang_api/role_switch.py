@@ -72,8 +72,24 @@ class RoleChanger(Protocol):
 async def pd_role_switch(
     context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None, request: Request
 ) -> Response:
-    """Change the role of this server; responds when the switch has ended, or with `wait` false when it has begun."""
+    """Change the role of this server; responds when the switch has ended, or with `wait` false when it has begun.
+
+    A refusal or failure has SGLang's fields beside the error.
+    """
     body = convert(await read_json_object(request, context.max_body_bytes), RoleSwitchBody)
+    old = context.mode
+    try:
+        return await _switch(context, drain_gate, changer, body)
+    except RequestError as error:
+        refusal = HttpRefusal.of(error)
+        fields = {"success": False, "message": error.message, "old_role": old, "new_role": body.new_role}
+        fields["safe_to_restore"] = changer is not None and changer.is_serving
+        return json_response(refusal.body | fields, status=refusal.status, headers=refusal.headers)
+
+
+async def _switch(
+    context: ServerContext, drain_gate: DrainGate, changer: RoleChanger | None, body: RoleSwitchBody
+) -> Response:
     drain_s = DRAIN_S if body.drain_timeout_secs is None else body.drain_timeout_secs
     if not 0 <= drain_s <= MAX_DRAIN_S:
         message = f"drain_timeout_secs must be 0 to {MAX_DRAIN_S:g} seconds, got {drain_s}"
@@ -95,15 +111,7 @@ async def pd_role_switch(
         return _answer(
             RoleChanged(old, body.new_role, "accepted; /ready returns 200 when the switch is complete"), status=202
         )
-    try:
-        return _answer(await asyncio.shield(done), status=200)
-    except RequestError as error:
-        if error.code != FAILED_CODE:
-            raise
-        restored = changer.is_serving
-        refusal = HttpRefusal.of(error).body
-        answer = {"success": False, "message": str(error), "old_role": old, "new_role": body.new_role}
-        return json_response(refusal | answer | {"safe_to_restore": restored}, status=error.status)
+    return _answer(await asyncio.shield(done), status=200)
 
 
 def _answer(changed: RoleChanged, *, status: int) -> Response:

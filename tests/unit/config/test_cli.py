@@ -97,7 +97,6 @@ def test_a_variable_of_sglang_replaces_an_absent_flag(variable: str, monkeypatch
         ("--nccl-port 65536", "nccl_port"),
         ("--decode-log-interval 0", "decode_log_interval"),
         ("--disaggregation-decode-polling-interval 0", "disaggregation_decode_polling_interval"),
-        ("--optimistic-prefill-attempts=-1", "optimistic_prefill_attempts"),
         ("--base-gpu-id=-1", "base_gpu_id"),
         ("--mooncake-protocol udp", "mooncake_protocol"),
         ("--mooncake-protocol tcp --disaggregation-ib-device mlx5_0", "disaggregation_ib_device"),
@@ -108,6 +107,33 @@ def test_a_flag_without_effect_must_still_have_a_valid_value(words: str, field: 
     with pytest.raises(ConfigError) as caught:
         parse_server_args([*MODEL, *words.split()])
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--optimistic-prefill-attempts=-1", "optimistic_prefill_attempts"),
+        ("--optimistic-prefill-memory-fraction 0", "optimistic_prefill_memory_fraction"),
+        ("--optimistic-prefill-memory-fraction nan", "optimistic_prefill_memory_fraction"),
+        ("--disaggregation-prefill localhost:1", "disaggregation_prefill"),
+        ("--disaggregation-prefill http://a:1/v1", "disaggregation_prefill"),
+        ("--disaggregation-prefill http://a:1 http://a:1/", "disaggregation_prefill"),
+        ("--disaggregation-prefill http://a:99999", "disaggregation_prefill"),
+        ("--disaggregation-prefill-choice best", "disaggregation_prefill_choice"),
+    ],
+)
+def test_how_the_halves_of_a_request_meet_is_checked(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_server_args([*MODEL, *words.split()])
+    assert caught.value.field == field
+
+
+def test_several_prefill_servers_are_named_and_their_key_is_never_shown() -> None:
+    words = "--disaggregation-prefill http://a:1 https://[::1]:2/ --disaggregation-prefill-api-key hidden"
+    config = parse_server_args([*MODEL, *words.split()])
+    assert config.pairing.prefill_urls == ("http://a:1", "https://[::1]:2")
+    assert "hidden" not in repr(config)
+    assert len(list(config.pairing.notes("prefill"))) == 2 and not list(config.pairing.notes("decode"))
 
 
 def test_an_unknown_flag_names_what_comes_close() -> None:

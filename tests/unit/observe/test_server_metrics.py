@@ -14,7 +14,8 @@ from pdserve.config.groups import DisaggMode
 from pdserve.config.schedule_group import MIN_PRIORITY, ScheduleConfig
 from pdserve.observe.engine_metrics import MAX_PEERS, pages_by_state
 from pdserve.observe.metrics import TTFT_PARTS, RequestRecord, ServerMetrics
-from pdserve.protocol.messages import EngineState, FinishReason, Flow, GenerateRequest, PeerLoad
+from pdserve.protocol.engine_state import EngineState, Flow, PeerLoad
+from pdserve.protocol.messages import FinishReason, GenerateRequest
 from pdserve.protocol.replicas import merge_states
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.text.tokenizer import Tokenizer

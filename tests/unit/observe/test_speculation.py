@@ -11,7 +11,8 @@ import pytest
 from pdserve.observe.interval_stats import IntervalStats, server_fields, server_sentence
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.observe.speculation import Acceptance, RecentAcceptance, accept_histogram, request_fields
-from pdserve.protocol.messages import EngineState, SpeculationStats
+from pdserve.protocol.engine_state import EngineState
+from pdserve.protocol.messages import SpeculationStats
 from pdserve.protocol.replicas import merge_states
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.observe.test_server_metrics import read, value

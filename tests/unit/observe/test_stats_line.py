@@ -7,7 +7,7 @@ import logging
 import pytest
 
 from pdserve.observe.interval_stats import IntervalStats, LatencyBuckets, server_fields, server_sentence
-from pdserve.protocol.messages import EngineState
+from pdserve.protocol.engine_state import EngineState
 from pdserve.server.text.tokenizer import Tokenizer
 from tests.unit.server.server_kit import bench
 from tests.waiting import until

@@ -19,6 +19,7 @@ from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import (
     DisaggConfig,
     DisaggMode,
+    LoadFailurePolicy,
     ModelConfig,
     ObserveConfig,
     ServerConfig,
@@ -34,6 +35,7 @@ from pdserve.grammar.compile_jobs import Check, CompileResult, compile_one
 from pdserve.grammar.vocabulary import Vocabulary
 from pdserve.observe.metrics import ServerMetrics
 from pdserve.protocol.channel import MemoryApiChannel, memory_channel_pair
+from pdserve.protocol.engine_state import EngineState, PeerLoad, WaitsFor
 from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
@@ -45,14 +47,12 @@ from pdserve.protocol.messages import (
     DeclarePeerDead,
     EngineCoreOutput,
     EngineReady,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
     OutputBatch,
     PauseGeneration,
-    PeerLoad,
     RequestTiming,
     Shutdown,
     SpeculationStats,
@@ -63,7 +63,6 @@ from pdserve.protocol.messages import (
     SwitchRole,
     TokenLogprob,
     UnloadLora,
-    WaitsFor,
 )
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
@@ -412,6 +411,7 @@ def make_config(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> ServerConfig:
     return ServerConfig(
@@ -426,6 +426,7 @@ def make_config(
             disaggregation_transfer_backend=backend,
             disaggregation_allowed_prefill=allowed_prefill,
             disaggregation_bootstrap_port=bootstrap_port,
+            disaggregation_load_failure_policy=load_failure_policy,
         ),
         serving=ServingConfig(port=0, **serving),
     )
@@ -447,6 +448,7 @@ async def bench(
     schedule: ScheduleConfig | None = None,
     lora: LoraConfig = NO_LORA,
     pairing: PairingConfig = NO_PAIRING,
+    load_failure_policy: LoadFailurePolicy = "fail",
     **serving: Any,
 ) -> AsyncIterator[Bench]:
     """A running server; at its end no stream is left in it. Without `tokenizer` it takes token ids only."""
@@ -460,6 +462,7 @@ async def bench(
         schedule=schedule,
         lora=lora,
         pairing=pairing,
+        load_failure_policy=load_failure_policy,
         **serving,
     )
     api, low = memory_channel_pair()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 from collections.abc import Iterator
 
 import pytest
 import requests
 
-from pdserve.config import ServerConfig
+from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
-from pdserve.config.resolve import resolve
+from pdserve.config.resolve import disagg_fields, for_mode, resolve, with_disagg
 from pdserve.errors import ConfigError
-from pdserve.launch_server import Sides
+from pdserve.launch_server import Sides, reload_reason
 
 BASE = ("--model-path", "m", "--port", "0", "--device", "cpu")
 
@@ -82,3 +83,35 @@ def test_a_server_that_listens_everywhere_must_have_said_where_it_is() -> None:
         made.add(config)
         with pytest.raises(ConfigError, match="--disaggregation-host"):
             made.other("decode")
+
+
+def test_an_engine_is_reloaded_where_its_pool_is_not_in_shared_memory_and_a_role_needs_it() -> None:
+    def resolved(mode: DisaggMode, *flags: str) -> ServerConfig:
+        return resolve(for_mode(parse_server_args([*BASE, *flags]), mode))
+
+    shm = ("--disaggregation-transfer-backend", "shm")
+    with_shm, null = resolved("decode", *shm), resolved("null")
+    assert reload_reason(null, null, with_shm) == (
+        "shm needs a KV pool in shared memory, but no --disaggregation-transfer-backend was given"
+    )
+    named = resolved("null", *shm)
+    assert reload_reason(named, named, with_shm) is None, "the pool is shared from the start"
+    assert reload_reason(with_shm, with_shm, named) is None
+    other = dataclasses.replace(with_shm, memory=dataclasses.replace(with_shm.memory, page_size=32))
+    assert reload_reason(with_shm, with_shm, other) is not None
+
+
+def test_a_rank_on_another_host_keeps_its_own_address() -> None:
+    told = disagg_fields(resolve(for_mode(parse_server_args([*BASE, "--host", "10.0.0.1"]), "decode")))
+    assert with_disagg(parse_server_args(BASE), told).disagg.disaggregation_host == "10.0.0.1"
+    flags = ("--nnodes", "2", "--node-rank", "1", "--tp-size", "2", "--dist-init-addr", "10.0.0.1:20000")
+    for host, own, expected in (
+        ("10.0.0.2", (), "10.0.0.2"),
+        ("0.0.0.0", ("--disaggregation-host", "10.0.0.3"), "10.0.0.3"),
+    ):
+        config = with_disagg(parse_server_args([*BASE, *flags, "--host", host, *own]), told)
+        assert config.disagg.disaggregation_host == expected
+        assert config.disagg.disaggregation_mode == "decode"
+    with pytest.raises(ConfigError, match="listens on all addresses") as caught:
+        with_disagg(parse_server_args([*BASE, *flags, "--host", "0.0.0.0"]), told)
+    assert caught.value.field == "disaggregation_host"

@@ -8,7 +8,8 @@ import pytest
 
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.groups import DisaggMode
-from pdserve.protocol.messages import EngineState, FinishReason, RoomAddress, WaitsFor
+from pdserve.protocol.engine_state import EngineState, WaitsFor
+from pdserve.protocol.messages import FinishReason, RoomAddress
 from pdserve.protocol.replicas import merge_states
 from pdserve.server.sglang_api import health as pair_probe
 from pdserve.server.text.tokenizer import Tokenizer

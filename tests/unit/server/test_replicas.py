@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from pdserve.errors import EngineDeadError, ProtocolError
+from pdserve.protocol.engine_state import EngineState
 from pdserve.protocol.messages import (
     AbortRequest,
     CommandReply,
     EngineCoreOutput,
     EngineReady,
-    EngineState,
     FinishReason,
     FlushCache,
     GenerateRequest,

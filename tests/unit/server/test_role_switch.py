@@ -198,7 +198,9 @@ async def test_what_cannot_be_is_refused_and_changes_nothing(tokenizer: Tokenize
         for body, field in bad:
             answer = await server.http.post(PATH, json=body)
             assert (answer.status_code, answer.json()["param"]) == (400, field), body
-        assert "--tp-size is 3" in (await server.switch("null")).text
+        impossible = (await server.switch("null")).json()
+        assert "--tp-size is 3" in impossible["message"]
+        assert (impossible["success"], impossible["safe_to_restore"]) == (False, True)
         assert server.engines.events == ["start decode"]
         assert (await server.http.post("/generate", json=PROMPT)).status_code == 200
 

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from pdserve.base.proof import PROOF_HEADER, body_digest
 from pdserve.config.access_group import AccessConfig
 from pdserve.config.pairing_group import PairingConfig
+from pdserve.http.session_proof import CHALLENGE_PATH, SessionVerifier, worker_key
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import FinishReason
 from tests.unit.server.server_kit import Bench, bench
 from tests.waiting import until
 
 Answer = Callable[[web.Request], Any]
+TOKEN = "a-token-that-is-long-enough"
 PROMPT: dict[str, Any] = {"input_ids": [5, 6, 7], "sampling_params": {"max_new_tokens": 2}}
 
 
@@ -34,8 +37,8 @@ class FakePrefill:
         self.url = ""
         self._runner: web.AppRunner | None = None
 
-    async def start(self) -> FakePrefill:
-        app = web.Application()
+    async def start(self, *middlewares: Any) -> FakePrefill:
+        app = web.Application(middlewares=middlewares)
         app.router.add_get("/get_server_info", self._info)
         app.router.add_get("/health", self._info)
         app.router.add_post("/{path:.*}", self._half)
@@ -273,5 +276,50 @@ def test_a_missing_room_without_prefill_servers_names_both_ways() -> None:
             answer = await decode.http.post("/generate", json=PROMPT)
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "bootstrap_room"
             assert "router" in answer.text and "--disaggregation-prefill" in answer.text
+
+    run(test)
+
+
+def test_decode_computes_the_prompt_when_its_last_prefill_server_is_lost() -> None:
+    async def test() -> None:
+        prefill = await FakePrefill().start()
+        pairing = PairingConfig(disaggregation_prefill=prefill.url)
+        async with bench(None, "decode", pairing=pairing, load_failure_policy="recompute") as decode:
+            hold_without_token(decode)
+            prefill.answer = forever
+            task = asyncio.create_task(decode.http.post("/generate", json=PROMPT))
+            await until(lambda: bool(prefill.bodies and decode.scheduler._held))
+            await prefill.stop()
+            await until(lambda: decode.client.num_live == 1)
+            await held(decode)
+            assert (await task).status_code == 200 and len(decode.scheduler.requests) == 1
+
+    run(test)
+
+
+def test_a_control_token_is_proven_instead_of_a_key() -> None:
+    async def test() -> None:
+        verifier = SessionVerifier(worker_key(TOKEN))
+        paths: list[str] = []
+
+        @web.middleware
+        async def guarded(request: web.Request, handler: Any) -> web.StreamResponse:
+            if request.path == CHALLENGE_PATH:
+                nonce, proof = verifier.challenge(request.query["nonce"], 5.0)
+                return web.json_response({"nonce": nonce, "proof": proof})
+            digest = verifier.check(request.headers[PROOF_HEADER], request.method, request.raw_path, 5.0)
+            assert body_digest(await request.read()) == digest and "Authorization" not in request.headers
+            paths.append(request.path)
+            response: web.StreamResponse = await handler(request)
+            return response
+
+        prefill = await FakePrefill().start(guarded)
+        pairing = PairingConfig(disaggregation_prefill=prefill.url, disaggregation_prefill_api_key="not sent")
+        access = AccessConfig(require_control_proof=False)
+        async with bench(None, "decode", pairing=pairing, control_token=TOKEN, access=access) as decode:
+            answer = await decode.http.post("/generate", json=PROMPT)
+            assert answer.status_code == 200, answer.text
+            assert {"/generate", "/get_server_info"} <= set(paths)
+        await prefill.stop()
 
     run(test)
