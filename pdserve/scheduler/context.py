@@ -266,6 +266,11 @@ class SchedulerContext:
         """The store below the host tier; None without one."""
         return None if self.tier is None else self.tier.storage
 
+    def look_up(self, req: Req) -> None:
+        """Look up the prompt of a new request in the store, if there is one."""
+        if self.storage is not None:
+            self.storage.admit(req)
+
     def clear_storage(self) -> tuple[bool, str]:
         """Remove all objects of the store, in the background; returns whether there is one, and a message."""
         return (False, "there is no store") if self.storage is None else (True, self.storage.clear())

@@ -404,8 +404,7 @@ class Scheduler:
             if spec.kv_tokens:
                 self._extractor.restore(req)
             self.role.admit(req)
-            if self.context.storage is not None:
-                self.context.storage.admit(req)
+            self.context.look_up(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
             if displaced is not None:
