@@ -6,7 +6,7 @@ The schedulers run in threads, over zmq control sockets and a transport that cop
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.base.clock import MonotonicClock
@@ -24,12 +24,14 @@ from pdserve.config.groups import (
 )
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.speculative_group import SpeculativeConfig
-from pdserve.engine.assemble import make_memory, make_scheduler
+from pdserve.engine.assemble import make_context, make_memory, make_role, make_scheduler
 from pdserve.engine.replica import ReplicaEngine
+from pdserve.errors import ConfigError
 from pdserve.executor.factory import build_executor
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress, TokenLogprob
+from pdserve.protocol.messages import AbortRequest, GenerateRequest, RoomAddress, SwitchRole, TokenLogprob
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.role_switcher import OpenedRole, RoleSwitcher
 from pdserve.transfer.transports.memory import MemoryHub
 from tests.scheduler_threads import ADDRESS, DEADLINE_S, SchedulerThread, Served
 from tests.waiting import wait_until
@@ -100,11 +102,23 @@ class ModelServer(SchedulerThread):
                 draft_facts=ReplicaEngine(built, executor, None).draft_facts(),
                 draft_hidden_bytes=built.draft_hidden_bytes,
             )  # fmt: skip
-        self.start(
-            make_scheduler(
-                config, built, executor, memory, kv, None, self.mailbox, MonotonicClock(), self.hear, profile_name=mode
-            )
-        )
+        clock = MonotonicClock()
+        context = make_context(config, built, executor, memory, clock, self.hear)
+        opened = OpenedRole(role=make_role(config, context, kv, None), kv=kv, profile_name=mode)
+        self.start(make_scheduler(config, context, opened, self.mailbox, RoleSwitcher(_OneRole(), clock, self.hear)))
+
+
+class _OneRole:
+    """Implements `RoleOpener` for servers that keep their role."""
+
+    is_quiet = True
+
+    def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:
+        """Refuse."""
+        raise ConfigError("the role stays")
+
+    def announce(self) -> None:
+        """Do nothing: the facts do not change."""
 
 
 class ModelPair:

@@ -147,6 +147,7 @@ COMMANDS = frozenset(
         "/continue_generation",
         "/declare_peer_dead",
         "/migrate",
+        "/replicate",
         "/migrate_in",
         "/migrate_stream",
         "/start_profile",

@@ -23,10 +23,13 @@ from pdserve.llm.prepare import Conversation, Preparer, Prompt, ReadyJob, ReadyP
 from pdserve.llm.runner import Job, OfflineRunner
 from pdserve.llm.sampling import SamplingParams
 from pdserve.llm.servers import Servers
+from pdserve.llm.snapshots import SnapshotCalls
 from pdserve.server.context import ServerContext
 from pdserve.server.generation import GenerationUpdate
+from pdserve.server.request.intake import MAX_RID_CHARS
 from pdserve.server.sglang_api.admin import flush_when_idle
 from pdserve.server.sglang_api.lora import load_adapter, unload_adapter
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.tokenizer import load_tokenizer
 
 
@@ -87,7 +90,7 @@ FLUSH_WAIT_S = 5.0
 """Seconds to wait for idle servers, which may still release sequences that have just ended."""
 
 
-class LLM:
+class LLM(SnapshotCalls):
     """Runs a model in child processes on this machine, for offline batches. It opens no HTTP port.
 
         with LLM("smollm2") as llm:
@@ -169,6 +172,7 @@ class LLM:
         self._runner = OfflineRunner(self._servers.of("prefill"), others)
         self._preparer = Preparer(self._servers.all, seed)
         ready = others[0].context.client.require_ready()
+        self._store = SnapshotStore.of(config)
         self._maker = OutputMaker(tokenizer, frozenset(ready.eos_token_ids))
 
     # generation ------------------------------------------------------------------------------------------------------
@@ -181,6 +185,7 @@ class LLM:
         use_tqdm: UseTqdm = True,
         priority: Sequence[int] | None = None,
         lora_path: Adapter | Sequence[Adapter] = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for one or several prompts, in their order. Blocks the calling thread.
 
@@ -189,7 +194,8 @@ class LLM:
         prompts, or one per prompt; `SamplingParams`, or a dict with its names or SGLang's; None: the defaults.
         `use_tqdm`: show a progress bar, or a function to call in place of `tqdm`. `priority`: one per prompt, higher
         first with `enable_priority_scheduling` or `schedule_policy="priority"`; None: 0 for all. `lora_path`: name of a
-        loaded LoRA adapter, for all prompts or one per prompt; None: the model itself.
+        loaded LoRA adapter, for all prompts or one per prompt; None: the model itself. `request_ids`: one per prompt,
+        by which `extract` and `suspend` stop it; None: numbers.
 
         All arguments are validated before the first request is sent. Ctrl-C aborts the running requests; the LLM stays
         usable.
@@ -205,7 +211,7 @@ class LLM:
         adapters = _adapters(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.prompts(given))
-        return self._run(ready, params, priorities, adapters, use_tqdm)
+        return self._run(ready, params, priorities, adapters, use_tqdm, _names(request_ids, len(given)))
 
     def chat(
         self,
@@ -219,6 +225,7 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_path: Adapter | Sequence[Adapter] = None,
+        request_ids: Sequence[str] | None = None,
     ) -> list[RequestOutput]:
         """Generate outputs for one or several conversations, in order. `prompt` of an output is the rendered chat.
 
@@ -238,7 +245,7 @@ class LLM:
         adapters = _adapters(lora_path, len(given))
         self._check_alive()
         ready = self._servers.loop.call(self._preparer.conversations(given, fields))
-        return self._run(ready, params, [0] * len(given), adapters, use_tqdm)
+        return self._run(ready, params, [0] * len(given), adapters, use_tqdm, _names(request_ids, len(given)))
 
     def _run(
         self,
@@ -247,9 +254,12 @@ class LLM:
         priorities: list[int],
         adapters: list[Adapter],
         use_tqdm: UseTqdm,
+        names: Sequence[str] | None,
     ) -> list[RequestOutput]:
         """Run prepared prompts. The loop thread delivers ended jobs; the calling thread builds outputs and the bar."""
         ready = self._servers.loop.call(self._preparer.jobs(prompts, params, priorities, adapters))
+        if names is not None:
+            ready = [one.named(name) for one, name in zip(ready, names, strict=True)]
         outputs: list[RequestOutput | None] = [None] * len(ready)
         errors: dict[int, PdserveError] = {}
         news: queue.SimpleQueue[_Outcome | None] = queue.SimpleQueue()
@@ -419,6 +429,17 @@ def _adapters(given: Adapter | Sequence[Adapter], count: int) -> list[Adapter]:
     if len(given) != count:
         raise InvalidRequestError(f"lora_path has {len(given)} entries for {count} prompts", field="lora_path")
     return list(given)
+
+
+def _names(given: Sequence[str] | None, count: int) -> list[str] | None:
+    if given is None:
+        return None
+    names = [given] if isinstance(given, str) else list(given)
+    if len(names) != count or len(set(names)) != count:
+        raise InvalidRequestError(f"request_ids must be {count} different ids", field="request_ids")
+    if not all(isinstance(name, str) and 1 <= len(name) <= MAX_RID_CHARS for name in names):
+        raise InvalidRequestError(f"request_ids must have 1 to {MAX_RID_CHARS} characters", field="request_ids")
+    return names
 
 
 def _priorities(given: Sequence[int] | None, count: int) -> list[int]:

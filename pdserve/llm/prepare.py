@@ -154,6 +154,10 @@ class ReadyJob:
     prompt: ReadyPrompt
     params: SamplingParams
 
+    def named(self, name: str) -> ReadyJob:
+        """Return the same with the request id `name`."""
+        return dataclasses.replace(self, job=dataclasses.replace(self.job, request_id=name))
+
 
 @dataclasses.dataclass(kw_only=True)
 class _Nowhere:

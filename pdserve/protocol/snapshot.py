@@ -114,6 +114,7 @@ class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     output_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     prompt_logprobs: list[PromptLogprobs] = msgspec.field(default_factory=list)
     lora: Name | None = None
+    cache_salt: Name = ""
     priority: Annotated[int, msgspec.Meta(ge=-(1 << 31), le=(1 << 31) - 1)] = 0
     cached_tokens: Count = 0
     created_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0

@@ -58,6 +58,7 @@ from pdserve.server.request.schemas import (
     PeerBody,
     ProfileBody,
     ReasoningBody,
+    ReplicateBody,
     ResumeBody,
     RoleSwitchBody,
     SuspendBody,
@@ -92,6 +93,7 @@ BODIES: dict[str, type[msgspec.Struct]] = {
     "/declare_peer_dead": PeerBody,
     "/migrate": MigrateBody,
     "/migrate_in": TakeInBody,
+    "/replicate": ReplicateBody,
     "/migrate_stream": MigrateStreamBody,
     "/load_lora_adapter": LoadLoraBody,
     "/unload_lora_adapter": UnloadLoraBody,
@@ -181,17 +183,19 @@ def create_app(
     app = FastAPI(title="pdserve", lifespan=lifespan, docs_url=None, redoc_url=None)
     formats = ChatFormats.of(config.serving, tokenizer)
     own_id = token_id(control_token)
+    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
         dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
+        suspended=store,
     )  # fmt: skip
     install_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)  # disconnect while the body is read
-    store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     _add_routes(app, context, drain_gate, changer, SnapshotEndpoints(context, store), single)
     migrations = Migrations(context, peers)
     app.add_api_route("/migrate", migrations.migrate, methods=["POST"], name="post_migrate", response_model=None)
+    app.add_api_route("/replicate", migrations.replicate, methods=["POST"], name="replicate", response_model=None)
     app.add_api_route("/migrate_in", migrations.migrate_in, methods=["POST"], name="migrate_in", response_model=None)
     app.add_api_route(
         "/migrate_stream", migrations.migrate_stream, methods=["POST"], name="migrate_stream", response_model=None

@@ -36,6 +36,7 @@ from pdserve.server.request.intake import (
 )
 from pdserve.server.request.restored import RestoredRequest
 from pdserve.server.request.sampling_fields import RequestLimits, check_prompt_fits
+from pdserve.server.snapshot_store import SnapshotStore
 from pdserve.server.text.chat_formats import ChatFormats
 from pdserve.server.text.tokenizer import Tokenizer
 
@@ -65,6 +66,8 @@ class ServerContext:
     """`base.proof.token_id` of this server's control token."""
     adapters: dict[str, str] = dataclasses.field(default_factory=dict)
     """Directories of the loaded LoRA adapters, by name. `/load_lora_adapter` and `/unload_lora_adapter` change it."""
+    suspended: SnapshotStore | None = None
+    """The suspended requests; None: they are kept elsewhere, as those of an `LLM`."""
     restored: RestoredRequest | None = None
     """The snapshot that the next request goes on from, in the context of one call; None: requests begin anew."""
     changing_adapters: asyncio.Lock = dataclasses.field(default_factory=asyncio.Lock)

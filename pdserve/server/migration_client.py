@@ -28,6 +28,7 @@ MAX_ANSWER_BYTES = 1 << 20
 MAX_EVENT_BYTES = 64 << 20
 FAILED = "migration_failed"
 REFUSED = "migration_refused"
+NO_CACHE = "no_prefix_cache"
 _EVENT = b"data: "
 
 
@@ -128,6 +129,8 @@ def _refusal(url: URL, status: int, answer: bytes) -> RequestError:
         code, message, param = error.get("code"), str(error.get("message")), error.get("param")
     except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
         return _failed(f"{url} answered {status}")
+    if code == NO_CACHE:
+        return RequestError(message, status=409, code=NO_CACHE)
     if code == "handshake_refused":
         return RequestError(message, field=message.partition(":")[0], status=409, code=REFUSED)
     if status == 409 or (status in (400, 404) and param):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pdserve.protocol.messages import CommandReply, EndMigration, MigrateOut, MigrationOffer
+from pdserve.protocol.messages import CommandReply, EndMigration, MigrateOut, MigrationOffer, SendPrefix
 from pdserve.sim.network import SimNet
 from pdserve.sim.node import RequestHalf, SimNode
 from pdserve.sim.router import Client, SimRouter, SimTry
@@ -20,6 +20,7 @@ from pdserve.sim.server import SimServer
 PATIENCE_S = 40.0
 """Seconds that the other server may take to compute the request."""
 FIRST_ROOM = 1 << 40
+MAX_STAGES = 3
 
 
 class MovedServer:
@@ -84,6 +85,15 @@ class SimMove:
     room: int
     deadline: float
     phase: str = "asked"
+    num_stages: int = 0
+    """Stages that were begun."""
+    after: int = 0
+    """Leading tokens that the stages so far have sent."""
+
+    @property
+    def stage_rid(self) -> str:
+        """The name of the last stage at the target."""
+        return f"{self.new_rid}/stage {self.num_stages}"
 
     @property
     def new_rid(self) -> str:
@@ -93,7 +103,7 @@ class SimMove:
     @property
     def query_id(self) -> str:
         """Of the command whose reply is due."""
-        return f"{self.phase} {self.room}"
+        return f"{self.phase} {self.num_stages} {self.room}"
 
 
 class SimMigrations:
@@ -146,17 +156,50 @@ class SimMigrations:
         deadline = self._net.clock.now() + PATIENCE_S
         move = SimMove(client, each, source, source.node_of(rid), rid, target, room, deadline)
         self._moves.append(move)
-        move.node.mailbox.post(MigrateOut(query_id=move.query_id, rid=rid, room=room))
+        if move.target.replicas[0].memory.has_prefix_cache and self._net.rng.random() < 0.7:
+            self._begin_stage(move)
+        else:
+            self._stop(move)
+
+    def _stop(self, move: SimMove) -> None:
+        move.phase = "asked"
+        move.node.mailbox.post(MigrateOut(query_id=move.query_id, rid=move.rid, room=move.room))
+
+    def _begin_stage(self, move: SimMove) -> None:
+        move.phase = "stage"
+        move.num_stages += 1
+        room = move.room + (move.num_stages << 20)
+        move.node.mailbox.post(SendPrefix(query_id=move.query_id, rid=move.rid, room=room, after=move.after))
+
+    def _look_at_stage(self, move: SimMove) -> None:
+        """Begin the next stage once the target has the pages of this one; stop the request when it fails."""
+        half = None if move.target.dead else move.target.half(move.stage_rid)
+        if half is not None and half.finish is not None:
+            arrived = half.finish.type == "length"
+            self._net.counts["stages"] += arrived
+            if arrived and move.num_stages < MAX_STAGES:
+                self._begin_stage(move)
+            else:
+                self._stop(move)
+        elif move.target.dead or self._net.clock.now() > move.deadline:
+            self._command(move, "aborting")
 
     def _advance(self, move: SimMove) -> None:
         if move.source.dead:
             self._end(move, "migrations cut off by the death of the source")
             return
-        if move.phase == "offered":
-            self._look_at_target(move)
+        if move.phase in ("offered", "staging"):
+            (self._look_at_target if move.phase == "offered" else self._look_at_stage)(move)
             return
         reply = move.node.replies.pop(move.query_id, None)
         if reply is None:
+            return
+        if move.phase == "stage":
+            if reply.ok:
+                move.phase = "staging"
+                self._offer(move, reply)
+            else:
+                self._stop(move)
             return
         if move.phase == "asked":
             if not reply.ok:
@@ -173,13 +216,15 @@ class SimMigrations:
     def _offer(self, move: SimMove, reply: CommandReply) -> None:
         """Send the request to the target, which may have died when the message arrives."""
         offer = msgspec.msgpack.decode(reply.payload, type=MigrationOffer)
-        spec = msgspec.structs.replace(offer.request, rid=move.new_rid)
-        half = move.source.half(move.rid)
-        assert half is not None
-        assert len(spec.prior_output_ids) + 1 == offer.num_output_tokens, "not all tokens of the request are offered"
+        phase, rid = move.phase, move.new_rid if move.phase == "offered" else move.stage_rid
+        spec = msgspec.structs.replace(offer.request, rid=rid)
+        if phase == "staging":
+            move.after = len(spec.input_ids)
+        else:
+            assert len(spec.prior_output_ids) + 1 == offer.num_output_tokens, "not all tokens are offered"
 
         def arrive() -> None:
-            if not move.target.dead and move.phase == "offered" and move.target.role == "decode":
+            if not move.target.dead and move.phase == phase and move.target.role == "decode":
                 move.target.post(spec)
 
         self._net.later(arrive)

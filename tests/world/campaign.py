@@ -146,14 +146,22 @@ def setting(seed: int, only: str | None = None, *, without: str | None = None, m
 
 
 def with_migrations(seed: int, it: Setting) -> Setting:
-    """The same seed with at least two decode servers, longer outputs, and requests that move between the servers."""
-    rate = random.Random(f"migrations {seed}").choice((0.1, 0.3, 0.8))
+    """The same seed with at least two decode servers, longer outputs, and requests that move between the servers.
+
+    In half of the seeds with full attention only, outputs are long enough for stages, which need a prefix cache.
+    """
+    rng = random.Random(f"migrations {seed}")
+    rate, shape, num_new = rng.choice((0.1, 0.3, 0.8)), it.shape, MAX_NEW
+    if rng.random() < 0.5 and not (shape.window or shape.has_state):
+        num_new = 5 * MAX_NEW
+        num_pages = 3 * pages_for(MAX_PROMPT + num_new, shape.page_tokens)
+        shape = dataclasses.replace(shape, decode_prefix_cache=True, num_pages=num_pages)
     prompts, late = (
-        [dataclasses.replace(one, max_new_tokens=MAX_NEW) for one in each] for each in (it.prompts, it.late)
+        [dataclasses.replace(one, max_new_tokens=num_new) for one in each] for each in (it.prompts, it.late)
     )
     layout = dataclasses.replace(it.layout, decodes=max(2, it.layout.decodes))
     faults = dataclasses.replace(it.faults, migrate=rate)
-    return dataclasses.replace(it, layout=layout, faults=faults, prompts=prompts, late=late)
+    return dataclasses.replace(it, shape=shape, layout=layout, faults=faults, prompts=prompts, late=late)
 
 
 def play(

@@ -374,9 +374,10 @@ class DecodeRole(MixedBatchRole):
         self._context.cover_window(req, req.num_input_tokens, req.num_input_tokens)
         assert req.receiver is not None
         req.times.published = self._context.clock.now()
-        req.num_cached = num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
+        req.num_cached = min(num_cached, req.num_prompt)
         if self._context.tier is not None:
-            req.num_cached_host = min(self._context.tier.started(req), num_cached)
+            req.num_cached_host = min(self._context.tier.started(req), req.num_cached)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)

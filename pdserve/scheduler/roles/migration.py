@@ -136,6 +136,7 @@ class OutgoingMigrations:
         """Handle a command about `req`, None where it is not live. `state`: the queue that it is in."""
         match command:
             case EndMigration():
+                self.prefixes.cancel(command.rid)
                 self.end(command)
             case SendPrefix(prompt=None) if state != "running":
                 self._refuse(command.query_id, not_migratable(f"the request is {state or 'not live'}"))

@@ -41,6 +41,7 @@ GIVEN_UP = Failure(code="migration_aborted", message="the prefix is not sent any
 class _Sending:
     """One prefix. `req`: the running request whose pages they are; None: `lease` is of this prefix alone."""
 
+    rid: str
     room: int
     sender: KVSender
     aux: Lease
@@ -108,6 +109,11 @@ class PrefixSends:
         for sending in [it for it in self._by_room.values() if it.req is req]:
             self._give_up(sending)
 
+    def cancel(self, rid: str) -> None:
+        """Give up the prefixes of the request `rid`, or the one that `SendPrefix` named so."""
+        for sending in [it for it in self._by_room.values() if it.rid == rid]:
+            self._give_up(sending)
+
     # ------------------------------------------------------------------ inside
 
     def _cached(self, command: SendPrefix) -> Req:
@@ -138,7 +144,9 @@ class PrefixSends:
                 aux.drop("request")
             raise RequestError("no memory is free to send the prefix", status=503, code="no_prefix")
         num_pages = memory.num_pages(num_tokens)
-        self._by_room[command.room] = _Sending(command.room, sender, aux, lease, num_pages, context.clock.now(), req)
+        self._by_room[command.room] = _Sending(
+            command.rid, command.room, sender, aux, lease, num_pages, context.clock.now(), req
+        )
         request = msgspec.structs.replace(
             prompt.spec,
             input_ids=tokens,

@@ -261,6 +261,8 @@ class EngineClient:
                 self.incoming.drop(request.rid)
         if entry.failure is not None:
             raise entry.failure.error()
+        if entry.has_ended:
+            return
         self.incoming.wait_for_reader(entry)
 
     def find_one(self, name: str) -> RequestState | None:
@@ -307,6 +309,10 @@ class EngineClient:
     def count(self, name: str) -> int:
         """Return the number of live sequences whose client id, or whose batch's id, is `name`."""
         return len(self._live.find(name))
+
+    def single_names(self) -> list[str]:
+        """Return the client ids of all requests of one live sequence."""
+        return self._live.single_names()
 
     async def extract(self, rid: str, *, with_kv: bool, keep: bool) -> Extracted:
         """See `EngineQueries.extract`."""

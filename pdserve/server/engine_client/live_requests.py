@@ -311,6 +311,10 @@ class RequestStates:
         """Return the rids whose client id, or whose batch's id, is `name`; all for None."""
         return [rid for rid, one in self._sequences.items() if name is None or name in one.names]
 
+    def single_names(self) -> list[str]:
+        """Return the client ids that belong to one sequence each."""
+        return [one.name for one in self._sequences.values() if self._names[one.name] == 1]
+
     def has_adapter(self, name: str) -> bool:
         """Whether a live sequence has the LoRA adapter `name`."""
         return any(one.request.lora == name for one in self._sequences.values())

@@ -44,6 +44,8 @@ class IncomingRequest:
     """Set once the request is computed here, or has failed."""
     failure: Failure | None = None
     has_begun: bool = False
+    has_ended: bool = False
+    """True: it has ended without a token, as a prefix does."""
     is_attached: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -56,6 +58,7 @@ class IncomingRequest:
         """Add an output of the scheduler."""
         if output.finish is not None and not self.has_begun and not output.token_ids:
             self.failure = output.finish.failure
+            self.has_ended = True
         if output.token_ids and not self.has_begun:
             self.has_begun = True
             logprobs = None if output.logprobs is None else output.logprobs[1:]
@@ -110,7 +113,7 @@ class IncomingRequests:
             return
         if entry.timer is not None:
             entry.timer.cancel()
-        if not any(output.finish is not None for output in entry.outputs):
+        if not entry.has_ended and not any(output.finish is not None for output in entry.outputs):
             self._abort(rid)
 
     def attach(self, rid: str, field: str) -> IncomingRequest:

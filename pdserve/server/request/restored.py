@@ -230,6 +230,8 @@ class RestoredRequest:
             }
         if snapshot.lora is not None:
             body["lora_path"] = snapshot.lora
+        if snapshot.cache_salt:
+            body["cache_salt"] = snapshot.cache_salt
         return body
 
 

@@ -298,6 +298,16 @@ class MigrateBody(msgspec.Struct):
     attach: bool = False
 
 
+class ReplicateBody(msgspec.Struct):
+    """`POST /replicate`. `to`: base URL of the other server. The other fields are those of a request."""
+
+    to: str
+    text: str | None = None
+    input_ids: list[int] | None = None
+    lora_path: str | None = None
+    cache_salt: str | None = None
+
+
 class ProfileBody(msgspec.Struct):
     """`POST /start_profile`."""
 

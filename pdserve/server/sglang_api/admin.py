@@ -118,6 +118,8 @@ def _sglang_facts(context: ServerContext) -> dict[str, Any]:
         "stream_interval": 1,
         "lora_paths": context.adapters or None,
         "kv_events": _kv_events(context),
+        "suspended_requests": 0 if context.suspended is None else len(context.suspended),
+        "suspended_bytes": 0 if context.suspended is None else context.suspended.num_bytes,
         "load_events": _load_events(context),
     }
 
@@ -259,11 +261,17 @@ async def flush_when_idle(context: ServerContext, wait_s: float) -> CommandReply
 
 
 async def abort_request(context: ServerContext, request: Request) -> Response:
-    """Abort one request by its id, or all. An unknown id is not an error, because the request may just have ended."""
+    """Abort one request by its id, or all that run. An unknown id is not an error: the request may just have ended.
+
+    A suspended request of this id is dropped.
+    """
     body = convert(await read_json_object(request, context.max_body_bytes), AbortBody)
     if body.rid is None and not body.abort_all:
         raise RequestError("rid is missing; give it, or abort_all: true", field="rid")
-    return json_response({"num_aborted": context.client.abort(None if body.abort_all else body.rid)})
+    num_aborted = context.client.abort(None if body.abort_all else body.rid)
+    if body.rid is not None and not body.abort_all and context.suspended is not None:
+        num_aborted += context.suspended.drop(body.rid)
+    return json_response({"num_aborted": num_aborted})
 
 
 def _model_card(context: ServerContext) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """`POST /migrate`, `/migrate_in` and `/migrate_stream`: a running request moves to another decode server.
 
     client of S ──> S: /migrate {"rid", "to"}
+                    S: SendPrefix, S ──> D: /migrate_in      stages: whole pages move while the request runs
                     S: MigrateOut ──> the request stops, and is a value
                     S ──> D: /migrate_in ──> D receives the KV from S and computes the request
                     S: EndMigration(commit) ──> the request is forgotten
@@ -24,17 +25,20 @@ from yarl import URL
 
 from pdserve.base.stream_state import STATE_HEADER
 from pdserve.errors import EngineDeadError, RequestError
-from pdserve.protocol.messages import EndMigration, MigrateOut, MigrationOffer
+from pdserve.protocol.messages import EndMigration, GenerateRequest, MigrateOut, MigrationOffer, SendPrefix
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.server.context import ServerContext
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.engine_client.migration import IncomingRequest
 from pdserve.server.http.json_http import convert, event, json_response, read_json_object, stream_response
-from pdserve.server.migration_client import FAILED, MigrateStreamBody, MigrationClient, TakeInBody, base_url
+from pdserve.server.migration_client import FAILED, NO_CACHE, MigrateStreamBody, MigrationClient, TakeInBody, base_url
 from pdserve.server.request.intake import check_token_ids
-from pdserve.server.request.schemas import MigrateBody
+from pdserve.server.request.schemas import MigrateBody, ReplicateBody
 from pdserve.server.sglang_api.commands import COMMAND_TIMEOUT_S
 
 MAX_TAKE_IN_S = 120.0
+MAX_STAGES = 4
+"""Each stage sends what was generated during the one before, so few are needed."""
 
 
 class MigratedError(RequestError):
@@ -71,6 +75,31 @@ class Migrations:
         task.add_done_callback(self._tasks.discard)
         return json_response({"success": True, "rid": body.rid, "to": str(url), **await asyncio.shield(task)})
 
+    async def replicate(self, request: Request) -> Response:
+        """`POST /replicate`: send the cached prefix of a prompt to another server, whose prefix cache then has it."""
+        context = self._context
+        body = convert(await read_json_object(request, context.max_body_bytes), ReplicateBody)
+        url = base_url(body.to)
+        if context.config.parallel.dp_size > 1 or context.mode != "decode":
+            message = "only decode servers with one replica send prefixes"
+            raise RequestError(message, field="dp_size", status=409, code="not_migratable")
+        if (body.text is None) == (body.input_ids is None):
+            raise RequestError("exactly one of text and input_ids must be given", field="text")
+        field = "input_ids" if body.text is None else "text"
+        (tokens,) = await context.token_ids([body.text or body.input_ids or []], field, batch=False)
+        if body.lora_path is not None and body.lora_path not in context.adapters:
+            raise context.no_such_model(body.lora_path, field="lora_path")
+        sampling = CoreSamplingParams(max_new_tokens=0)
+        rid = f"replicate {secrets.token_hex(8)}"
+        prompt = GenerateRequest(
+            rid=rid, input_ids=tokens, sampling=sampling, lora=body.lora_path, cache_salt=body.cache_salt or ""
+        )
+        num_tokens = await self._send_prefix(rid, url, 0, prompt)
+        if num_tokens is None:
+            message = f"{field}: this server has no cached pages of it, or the other one has no prefix cache"
+            raise RequestError(message, field=field, status=404, code="no_prefix")
+        return json_response({"success": True, "to": str(url), "num_tokens": num_tokens})
+
     async def migrate_in(self, request: Request) -> Response:
         """`POST /migrate_in`: take a request; answer when it is computed here."""
         context = self._context
@@ -86,6 +115,8 @@ class Migrations:
         vocab_size = context.limits().vocab_size
         check_token_ids(spec.input_ids, vocab_size, "request.input_ids")
         check_token_ids(spec.prior_output_ids, vocab_size, "request.prior_output_ids")
+        if spec.sampling.max_new_tokens == 0 and not context.config.wants_prefix_cache:
+            raise RequestError("this server has no prefix cache to take a prefix", status=409, code=NO_CACHE)
         if spec.lora is not None and spec.lora not in context.adapters:
             raise context.no_such_model(spec.lora, field="lora_path")
         await context.client.take_in(spec, body.timeout_s)
@@ -104,6 +135,7 @@ class Migrations:
     async def _move(self, state: RequestState, url: URL, *, attach: bool) -> dict[str, Any]:
         """Move a request. Raises RequestError when it goes on here."""
         client, rid, room = self._context.client, state.request.rid, secrets.randbits(62)
+        num_stages = await self._send_stages(rid, url)
         stopped = await self._stop(rid, room)
         stopped_s = time.monotonic()
         offer = msgspec.msgpack.decode(stopped, type=MigrationOffer)
@@ -123,7 +155,48 @@ class Migrations:
             client.hand_over(rid, MigratedError(str(url), new_rid, offer.num_output_tokens))
         elif client.find_one(state.name) is state:
             client.moved.follow(rid, self._client.outputs(url, new_rid))
-        return {"migrated_rid": new_rid, "num_tokens": offer.num_output_tokens, "pause_s": pause_s}
+        return {
+            "migrated_rid": new_rid,
+            "num_tokens": offer.num_output_tokens,
+            "pause_s": pause_s,
+            "num_stages": num_stages,
+        }
+
+    async def _send_stages(self, rid: str, url: URL) -> int:
+        """Send whole pages while the request runs, until few are left; returns the number of stages.
+
+        Raises:
+            RequestError: the other server cannot take the request at all; it has not stopped.
+        """
+        after = 0
+        for number in range(MAX_STAGES):
+            num_tokens = await self._send_prefix(rid, url, after)
+            if num_tokens is None:
+                return number
+            after = num_tokens
+        return MAX_STAGES
+
+    async def _send_prefix(self, rid: str, url: URL, after: int, prompt: GenerateRequest | None = None) -> int | None:
+        """Send a prefix to the server at `url`; returns its tokens, None when there is nothing to send, or no cache.
+
+        Raises:
+            RequestError: the other server does not take it.
+        """
+        room = secrets.randbits(62)
+        reply = await self._context.client.command(
+            lambda i: SendPrefix(query_id=i, rid=rid, room=room, after=after, prompt=prompt), COMMAND_TIMEOUT_S
+        )
+        if not reply.ok:
+            return None
+        request = msgspec.msgpack.decode(reply.payload, type=MigrationOffer).request
+        try:
+            await self._client.take_in(url, msgspec.structs.replace(request, rid=f"p{room:x}"))
+        except RequestError as error:
+            await self._go_on(rid)
+            if error.code == NO_CACHE:
+                return None
+            raise
+        return len(request.input_ids)
 
     async def _stop(self, rid: str, room: int) -> bytes:
         """Stop the request; returns the encoded offer. Raises RequestError when it goes on."""

@@ -43,6 +43,8 @@ from pdserve.server.snapshot_store import SnapshotStore
 KV_RULES: tuple[KVRule, ...] = ("require", "prefer", "ignore")
 HEAD_TOKEN_BYTES = 64
 """Most bytes that a token takes in a snapshot without log probabilities, for the estimate of its size."""
+READ_S = 600.0
+"""Timeout of the body of `/restore`."""
 MAX_AT_ONCE = 2
 """Snapshot bodies that are read at once; further ones wait."""
 
@@ -107,6 +109,7 @@ def _snapshot_of(context: ServerContext, state: RequestState, extracted: Extract
         output_logprobs=_padded(state.output_logprobs, count) if wants_output else [],
         prompt_logprobs=[parts[start] for start in sorted(parts)],
         lora=request.lora,
+        cache_salt=request.cache_salt,
         priority=request.priority,
         cached_tokens=reply.cached_tokens,
         created_s=time.time(),
@@ -192,7 +195,12 @@ class SnapshotEndpoints:
         self._check_role()
         rule = _kv_rule(request)
         async with self._reading:
-            data = b"".join(await read_body(request, self._max_bytes, "--snapshot-max-gb"))
+            try:
+                async with asyncio.timeout(READ_S):
+                    data = b"".join(await read_body(request, self._max_bytes, "--snapshot-max-gb"))
+            except TimeoutError as error:
+                message = f"the snapshot did not arrive within {READ_S:g} s"
+                raise RequestError(message, status=408, code="body_timeout") from error
             snapshot, kv = await asyncio.to_thread(decode, data)
         return await self._go_on(request, snapshot, kv, rule)
 

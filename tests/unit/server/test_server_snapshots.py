@@ -258,10 +258,18 @@ async def test_a_suspended_request_is_resumed(in_files: bool, tokenizer: Tokeniz
         b.client.abort("r")
         await again
         b.scheduler.script, b.scheduler.hold = lambda request: tokens, False
+        assert (await b.http.get("/get_server_info")).json()["suspended_requests"] == 1
         if not in_files:
             answer = (await b.http.post("/resume", json={"rid": "r"})).json()
             assert answer["output_ids"][:-1] == tokens
             assert (await b.http.post("/resume", json={"rid": "r"})).status_code == 404
+            b.scheduler.script, b.scheduler.hold = lambda request: tokens[:2], True
+            call = asyncio.create_task(b.http.post("/generate", json={**CALLS[0][1], "rid": "r"}))
+            await until(lambda: bool(b.scheduler._held))
+            assert (await b.http.post("/suspend", json={"rid": "r"})).status_code == 200
+            await call
+            for count in (1, 0):
+                assert (await b.http.post("/abort_request", json={"rid": "r"})).json() == {"num_aborted": count}
     if in_files:  # another server finds the file
         async with bench(tokenizer, snapshot_dir=directory) as b:
             b.scheduler.script = lambda request: tokens
