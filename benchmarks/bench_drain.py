@@ -176,7 +176,7 @@ async def run(
     tasks = [
         asyncio.create_task(read_stream(session, farm.url, input_ids, args.output_len)) for input_ids in prompts(args)
     ]
-    while not all(task.done() for task in tasks):  # until half of the first server's tokens are there
+    while not all(task.done() for task in tasks):  # until all run at the first server
         async with session.get(f"{farm.decodes[0].url}/get_load") as response:
             load = (await response.json())[0]
         if load["num_running_reqs"] >= args.streams:

@@ -231,7 +231,7 @@ class RestoredRequest:
         if snapshot.lora is not None:
             body["lora_path"] = snapshot.lora
         if snapshot.cache_salt:
-            body["cache_salt"] = snapshot.cache_salt
+            body |= zip(("cache_salt", "extra_key"), snapshot.cache_salt.split("\0"), strict=False)  # see `with_salts`
         return body
 
 

@@ -56,6 +56,7 @@ def test_a_snapshot_is_read_as_it_was_written() -> None:
         origin=origin,
         kv=kv,
         lora="a",
+        cache_salt="s\0k",
     )
     snapshot, data = decode(encode(whole, [b"abcdef", b"ghij"]))
     assert snapshot == whole

@@ -213,10 +213,12 @@ async def test_a_hostile_snapshot_is_refused_by_the_field(tokenizer: Tokenizer, 
 
 async def test_other_requests_go_on_in_the_form_of_generate(tokenizer: Tokenizer, ids: Ids) -> None:
     async with bench(tokenizer) as b:
-        async with stopped(b, "/v1/responses", {"input": "hi", "max_output_tokens": 20}, ids, 3) as (_, data):
+        body = {"input": "hi", "max_output_tokens": 20, "cache_salt": "a", "extra_key": "b"}
+        async with stopped(b, "/v1/responses", body, ids, 3) as (_, data):
             assert decode(data)[0].origin is None
             answer = (await restore(b, data)).json()
         assert answer["output_ids"][:-1] == ids(TEXT) and answer["text"] == TEXT
+        assert b.scheduler.requests[-1].cache_salt == "a\0b"
 
 
 async def test_what_is_not_there_is_said(tokenizer: Tokenizer, ids: Ids) -> None:
