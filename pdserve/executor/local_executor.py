@@ -92,9 +92,7 @@ class LocalExecutor(HostTierCopies):
     """Implements `Executor` for one rank. `context_length`: most tokens of a row, prompt and output together.
 
     `layout` is the whole model's; `pools` and `attention` belong to this rank's part of it.
-
     `grammars`: the rows with a grammar, on the rank that samples. Without it every request with a grammar fails.
-
     With `overlap`, a thread computes the steps on CPU, and `close` ends it. On CUDA `launch` never waits.
 
     With `returns_results` False this rank returns no tokens; a step is resolved when its part is computed. `choose`
@@ -349,14 +347,14 @@ class LocalExecutor(HostTierCopies):
     def offload(self, pages: Sequence[Sequence[int]]) -> HostPages:
         """See `Executor.offload`. Waits for the copy: a peer may write into the pages as soon as they are free."""
         self.settle_slots(state_slots(self._layout, pages))
-        with self._runner.behind(), torch.inference_mode():
+        with self._runner.behind():
             return kv_pages.save(self.pools, pages)
 
     def settle_slots(self, slots: Sequence[int]) -> None:
-        """Fold the accepted pending tokens of these state slots before a copy. No step is unresolved."""
-        assert not self._launched
-        with self._runner.behind(), torch.inference_mode():
-            if self._pending is not None and self._fold is not None:
+        """Fold the accepted pending tokens of these state slots, before they are copied."""
+        assert not self._launched, "a copy to the host while a step is unresolved"
+        if self._pending is not None and self._fold is not None:
+            with self._runner.behind():
                 self._pending.settle(slots, self._fold)
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:

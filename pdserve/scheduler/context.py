@@ -257,7 +257,9 @@ class SchedulerContext:
         if host is not None:
             more = {} if wake is None else {"wake": wake}
             self.tier = HostTier(memory, host, executor, self.counters, clock.now, write_policy, **more)
-        self.retracted_kv = RetractedKV(memory, executor, self.counters, lambda: self.limits.offload_bytes, host)
+        self.retracted_kv = RetractedKV(
+            memory, executor, self.counters, lambda: self.limits.offload_bytes, host, lambda: self.limits.imports_kv
+        )
         self._launched = self._resolved = 0
         self._deferred_frees: deque[_DeferredFree] = deque()
 
@@ -391,9 +393,7 @@ class SchedulerContext:
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
             if self.tier is not None:
-                self.tier.cached(req.rid, req.token_bytes(req.computed), req.computed)
-            if self.storage is not None:
-                self.storage.computed(req)
+                self.tier.cached(req)
 
     def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""

@@ -6,7 +6,7 @@ The monolith and decode roles share it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -18,31 +18,6 @@ from pdserve.scheduler.speculation import Speculation
 
 RETRACT_STEPS = 16
 """Retraction frees enough memory for this many further steps of the remaining requests, so that it stays rare."""
-
-
-class DecodeReservation:
-    """Counts the token slots that a new request must leave free, so that the requests `held` can grow.
-
-    Held requests have memory, and each can grow by `each_tokens`. The largest one can finish once all others are
-    retracted.
-    """
-
-    def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
-        self._each_tokens = each_tokens
-        self._growth = self._occupied = self._largest = 0
-        for req in held:
-            self.add(req)
-
-    def add(self, req: Req) -> None:
-        """Add a request that has been given memory."""
-        self._growth += min(self._each_tokens, req.num_remaining)
-        self._occupied += req.seq_len
-        self._largest = max(self._largest, req.max_len)
-
-    @property
-    def tokens(self) -> int:
-        """Token slots to keep free."""
-        return max(self._growth, self._largest - self._occupied)
 
 
 class NewTokenRatio:

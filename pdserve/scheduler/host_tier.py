@@ -112,12 +112,14 @@ class HostTier:
         """Whether a later `poll` has something to do, though no event is posted."""
         return bool(self._pending) or self.num_running > 0
 
-    def cached(self, rid: str, token_ids: bytes, num_tokens: int) -> None:
-        """Note that the prefix cache has the first whole pages of `token_ids` from request `rid`."""
-        num_pages = self._layout.whole_pages(num_tokens)
+    def cached(self, req: Req) -> None:
+        """Note that the prefix cache has the whole computed pages of a request."""
+        if self.storage is not None:
+            self.storage.computed(req)
+        num_pages = self._layout.whole_pages(req.computed)
         if self.policy == "write_back" or num_pages == 0 or not self._memory.has_prefix_cache:
             return
-        self._add(rid, token_ids[: self._num_bytes(num_pages)])
+        self._add(req.rid, req.token_bytes(self._layout.tokens_in(num_pages)))
 
     def poll(self) -> None:
         """Take the copies that have ended, and start saves; the same for the store. Called once a turn."""

@@ -10,7 +10,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from pdserve.executor.interface import Executor, HostPages
+from pdserve.executor.interface import Executor
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.lease import Lease
@@ -21,14 +21,28 @@ from pdserve.scheduler.request import Req
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class _SlotPages:
-    """Implements `HostPages`: KV in slots of the host tier that `lease` keeps."""
+    """Implements `HostPages`: KV in slots of the host tier that `lease` keeps.
+
+    `copies`: the pages that it came from, and its slots. `pool` has the bytes; None: other ranks have a part of them.
+    """
 
     lease: Lease
     num_bytes: int
+    copies: Sequence[PageCopies]
+    layout: KVLayout
+    pool: HostPool | None
 
-    def export(self) -> None:
-        """See `HostPages.export`: slots are not exported, and a snapshot has the tokens alone."""
-        return
+    def export(self) -> list[bytes] | None:
+        """See `HostPages.export`."""
+        memory = None if self.pool is None else self.pool.memory
+        if memory is None:
+            return None
+        found = [b""] * len(self.layout.groups)
+        for one in self.copies:
+            for part in memory.parts[one.space]:
+                slab = memory.slabs[one.space][list(one.slots), part.start : part.start + part.num_bytes]
+                found[part.group] = slab.tobytes()
+        return found
 
 
 class RetractedKV:
@@ -45,9 +59,11 @@ class RetractedKV:
         counters: Counter[str],
         most_bytes: Callable[[], int],
         pool: HostPool | None = None,
+        has_all: Callable[[], bool] = bool,
     ) -> None:
+        """`has_all` returns whether this process has the KV of all layers and heads, see `HostPages.export`."""
         self._memory, self._executor, self._counters = memory, executor, counters
-        self._most_bytes, self._pool = most_bytes, pool
+        self._most_bytes, self._pool, self._has_all = most_bytes, pool, has_all
         self.num_bytes = 0
         """Bytes of host memory in use."""
 
@@ -59,18 +75,17 @@ class RetractedKV:
         num_bytes = layout.bytes_by_group(pages)
         if self.num_bytes + num_bytes > self._most_bytes():
             return False
-        saved: HostPages
         if self._pool is None:
-            saved = self._executor.offload(pages)
+            req.saved = self._executor.offload(pages)
         else:
             by_space = _by_space(layout, pages)
             lease = self._reserve(self._pool, req.rid, by_space)
             if lease is None:
                 return False
-            self._executor.copy_now(_copies(lease, by_space), to_host=True)
-            saved = _SlotPages(lease, num_bytes)
-        req.saved = saved
-        self.num_bytes += saved.num_bytes
+            copies = _copies(lease, by_space)
+            self._executor.copy_now(copies, to_host=True)
+            req.saved = _SlotPages(lease, num_bytes, copies, layout, self._pool if self._has_all() else None)
+        self.num_bytes += req.saved.num_bytes
         self._counters["offloaded_pages"] += len(pages[0])
         return True
 

@@ -52,8 +52,7 @@ from pdserve.scheduler.load_report import LoadReporter
 from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
-from pdserve.scheduler.roles.base import SchedulerRole, count_by_priority
-from pdserve.scheduler.self_audit import audit
+from pdserve.scheduler.roles.base import SchedulerRole, audit_holds, count_by_priority
 from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
@@ -225,7 +224,7 @@ class Scheduler:
 
     def audit(self) -> list[str]:
         """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended."""
-        return audit(self.context, self.role, self.kv, under_way=bool(self._under_way), idle=self._idle)
+        return audit_holds(self.context, self.role, self.kv, idle=self._idle, in_flight=bool(self._under_way))
 
     @property
     def _idle(self) -> bool:

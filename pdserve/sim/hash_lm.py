@@ -37,11 +37,10 @@ from pdserve.sim.hash_draft import HashDraftKV
 from pdserve.sim.hash_layers import POISON, U64, HashLayer, RowPages, forward, mix
 from pdserve.sim.hash_layout import HashStamps, hash_layout
 from pdserve.sim.hash_sampling import VOCAB_SIZE, HashDrafting, HashSampler
-from pdserve.sim.hash_tier import HashTierCopies
-from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
+from pdserve.sim.hash_tier import HashTierCopies, SavedPages
 from pdserve.transfer.plan import RankShard
 
-__all__ = ["HashExecutor", "HashHasher", "hash_layout"]
+__all__ = ["HashExecutor", "hash_layout"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -238,14 +237,14 @@ class HashExecutor(HashTierCopies, HashStamps):
         """See `Executor`. The accepted tokens that are pending are folded into the slots first."""
         self._settle(pages)
         contents = [pool[list(own)].copy() for pools in self.pools for pool, own in zip(pools, pages, strict=True)]
-        return _Saved(contents, len(self.pools))
+        return SavedPages(contents, len(self.pools))
 
     def restore(self, saved: HostPages, pages: Sequence[Sequence[int]]) -> None:
         """See `Executor`."""
         if isinstance(saved, ImportedPages):
             both = zip(*self.pools, saved.data, strict=True)
-            saved = _Saved([np.frombuffer(own, "<u8").reshape(-1, *pool.shape[1:]) for pool, own in both])
-        assert isinstance(saved, _Saved)
+            saved = SavedPages([np.frombuffer(own, "<u8").reshape(-1, *pool.shape[1:]) for pool, own in both])
+        assert isinstance(saved, SavedPages)
         contents = iter(saved.contents)
         for pools in self.pools:
             for pool, own in zip(pools, pages, strict=True):
@@ -461,39 +460,3 @@ class _Step:
         if self._result is None:
             self._result = self._executor.compute(self._plan, self._tables)
         return self._result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Saved:
-    """Implements `HostPages`."""
-
-    contents: list[U64]
-    num_ranks: int = 1
-
-    @property
-    def num_bytes(self) -> int:
-        """See `HostPages`."""
-        return sum(content.nbytes for content in self.contents)
-
-    def export(self) -> list[bytes] | None:
-        """See `HostPages`."""
-        return [content.tobytes() for content in self.contents] if self.num_ranks == 1 else None
-
-
-class HashHasher:
-    """Implements `KVHasher` over the pools of a `HashExecutor`. Draft KV is not hashed."""
-
-    def __init__(self, executor: HashExecutor) -> None:
-        self._executor = executor
-
-    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
-        """See `KVHasher`."""
-        digests = []
-        for rank, (windows, pools) in enumerate(zip(self._executor.windows, self._executor.pools, strict=True)):
-            groups: list[GroupDigest] = []
-            for window, pool, own, first in zip(windows, pools, pages, firsts, strict=True):
-                rows = pool[list(own)].reshape(len(own), window.group.page_bytes // 8).view(np.uint8)
-                if window.group.kind is not GroupKind.DRAFT:
-                    groups += digest_group(window, [rows], first, num_tokens)
-            digests.append(RankDigest(rank, tuple(groups)))
-        return tuple(digests)

@@ -1,19 +1,21 @@
-"""The host tier of a `HashExecutor`: slots of each rank, and copies whose bytes move some time after their start.
+"""Pages of a `HashExecutor` outside steps: hashed, in host memory, and in the host tier, whose copies take time.
 
 The bytes move at the end of a copy, at once. So a page or slot that is reused before the end gives wrong tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from pdserve.executor.interface import CopyHandle
 from pdserve.executor.page_copies import PendingCopy
-from pdserve.memory.layout import KVLayout, PageSpace
+from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
 from pdserve.memory.tiers.host_memory import HostMemory, PageCopies
 from pdserve.sim.hash_layers import POISON, U64
+from pdserve.transfer.checksum import GroupDigest, RankDigest, digest_group
 from pdserve.transfer.plan import RankShard
 
 Later = Callable[[Callable[[], None]], None]
@@ -119,3 +121,39 @@ class HashTierCopies:
     def settle_slots(self, slots: set[int]) -> None:
         """Fold the pending tokens of these state slots."""
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedPages:
+    """Implements `HostPages`: the pages of each rank and group. `num_ranks`: ranks that have a part of them."""
+
+    contents: list[U64]
+    num_ranks: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """See `HostPages`."""
+        return sum(content.nbytes for content in self.contents)
+
+    def export(self) -> list[bytes] | None:
+        """See `HostPages`."""
+        return [content.tobytes() for content in self.contents] if self.num_ranks == 1 else None
+
+
+class HashHasher:
+    """Implements `KVHasher` over the pools of a `HashExecutor`. Draft KV is not hashed."""
+
+    def __init__(self, executor: HashTierCopies) -> None:
+        self._executor = executor
+
+    def digest(self, pages: Sequence[Sequence[int]], firsts: Sequence[int], num_tokens: int) -> tuple[RankDigest, ...]:
+        """See `KVHasher`."""
+        digests = []
+        for rank, (windows, pools) in enumerate(zip(self._executor.windows, self._executor.pools, strict=True)):
+            groups: list[GroupDigest] = []
+            for window, pool, own, first in zip(windows, pools, pages, firsts, strict=True):
+                rows = pool[list(own)].reshape(len(own), window.group.page_bytes // 8).view(np.uint8)
+                if window.group.kind is not GroupKind.DRAFT:
+                    groups += digest_group(window, [rows], first, num_tokens)
+            digests.append(RankDigest(rank, tuple(groups)))
+        return tuple(digests)

@@ -45,8 +45,9 @@ from pdserve.scheduler.roles.prefill import PrefillRole
 from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.sim.hash_draft import HIDDEN_BYTES
 from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
-from pdserve.sim.hash_lm import HashExecutor, HashHasher
+from pdserve.sim.hash_lm import HashExecutor
 from pdserve.sim.hash_storage import add_store, open_port
+from pdserve.sim.hash_tier import HashHasher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
 from pdserve.sim.shape import Prompt, Shape

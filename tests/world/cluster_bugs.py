@@ -18,7 +18,7 @@ from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.roles.decode import DecodeRole
 from pdserve.scheduler.scheduler import Scheduler
-from pdserve.sim.hash_lm import HashHasher
+from pdserve.sim.hash_tier import HashHasher
 from pdserve.transfer import sessions as sessions_module
 from pdserve.transfer.checksum import RankDigest
 from pdserve.transfer.events import Address, CopyDone, CopyJob, PeerFenced, PrefillFound, PrefillNotFound

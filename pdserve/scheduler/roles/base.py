@@ -22,6 +22,7 @@ from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.migration import not_migratable
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.scheduler.step_parts import StepKind
+from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 
 LOST = Failure(code="transfer_failed", message="the KV transfer failed and reported no cause")
@@ -183,6 +184,33 @@ def count_by_priority(live: Iterable[Req], members: Mapping[str, Queued]) -> dic
     return {name: dict(numbers) for name, numbers in counted.items()} | {
         "num_queue_reqs": dict(everywhere - counted["num_running_reqs"])
     }
+
+
+def audit_holds(
+    context: SchedulerContext, role: SchedulerRole, kv: KVManager | None, *, idle: bool, in_flight: bool
+) -> list[str]:
+    """Return one sentence for each page, row, aux slot or room whose owner is missing, duplicate, or ended.
+
+    `idle`: no request, step, transfer or copy is left. `in_flight`: a step is under way.
+    """
+    memory, live, guests = context.memory, role.live, role.guests
+    found = memory.audit()
+    if not in_flight:
+        found += [
+            f"{len(lease.pages)} {name} are held for request {lease.owner!r}, which has ended: {lease!r}"
+            for name, pool in (("pages", memory.pages), ("aux slots", memory.aux))
+            for lease in pool.live_leases
+            if idle or (lease.held_by("request") and lease.owner not in live and lease.owner not in guests)
+        ]
+        taken = {req.row for req in live.values()}
+        found += [f"row {row} is open for no request" for row in memory.table.open_rows if row not in taken]
+    if kv is not None and (num_rooms := kv.counts()["rooms_live"]) > len(live) + len(guests):
+        found.append(f"{num_rooms} rooms are live for {len(live)} requests")
+    if context.tier is not None:
+        found += context.tier.audit(idle=idle)
+    if idle and context.offloaded_bytes:
+        found.append(f"{context.offloaded_bytes} bytes of host memory are held for no request")
+    return found
 
 
 class PollFailures:

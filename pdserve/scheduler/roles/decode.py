@@ -32,7 +32,6 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import MigrationCommand, RequestTiming
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
-from pdserve.scheduler.decode_batch import DecodeReservation
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
 from pdserve.scheduler.request import Req, WaitingQueue
@@ -50,13 +49,11 @@ from pdserve.scheduler.roles.base import (
     received_timing,
 )
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
+from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
-
-LOAD_AHEAD = 8
-"""Requests at the head of the queue whose pages may come from the host tier at the same time."""
 
 
 class DecodeRole(MixedBatchRole):
@@ -76,6 +73,7 @@ class DecodeRole(MixedBatchRole):
 
         `load_failure_policy`: see `--disaggregation-load-failure-policy`.
         """
+        self._loads = HostLoads(context, self._has_memory)
         self._retracted = ready.for_retracted()
         """Requests whose prompt or output is computed again here."""
         super().__init__(context, BatchPlanner(context, self._retracted, self._headroom_tokens), ready, step_log)
@@ -234,36 +232,12 @@ class DecodeRole(MixedBatchRole):
         """Publish pages in the order of the schedule policy, until a request finds too little memory."""
         reserve = DecodeReservation(self._context.limits.reserved_decode_tokens, self._held())
         self._ready.refresh()
-        for req in self._load_ahead():
-            self._loads_first(req)
-        while len(self._ready) and self._may_publish() and not self._loads_first(self._ready[0]):
+        if self._may_publish():
+            self._loads.begin(self._ready)
+        while len(self._ready) and self._may_publish() and not self._loads.holds_back(self._ready[0]):
             if not self._publish(self._ready[0], reserve):
                 return
             self._ready.remove(self._ready[0])
-
-    def _is_loading(self, req: Req) -> bool:
-        tier = self._context.tier
-        return tier is not None and tier.is_loading(req)
-
-    def _load_ahead(self) -> list[Req]:
-        """Return the first requests with a session, whose pages may come from the host tier at the same time."""
-        if self._context.tier is None or not self._may_publish():
-            return []
-        return [self._ready[index] for index in range(min(LOAD_AHEAD, len(self._ready)))]
-
-    def _loads_first(self, req: Req) -> bool:
-        """True when pages of `req` come from the host tier, or begin to now; the others are published then."""
-        tier = self._context.tier
-        return tier is not None and tier.holds_back(req, lambda: self._has_memory(req), self._most_cached(req))
-
-    def _most_cached(self, req: Req) -> int:
-        """Return the input tokens that need not be transferred when the prefix cache has their token pages."""
-        layout = self._context.memory.layout
-        most = req.num_input_tokens - layout.has_state  # the state comes with the last page
-        if layout.window:  # window pages come with the token pages of the same numbers
-            window = layout.window_pages(req.num_input_tokens, req.num_input_tokens)
-            most = min(most, layout.tokens_in(window.start))
-        return most
 
     def _would_preempt(self, preemption: Preemption) -> bool:
         return preemption.is_due or bool(self._victims(preemption))
@@ -283,7 +257,7 @@ class DecodeRole(MixedBatchRole):
             first = min(self._waiting.values(), key=ready.key)
             if victims := preemption.victims(first, lambda gone: True):
                 return victims
-        if not len(ready) or not self._may_publish() or self._is_loading(ready[0]) or self._has_memory(ready[0]):
+        if not len(ready) or not self._may_publish() or self._loads.is_running(ready[0]) or self._has_memory(ready[0]):
             return []
         return preemption.victims(ready[0], lambda gone: self._has_memory(ready[0], gone))
 
@@ -361,7 +335,7 @@ class DecodeRole(MixedBatchRole):
             req.num_input_tokens,
             req.rid,
             prompt,
-            self._most_cached(req),
+            most_cached(memory.layout, req),
             max_len=req.max_len,
             decode_only=True,
             needs_state=False,
@@ -376,8 +350,7 @@ class DecodeRole(MixedBatchRole):
         req.times.published = self._context.clock.now()
         num_cached = memory.layout.tokens_in(lease.num_prefix_pages)
         req.num_cached = min(num_cached, req.num_prompt)
-        if self._context.tier is not None:
-            req.num_cached_host = min(self._context.tier.started(req), req.num_cached)
+        self._loads.started(req)
         self._context.counters["decode_cached_tokens"] += num_cached
         if req.receiver.is_fake:
             pages = memory.pages_by_group(lease, req.num_input_tokens, lease.num_prefix_pages)

@@ -1,0 +1,76 @@
+"""What decode does before it publishes a request's pages: memory stays free, and the host tier gives prefixes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pdserve.memory.layout import KVLayout
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.request import Req, WaitingQueue
+
+LOAD_AHEAD = 8
+"""Requests at the head of the queue whose pages may come from the host tier at the same time."""
+
+
+def most_cached(layout: KVLayout, req: Req) -> int:
+    """Return the input tokens that need not be transferred when the prefix cache has their token pages."""
+    most = req.num_input_tokens - layout.has_state  # the state comes with the last page
+    if layout.window:  # window pages come with the token pages of the same numbers
+        window = layout.window_pages(req.num_input_tokens, req.num_input_tokens)
+        most = min(most, layout.tokens_in(window.start))
+    return most
+
+
+class HostLoads:
+    """Prefixes of requests with a session come from the host tier before the other pages are published.
+
+    `has_memory` returns whether the pages of a request could be published now. Without a host tier it does nothing.
+    """
+
+    def __init__(self, context: SchedulerContext, has_memory: Callable[[Req], bool]) -> None:
+        self._context, self._has_memory = context, has_memory
+
+    def begin(self, ready: WaitingQueue) -> None:
+        """Begin loads for the first requests of the queue."""
+        if self._context.tier is not None:
+            for req in [ready[index] for index in range(min(LOAD_AHEAD, len(ready)))]:
+                self.holds_back(req)
+
+    def holds_back(self, req: Req) -> bool:
+        """True when pages of `req` come from the host tier, or begin to now."""
+        tier, layout = self._context.tier, self._context.memory.layout
+        return tier is not None and tier.holds_back(req, lambda: self._has_memory(req), most_cached(layout, req))
+
+    def is_running(self, req: Req) -> bool:
+        """True while pages of `req` come from the host tier."""
+        return self._context.tier is not None and self._context.tier.is_loading(req)
+
+    def started(self, req: Req) -> None:
+        """Note that `req` has its pages, of which `Req.num_cached` tokens were cached."""
+        if self._context.tier is not None:
+            req.num_cached_host = min(self._context.tier.started(req), req.num_cached)
+
+
+class DecodeReservation:
+    """Counts the token slots that a new request must leave free, so that the requests `held` can grow.
+
+    Held requests have memory, and each can grow by `each_tokens`. The largest one can finish once all others are
+    retracted.
+    """
+
+    def __init__(self, each_tokens: int, held: Iterable[Req]) -> None:
+        self._each_tokens = each_tokens
+        self._growth = self._occupied = self._largest = 0
+        for req in held:
+            self.add(req)
+
+    def add(self, req: Req) -> None:
+        """Add a request that has been given memory."""
+        self._growth += min(self._each_tokens, req.num_remaining)
+        self._occupied += req.seq_len
+        self._largest = max(self._largest, req.max_len)
+
+    @property
+    def tokens(self) -> int:
+        """Token slots to keep free."""
+        return max(self._growth, self._largest - self._occupied)
