@@ -36,7 +36,7 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 class SaltedTokens(bytes):
     """The tokens of a prompt whose request has a cache salt: the prefix cache gives it pages of this salt alone.
 
-    Slices from the first token on keep the salt.
+    Slices from the first token on keep the salt. Tokens of another salt, or of none, are not equal.
     """
 
     salt: str
@@ -48,6 +48,15 @@ class SaltedTokens(bytes):
         salted = cls(tokens)
         salted.salt = salt
         return salted
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SaltedTokens) and other.salt == self.salt and bytes.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash((self.salt, bytes.__hash__(self)))
 
     def __getitem__(self, index: SupportsIndex | slice) -> bytes:  # type: ignore[override]
         """Return a part as bytes, with the salt when it begins at the first token."""

@@ -80,6 +80,9 @@ def test_tokens_keep_their_salt_in_slices_from_the_first_on() -> None:
         "s", "s", "s", "", "", "",
     ]  # fmt: skip
     assert tokens[4:8] == letters("abc")[4:8]
+    others = {letters("abc"), SaltedTokens.of(letters("abc"), "t"), SaltedTokens.of(letters("abd"), "s")}
+    assert tokens not in others and tokens in {*others, SaltedTokens.of(letters("abc"), "s")}
+    assert tokens != letters("abc") and letters("abc") != tokens
 
 
 def test_a_page_counts_only_as_a_whole() -> None:

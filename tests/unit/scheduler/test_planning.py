@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pdserve.base.clock import ManualClock, RetryAfterEstimator
-from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache
+from pdserve.protocol.messages import AbortRequest, CommandReply, FlushCache, GenerateRequest
+from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.decode_batch import NewTokenRatio
 from tests.unit.scheduler.kit import Mono
 
@@ -354,3 +355,16 @@ def test_when_to_come_back_follows_the_pace_of_the_last_half_minute() -> None:
     assert pace.retry_after_s(5) == 4, "five in twenty seconds"
     clock.advance(8 * 3600.0)
     assert pace.retry_after_s(5) == 1, "hours ago says nothing"
+
+
+@pytest.mark.parametrize(
+    ("salts", "waits"), [(("", ""), True), (("a", "a"), True), (("a", "b"), False), (("", "a"), False)]
+)
+def test_a_prompt_waits_for_a_page_of_its_salt_only(salts: tuple[str, str], waits: bool) -> None:
+    mono = Mono(prefix_cache=True, num_rows=2, chunk=None)
+    for rid, salt in zip("ab", salts, strict=True):
+        mono.mailbox.post(
+            GenerateRequest(rid=rid, input_ids=[5] * 9, sampling=CoreSamplingParams(max_new_tokens=2), cache_salt=salt)
+        )
+    mono.scheduler.step()
+    assert [row.rid for row in mono.executor.plans[0].rows] == (["a"] if waits else ["a", "b"])
