@@ -4,8 +4,8 @@
                                     up ── `FAILED_CALLS` failed calls in a row ──> skipped for `SKIP_S` seconds
     down ── a check succeeds ──> up
 
-A check asks `/health`, and `/get_server_info` of a server that is not up, whose bootstrap port may be another one. Used
-on the event loop only.
+A check asks `/health`. It asks `/get_server_info` of a server that is not up or whose KV did not come: it may have been
+restarted with another bootstrap port. Used on the event loop only.
 """
 
 from __future__ import annotations
@@ -53,11 +53,15 @@ RESULTS = ("ok", "refused", "busy", "failed", "unreachable", "cancelled")
 
 @dataclasses.dataclass(eq=False)
 class PrefillServer:
-    """One server. `is_up` None: no check has ended. `num_running`: calls that have not ended."""
+    """One server. `is_up` None: no check has ended. `num_running`: calls that have not ended.
+
+    `is_stale`: the next check reads the bootstrap port again.
+    """
 
     url: str
     bootstrap_port: int | None = None
     is_up: bool | None = None
+    is_stale: bool = False
     num_running: int = 0
     failed_checks: int = 0
     failed_calls: int = 0
@@ -230,6 +234,7 @@ class PrefillServers(Collector):
             server.failed_calls = 0
         elif result in ("failed", "unreachable"):
             server.failed_calls += 1
+            server.is_stale = True
             if server.failed_calls >= FAILED_CALLS:
                 server.failed_calls = 0
                 server.skipped_until_s = asyncio.get_running_loop().time() + SKIP_S
@@ -261,11 +266,13 @@ class PrefillServers(Collector):
         assert self._session is not None, "start() has opened it"
         timeout = aiohttp.ClientTimeout(total=CHECK_TIMEOUT_S)
         ask: Callable[..., Any] = self._session.get
-        if server.is_up:
+        if server.is_up and not server.is_stale:
             async with ask(server.url + "/health", timeout=timeout, headers=self._headers) as response:
                 role = response.headers.get(ROLE_HEADER, "prefill")
-                if response.status != 200 or role != "prefill":
-                    raise ValueError(f"/health answers {response.status}, role {role}")
+                if role != "prefill":
+                    raise ValueError(f"it is no prefill server: its role is {role!r}")
+                if response.status != 200:
+                    raise ConnectionError(f"/health answers {response.status}")
             return
         async with ask(server.url + "/get_server_info", timeout=timeout, headers=self._headers) as response:
             raw = await response.read()
@@ -280,7 +287,7 @@ class PrefillServers(Collector):
             raise ValueError(f"disaggregation_bootstrap_port is {port!r}, expected a port number")
         if info.get("status") == "not_ready":
             raise ValueError("its engine is starting")
-        server.bootstrap_port = port
+        server.bootstrap_port, server.is_stale = port, False
 
 
 def _error_of(server: PrefillServer, response: aiohttp.ClientResponse, raw: bytes) -> RequestError:

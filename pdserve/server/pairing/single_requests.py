@@ -164,6 +164,7 @@ class SingleRequests:
                 response = await mine
             except RequestError as error:
                 if error.status == TRANSFER_FAILED:
+                    server.is_stale = True
                     await asyncio.wait({half}, timeout=GRACE_S)
                 raise _cause(mine, half.result() if half.done() else None) from error
             self._let_end(half)
