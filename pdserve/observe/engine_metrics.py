@@ -93,6 +93,11 @@ ZEROS = (
     "requests_refused",
     "requests_preempted",
     "requests_evicted",
+    "migrations_in",
+    "migrations_out",
+    "migrations_failed",
+    "migration_pause_ms",
+    "prefixes_sent",
     "health_probes",
     *(f"{name}.{value}" for name, (_, values, _) in LABELLED.items() for value in values),
 )

@@ -53,7 +53,7 @@ from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds, count_by_priority
-from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
+from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -438,6 +438,8 @@ class Scheduler:
         req = self.role.live.get(event.rid)
         if req is None:
             return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
+        if self.role.is_moving(req):
+            return ExtractReply(query_id=event.query_id, rid=event.rid, failure=MOVING)
         reply = self._extractor.extract(event.query_id, req, with_kv=event.with_kv)
         if not event.keep:
             self.context.counters["requests_suspended"] += 1

@@ -148,6 +148,10 @@ class SchedulerRole(Protocol):
         """Move a running request to another server, or end that; the reply is sent now or by a later turn."""
         ...
 
+    def is_moving(self, req: Req) -> bool:
+        """True while another server is taking the request over."""
+        ...
+
     def retract_all(self) -> None:
         """Release the memory of every request that can be computed again later. No step is under way."""
         ...
@@ -278,6 +282,10 @@ class BaseRole(abc.ABC):
         failure = not_migratable("only the requests of decode servers move")
         reply = CommandReply(query_id=command.query_id, ok=False, message=failure.message, failure=failure)
         self._context.outbox.send(reply)
+
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole.is_moving`."""
+        return False
 
     def _end_timed_out(self) -> None:
         """End the requests that have waited or run for too long. Health probes have their own timeouts."""

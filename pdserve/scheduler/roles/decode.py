@@ -122,6 +122,10 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = self._lost[req.rid] = req
         self._retracted.add(req, resumed=True)
 
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole.is_moving`."""
+        return req in self._migrations
+
     @property
     def num_waiting(self) -> int:
         """See `SchedulerRole.num_waiting`."""
@@ -378,6 +382,7 @@ class DecodeRole(MixedBatchRole):
             self._lose(req, damage)
             return
         del self._transfer[req.rid]
+        self._context.counters["migrations_in"] += is_incoming(req) and req.spec.sampling.max_new_tokens > 0
         req.times.received = req.times.started = req.times.prefilled = self._context.clock.now()
         req.aux.drop("request")
         req.aux = None
