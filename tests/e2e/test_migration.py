@@ -16,7 +16,7 @@ from tests.e2e.harness import Server, assert_idle, running, start_router, start_
 from tests.e2e.test_retry_streams import CALLS, FLAGS, gist
 from tests.tiny import Family
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Cluster:
@@ -76,7 +76,6 @@ def test_a_stream_moves_and_its_client_gets_the_same_tokens(cluster: Cluster) ->
     assert_idle(cluster.prefill, *cluster.decodes)
 
 
-@pytest.mark.slow
 def test_all_kinds_of_requests_move(cluster: Cluster) -> None:
     calls = {name: call for name, call in CALLS.items() if name != "tools"}
     expected = {name: cluster.stream(path, body)[0] for name, (path, body) in calls.items()}

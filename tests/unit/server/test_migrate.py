@@ -13,6 +13,7 @@ import pytest
 from yarl import URL
 
 from pdserve.base.stream_state import EVENT_END, STATE_HEADER, split_event
+from pdserve.config.groups import ServerConfig
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import (
     CommandReply,
@@ -25,6 +26,7 @@ from pdserve.protocol.messages import (
     MigrationOffer,
     RoomAddress,
     SenderAddress,
+    SendPrefix,
 )
 from pdserve.server.engine_client import migration
 from pdserve.server.migration_client import MigrateStreamBody, TakeInBody, _refusal, base_url
@@ -64,7 +66,7 @@ class DirectClient:
         pass
 
 
-def moves(request: GenerateRequest, *, commits: bool = True) -> Any:
+def moves(request: GenerateRequest, *, commits: bool = True, prefixes: bool = False) -> Any:
     """What S's scheduler replies: the request is stopped behind its third token."""
 
     def reply(command: MigrationCommand) -> CommandReply:
@@ -78,6 +80,13 @@ def moves(request: GenerateRequest, *, commits: bool = True) -> Any:
             case EndMigration():
                 ok = commits or not command.commit
                 return CommandReply(query_id=command.query_id, ok=ok, message="ok")
+            case SendPrefix(after=0) if prefixes:
+                sender = SenderAddress(instance="i", endpoint="h:1")
+                room = RoomAddress(host="migration", port=None, room=command.room, sender=sender)
+                sampling = msgspec.structs.replace(request.sampling, max_new_tokens=0)
+                value = msgspec.structs.replace(request, room=room, sampling=sampling)
+                payload = msgspec.msgpack.encode(MigrationOffer(request=value, num_output_tokens=0))
+                return CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload)
             case _:
                 return CommandReply(query_id=command.query_id, ok=False, message="no pages")
 
@@ -151,6 +160,28 @@ async def test_a_router_opens_the_rest_at_the_other_server(
         again = await target.http.post("/generate", json={**body, "pdserve_resume": resume})
         assert (again.status_code, again.json()["param"]) == (404, "pdserve_resume.attach")
         assert not source.client.num_live and not target.client.num_live and not len(target.client.incoming)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+async def test_stages_go_to_a_prefix_cache(
+    has_cache: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerConfig, "wants_prefix_cache", property(lambda self: has_cache))
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0], prefixes=True)
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["num_stages"] == has_cache
+        assert results((await stream).content)[-1]["output_ids"] == [*ALL, 0]
+        kinds = [type(command) for command in source.scheduler.commands]
+        tried = [SendPrefix, SendPrefix] if has_cache else [SendPrefix, EndMigration]
+        assert kinds == [*tried, MigrateOut, EndMigration]
+        assert not len(target.client.incoming)
+        body = {"input_ids": [5, 6, 7], "to": TO}
+        copied = await source.http.post("/replicate", json=body)
+        assert copied.status_code == (200 if has_cache else 404), copied.text
+        assert copied.json()["num_tokens" if has_cache else "param"] == (3 if has_cache else "input_ids")
 
 
 async def test_a_refusal_names_the_field_and_the_request_goes_on(
