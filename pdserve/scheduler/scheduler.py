@@ -300,11 +300,10 @@ class Scheduler:
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
-        facts = {**self.facts, **self.role.facts()}
+        storage = self.context.storage
+        facts = {**self.facts, **self.role.facts(), **({} if storage is None else storage.facts())}
         if self.context.speculation is not None:
             facts |= self.context.speculation.facts()
-        if self.context.storage is not None:
-            facts |= self.context.storage.facts()
         if self._live_facts is not None:
             facts |= self._live_facts()
         if self.kv is not None:
