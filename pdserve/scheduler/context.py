@@ -308,12 +308,6 @@ class SchedulerContext:
         """The step that was launched last; 0 before the first one."""
         return self._launched
 
-    def flush_changes(self) -> None:
-        """Give the changes of the prefix cache and of the host tier to their reader, if there is one."""
-        self.memory.flush_changes()
-        if self.tier is not None:
-            self.tier.pool.flush_changes()
-
     # ------------------------------------------------------------------ LoRA adapters
 
     def give_adapter(self, req: Req, name: str) -> None:

@@ -196,7 +196,7 @@ class Scheduler:
         if len(self._under_way) > (self._depth if plan is not None else 0):
             self._process_result()
         self.context.outbox.flush()
-        self.context.flush_changes()
+        self.context.memory.flush_changes()
         if self._load_reporter is not None:
             computed = plan is not None or was_under_way
             self._load_reporter.report(self.role, self.context, self._times, self._gated, sleeps=not computed)
