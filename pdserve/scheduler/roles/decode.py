@@ -95,12 +95,14 @@ class DecodeRole(MixedBatchRole):
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
-        if room is None and req.spec.local:
-            self._admit_local(req)
-            return
-        if room is None:
+        if room is None and not req.spec.local:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
+        if room is None:  # it is queued as a request whose KV transfer was lost
+            req.times.lost = req.times.arrived
+            self.live[req.rid] = self._lost[req.rid] = req
+            self._retracted.add(req, resumed=True)
+            return
         address = (room.host, room.port or 0)
         if room.sender is not None:
             address = (f"{room.host} {room.sender.instance}", 0)
@@ -114,13 +116,6 @@ class DecodeRole(MixedBatchRole):
         self.live[req.rid] = req
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
-
-    def _admit_local(self, req: Req) -> None:
-        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
-        validate_fits(self._context, req.max_len)
-        req.times.lost = req.times.arrived
-        self.live[req.rid] = self._lost[req.rid] = req
-        self._retracted.add(req, resumed=True)
 
     def is_moving(self, req: Req) -> bool:
         """See `SchedulerRole.is_moving`."""
