@@ -123,6 +123,8 @@ def build_scheduler(
         facts["load_endpoint"] = load_events.endpoint
     connect_leader(engine, wake)
     context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
+    if events is not None and context.tier is not None:
+        context.tier.pool.record_to(events.host_recorder, memory)
     namespace = storage_namespace(config, engine)
     if namespace is not None:
         own = open_storage_port(config, built, context, wake, stack)
