@@ -250,6 +250,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_model", "GET", "/v1/models/{name:path}", admin.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
     ("flush_cache", "GET", "/flush_cache", admin.flush_cache),
+    ("clear_storage", "POST", "/hicache/storage-backend/clear", admin.clear_storage),
     ("pause_generation", "POST", "/pause_generation", commands.pause_generation),
     ("continue_generation", "POST", "/continue_generation", commands.continue_generation),
     ("declare_peer_dead", "POST", "/declare_peer_dead", commands.declare_peer_dead),
