@@ -45,8 +45,7 @@ class Cluster:
                     continue
                 found.append(json.loads(line.removeprefix(b"data: ")))
                 if len(found) == at:
-                    rid = found[0]["meta_info"]["id"] if path == "/generate" else found[0]["id"]
-                    moves += self.move(rid)
+                    moves += self.move(body["rid"])
         return gist(path, found), moves
 
 
@@ -82,7 +81,7 @@ def test_all_kinds_of_requests_move(cluster: Cluster) -> None:
 
     def run(name: str) -> tuple[dict[str, Any], list[Any]]:
         path, body = calls[name]
-        return cluster.stream(path, {**body, "rid": f"{name}-x"} if "rid" in body else body, at=9)
+        return cluster.stream(path, {**body, "rid": f"{name}-x"}, at=9)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         answers = dict(zip(calls, pool.map(run, calls), strict=True))
