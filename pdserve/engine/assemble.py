@@ -111,8 +111,9 @@ def make_context(
     memory: KVMemory,
     clock: Clock,
     send: Callable[[ToApi], None],
+    wake: Callable[[], None] | None = None,
 ) -> SchedulerContext:
-    """Make what the roles of a scheduler share; `fit_to_role` follows when the role changes."""
+    """Make what the roles of a scheduler share; `fit_to_role` follows when the role changes. `wake`: see `HostTier`."""
     limits, speculation = _limits(config, built), make_speculation(config, built)
     return SchedulerContext(
         memory,
@@ -124,6 +125,7 @@ def make_context(
         built.loras,
         host=make_host_pool(config, built),
         write_policy=config.tier.hicache_write_policy,
+        wake=wake,
     )
 
 

@@ -122,7 +122,7 @@ def build_scheduler(
     if load_events is not None:
         facts["load_endpoint"] = load_events.endpoint
     connect_leader(engine, wake)
-    context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
+    context = make_context(config, built, engine.executor, memory, engine.clock, channel.send, wake)
     if events is not None and context.tier is not None:
         context.tier.pool.record_to(events.host_recorder, memory)
     namespace = storage_namespace(config, engine)
