@@ -155,6 +155,10 @@ class WatchedRole:
         """See `SchedulerRole`."""
         self.role.end(req, failure, finish)
 
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole`."""
+        return self.role.is_moving(req)
+
     def queues(self) -> dict[str, int]:
         """See `SchedulerRole`."""
         return self.role.queues()

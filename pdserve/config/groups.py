@@ -19,6 +19,8 @@ from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
+from pdserve.config.storage_group import StorageConfig
+from pdserve.config.tier_group import TierConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
@@ -444,6 +446,8 @@ class ServerConfig:
     schedule: ScheduleConfig = ScheduleConfig()
     disagg: DisaggConfig = DisaggConfig()
     pairing: PairingConfig = PairingConfig()
+    tier: TierConfig = TierConfig()
+    storage: StorageConfig = StorageConfig()
     kernels: KernelConfig = KernelConfig()
     speculative: SpeculativeConfig = SpeculativeConfig()
     lora: LoraConfig = LoraConfig()
@@ -464,8 +468,15 @@ class ServerConfig:
         return parse_load_endpoint(self.observe.load_publish_endpoint, self.kv_events, self.parallel.dp_size)
 
     @property
+    def wants_host_tier(self) -> bool:
+        """Whether prefixes are kept in host memory too."""
+        offloads = self.storage.disaggregation_decode_enable_offload_kvcache
+        return self.wants_prefix_cache and (self.tier.enable_hierarchical_cache or offloads)
+
+    @property
     def wants_prefix_cache(self) -> bool:
         """Whether a prefix cache is asked for: by default in prefill and monolith, on request in decode."""
         if self.disagg.disaggregation_mode == "decode":
-            return self.disagg.disaggregation_decode_enable_radix_cache
+            offloads = self.storage.disaggregation_decode_enable_offload_kvcache
+            return self.disagg.disaggregation_decode_enable_radix_cache or offloads
         return not self.memory.disable_radix_cache

@@ -356,6 +356,11 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             field="disaggregation_prefill_pp",
         )
     _check_lora(config)
+    if config.storage.hicache_storage_backend is not None and not config.wants_host_tier:
+        raise ConfigError(
+            "--hicache-storage-backend needs --enable-hierarchical-cache and a prefix cache",
+            field="hicache_storage_backend",
+        )
     if config.model.quantization not in (None, "bf16"):
         kernels = config.kernels
         other = None

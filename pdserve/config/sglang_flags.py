@@ -26,7 +26,7 @@ disable-flashinfer-cutlass-moe-fp4-allgather disable-hybrid-swa-memory
 disable-prefill-cuda-graph disable-shared-experts-fusion disable-tokenizer-batch-decode
 disaggregation-decode-allocation-policy disaggregation-decode-extra-slots
 disaggregation-decode-host-receive-threshold
-disaggregation-decode-enable-offload-kvcache dist-timeout dllm-algorithm
+dist-timeout dllm-algorithm
 dllm-algorithm-config dllm-block-size dllm-fdfo ds-channel-config-path ds-heavy-channel-num
 ds-heavy-channel-type ds-heavy-token-num ds-sparse-decode-threshold dsa-decode-backend dsa-paged-mqa-logits-backend
 dsa-prefill-backend dsa-topk-backend dsa-triton-union dsv4-attn-backend dsv4-prefill-backend dwdp-size
@@ -39,8 +39,8 @@ enable-dp-attention-local-control-broadcast enable-dp-lm-head enable-draft-weigh
 enable-dsa-cache-layer-split enable-dsa-fused-indexer enable-dynamic-batch-tokenizer
 enable-elastic-expert-backup enable-encoder-swa-bounded-replay enable-expert-distribution-metrics
 enable-flashinfer-allreduce-fusion enable-flashinfer-autotune enable-flexkv enable-forward-pass-metrics
-enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope enable-hicache
-enable-hierarchical-cache enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
+enable-fp32-lm-head enable-fused-moe-sum-all-reduce enable-fused-qk-norm-rope
+ enable-hisparse enable-http-worker-reuseport enable-http2 enable-int8-mamba-checkpoint
 enable-kv-cache-sharding enable-layernorm-sp enable-layerwise-nvtx-marker enable-lean-attention
 enable-linear-replayssm enable-linear-replayssm-spec enable-linker-mla-dedup enable-lmcache
 enable-lora-overlap-loading enable-mamba-cache-stochastic-rounding enable-megamoe-for-layernorm-sp
@@ -67,9 +67,9 @@ flashinfer-autotune-skip-ops flashinfer-mla-disable-ragged flashinfer-mxfp4-moe-
 forward-hooks forward-pass-metrics-ipc-name forward-pass-metrics-worker-id fp4-gemm-backend fp8-gemm-backend
 fuseep-mode gated-launch-port gc-threshold gc-warning-threshold-secs generation-tokens-buckets gpu-id-step
 grpc-http-sidecar-port grpc-mode grpc-port grpc-response-timeout-secs hf-chat-template-name
-hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout hicache-ratio
-hicache-size hicache-storage-backend hicache-storage-backend-extra-config hicache-storage-prefetch-policy
-hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval hicache-write-policy
+hicache-host-memory-fraction hicache-host-memory-mode hicache-io-backend hicache-mem-layout
+
+hicache-storage-prefetch-retry-max-attempts hicache-storage-prefetch-retry-poll-interval
 hierarchical-sparse-attention-extra-config hisparse-config http2-initial-connection-window-size
 http2-max-concurrent-streams hybrid-kvcache-ratio image-processor-backend
 int8-mamba-ckpt-size is-embedding json-model-override-args keep-mm-feature-on-device kt-cpuinfer

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from importlib.metadata import entry_points
 from typing import Literal
 
 from pdserve.config.access_group import flag
+from pdserve.config.storage_options import StorageOptions, parse_storage_options
+from pdserve.errors import ConfigError
 
+STORES = ("file", "memory", "mooncake")
+STORE_ENTRY_POINTS = "pdserve.kv_storage"
+"""Group of the entry points of third parties' stores."""
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
@@ -29,3 +35,39 @@ class StorageConfig:
         help="JSON, or @ and the path of a file with it: prefetch_threshold, prefetch_timeout_base, "
         "prefetch_timeout_per_ki_token, and options of the store",
     )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False,
+        help="on decode: store the KV cache that it generates, so that the next turn of a conversation finds it on any "
+        "server. Needs --hicache-storage-backend; sets --disaggregation-decode-enable-radix-cache and "
+        "--enable-hierarchical-cache",
+    )
+
+    @property
+    def options(self) -> StorageOptions:
+        """The options of the store. Raises ConfigError when the flag's value is not valid."""
+        return parse_storage_options(self.hicache_storage_backend_extra_config)
+
+    def check(self) -> None:
+        """Check all values.
+
+        Raises:
+            ConfigError: a value is wrong, or a flag is of no use without a store.
+        """
+        if self.hicache_storage_backend is not None:
+            _check_name(self.hicache_storage_backend)
+            self.options  # noqa: B018
+            return
+        for field, given in (
+            ("hicache_storage_backend_extra_config", self.hicache_storage_backend_extra_config is not None),
+            ("disaggregation_decode_enable_offload_kvcache", self.disaggregation_decode_enable_offload_kvcache),
+        ):
+            if given:
+                name = field.replace("_", "-")
+                raise ConfigError(f"--{name} needs --hicache-storage-backend", field=field)
+
+
+def _check_name(name: str) -> None:
+    others = {one.name for one in entry_points(group=STORE_ENTRY_POINTS)}
+    if name not in STORES and name not in others:
+        names = ", ".join(sorted({*STORES, *others}))
+        raise ConfigError(f"--hicache-storage-backend is {name!r}; there is {names}", field="hicache_storage_backend")

@@ -42,6 +42,8 @@ def check(config: ServerConfig) -> None:
     _check_schedule(config.schedule)
     _check_disagg(config.disagg)
     config.pairing.check()
+    config.tier.check()
+    config.storage.check()
     _between("cpu_threads", config.kernels.cpu_threads, 1, MAX_THREADS)
     _between("cpu_nice", config.kernels.cpu_nice, 0, MAX_NICENESS)
     if config.kernels.cpu_pin is not None:

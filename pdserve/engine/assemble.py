@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 
 from pdserve.base.clock import Clock
 from pdserve.config import ServerConfig
+from pdserve.engine.build_tier import make_host_pool
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher
@@ -110,10 +111,22 @@ def make_context(
     memory: KVMemory,
     clock: Clock,
     send: Callable[[ToApi], None],
+    wake: Callable[[], None] | None = None,
 ) -> SchedulerContext:
-    """Make what the roles of a scheduler share; `fit_to_role` follows when the role changes."""
+    """Make what the roles of a scheduler share; `fit_to_role` follows when the role changes. `wake`: see `HostTier`."""
     limits, speculation = _limits(config, built), make_speculation(config, built)
-    return SchedulerContext(memory, executor, Outbox(send), clock, limits, speculation, built.loras)
+    return SchedulerContext(
+        memory,
+        executor,
+        Outbox(send),
+        clock,
+        limits,
+        speculation,
+        built.loras,
+        host=make_host_pool(config, built),
+        write_policy=config.tier.hicache_write_policy,
+        wake=wake,
+    )
 
 
 def fit_to_role(

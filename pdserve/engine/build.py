@@ -15,6 +15,8 @@ from pdserve.base.process import freeze_heap
 from pdserve.base.startup_times import SCHEDULER, StartupTimes, process_age_s
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import Fact, make_context, make_memory, make_scheduler, saturation_tokens
+from pdserve.engine.build_storage import add_storage_tier, leader_port, open_storage_port, storage_namespace
+from pdserve.engine.build_tier import connect_leader
 from pdserve.engine.build_transfer import ReplicaId
 from pdserve.engine.kv_events import open_kv_events, open_load_events
 from pdserve.engine.replica import ReplicaEngine, open_engine
@@ -96,6 +98,10 @@ def build_scheduler(
     `stack` ends threads and closes sockets.
     """
     built = engine.built
+
+    def wake() -> None:
+        mailbox.post(Woken())
+
     events = open_kv_events(config, engine, replica.dp_rank, stack)
     memory = make_memory(config, built, stack, None if events is None else events.recorder)
     facts: dict[str, Fact] = {
@@ -115,14 +121,21 @@ def build_scheduler(
     load_events = open_load_events(config, replica.dp_rank, stack)
     if load_events is not None:
         facts["load_endpoint"] = load_events.endpoint
-    context = make_context(config, built, engine.executor, memory, engine.clock, channel.send)
+    connect_leader(engine, wake)
+    context = make_context(config, built, engine.executor, memory, engine.clock, channel.send, wake)
+    if events is not None and context.tier is not None:
+        context.tier.pool.record_to(events.host_recorder, memory)
+    namespace = storage_namespace(config, engine)
+    if namespace is not None:
+        own = open_storage_port(config, built, context, wake, stack)
+        add_storage_tier(config, context, leader_port(engine, own, wake), namespace)
 
     def announce(facts: Mapping[str, Fact]) -> None:
         channel.send(_engine_ready(engine, facts))
 
     roles = LeaderRoles(config, engine, mailbox, replica, token, facts, events, stack, announce)
     roles.on_role = on_role
-    opened = roles.open_first(context)
+    opened = roles.open_first(context, namespace)
     loras = built.loras
     gate = GrammarGate(mailbox, built.executor.prepare_grammar, None if loras is None else loras.prepare)
     return make_scheduler(

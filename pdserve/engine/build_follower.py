@@ -18,6 +18,7 @@ from pdserve.base.process import die_with_parent, freeze_heap
 from pdserve.base.startup_times import RANKS, StartupTimes
 from pdserve.config import ServerConfig
 from pdserve.engine.assemble import make_context, make_memory, make_scheduler
+from pdserve.engine.build_storage import add_storage_tier, follower_port, open_storage_port
 from pdserve.engine.follower_role import FollowerParts, FollowerRoles, open_parts
 from pdserve.engine.replica import make_rebalancer, rank_facts
 from pdserve.engine.role import OnRole, ignore_role
@@ -30,6 +31,7 @@ from pdserve.ranks.input_log import FollowerLog
 from pdserve.ranks.messages import Begin, RankReady
 from pdserve.ranks.pre_step import IdleBatches, PreStepExecutor, SharedDpSync
 from pdserve.ranks.rank0_link import Rank0Link, Stopped
+from pdserve.ranks.rank_copies import RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor
 from pdserve.ranks.rendezvous import facts_of, open_stores, own_host, rank_names
 from pdserve.scheduler.context import REQUEST_LOGGER
@@ -148,6 +150,9 @@ def _make_scheduler(
     memory = make_memory(config, built, stack)
     executor = _executor(config, built, leader, begin, inputs)
     context = make_context(config, built, executor, memory, inputs, _say_nothing)
+    if begin.storage is not None:
+        own = open_storage_port(config, built, context, _do_nothing, stack)
+        add_storage_tier(config, context, follower_port(own, inputs, leader.report), begin.storage)
     roles = FollowerRoles(built, leader, inputs, context, parts, token, dp_rank)
     roles.on_role = on_role
     stack.callback(roles.close)
@@ -169,14 +174,20 @@ def _executor(
 ) -> Executor:
     own = built.executor
     overlap = built.device.type == "cuda" or config.schedule.disable_overlap_schedule is False
-    executor: Executor = RankExecutor(
+    rank_executor = RankExecutor(
         own, built.table, built.layout, built.coord, leader, inputs, compute_at_launch=not overlap,
         adapter_of=None if built.loras is None else built.loras.fingerprint,
     )  # fmt: skip
+    rank_executor.copy_ends = RankCopyEnds(inputs, leader.report)
+    executor: Executor = rank_executor
     if begin.rebalances:
         rebalancer = make_rebalancer(config, own.experts, inputs)
         executor = PreStepExecutor(executor, rebalancer.before_step, leader.root_cause)
     return executor
+
+
+def _do_nothing() -> None:
+    """Ignore the end of a job: rank 0 decides when followers look."""
 
 
 def _say_nothing(message: ToApi) -> None:

@@ -25,9 +25,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class KVEvents:
-    """The recorder of a replica's prefix cache, and the publisher that it feeds."""
+    """The recorders of a replica's prefix cache and of its host tier, and the publisher that they feed."""
 
     recorder: CacheRecorder
+    host_recorder: CacheRecorder
     publisher: KVEventPublisher
 
     def endpoints(self) -> dict[str, str | None]:
@@ -39,7 +40,7 @@ class KVEvents:
 
     def facts(self) -> dict[str, float]:
         """Return counts for `/get_server_info`."""
-        return {**self.publisher.facts(), "kv_events_lost": float(self.recorder.num_lost)}
+        return {**self.publisher.facts(), "kv_events_lost": float(self.recorder.num_lost + self.host_recorder.num_lost)}
 
 
 def open_kv_events(
@@ -72,7 +73,7 @@ def open_kv_events(
         )
     loras = built.loras
     adapters = None if loras is None else AdapterKeys(loras.key_shift, loras.adapter_of_key)
-    return KVEvents(CacheRecorder(publisher, adapters), publisher)
+    return KVEvents(CacheRecorder(publisher, adapters), CacheRecorder(publisher, adapters, of_host=True), publisher)
 
 
 def open_load_events(config: ServerConfig, dp_rank: int, stack: contextlib.ExitStack) -> LoadPublisher | None:

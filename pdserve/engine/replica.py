@@ -19,6 +19,7 @@ from pdserve.executor.factory import LoadedEngine, build_executor, join_replica
 from pdserve.executor.interface import Executor
 from pdserve.executor.kv_pages import KVHasher, PoolHasher
 from pdserve.executor.model_loading import TORCH
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.model.parallel import Parallel
 from pdserve.model.params import WeightSamples, fingerprint_of
 from pdserve.ranks.dp_sync import DpSync, meet_leaders
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 class RankProcessGroup:
     """The followers of rank 0: their links, their readiness reports, and the input log they follow.
 
-    `rebalances` is True when ranks move experts between steps.
+    `rebalances` is True when ranks move experts between steps. `executor`: rank 0's.
     """
 
     followers: WorkerLinks
@@ -44,10 +45,15 @@ class RankProcessGroup:
     log: LeaderLog
     parallel: Parallel
     rebalances: bool
+    executor: RankExecutor
 
-    def begin(self, transfer: TransferStart | None) -> None:
-        """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith."""
-        self.followers.broadcast(Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer))
+    def begin(self, transfer: TransferStart | None, storage: KeyNamespace | None) -> None:
+        """Start the followers' schedulers, once rank 0 is ready. `transfer` is None in a monolith.
+
+        `storage`: see `Begin`.
+        """
+        begin = Begin(now=self.log.now(), rebalances=self.rebalances, transfer=transfer, storage=storage)
+        self.followers.broadcast(begin)
 
 
 @dataclasses.dataclass
@@ -206,11 +212,13 @@ def _join(config: ServerConfig, built: LoadedEngine, parallel: Parallel, met: _M
         ready = followers.wait_ready()
         check_rank_facts(built, ready)
         samples += [one.samples for one in ready]
-        group = RankProcessGroup(followers, ready, LeaderLog(MonotonicClock(), followers.broadcast), parallel, moves)
+        input_log = LeaderLog(MonotonicClock(), followers.broadcast)
         adapter_of = None if built.loras is None else built.loras.fingerprint
-        executor = RankExecutor(
-            own, built.table, built.layout, built.coord, followers, group.log, adapter_of=adapter_of
+        rank_executor = RankExecutor(
+            own, built.table, built.layout, built.coord, followers, input_log, adapter_of=adapter_of
         )
+        group = RankProcessGroup(followers, ready, input_log, parallel, moves, rank_executor)
+        executor = rank_executor
         root_cause = followers.root_cause
     if moves and root_cause is not None:
         log = None if group is None else group.log

@@ -26,6 +26,7 @@ from pdserve.engine.kv_events import KVEvents, open_kv_events
 from pdserve.engine.kv_log import open_kv_log
 from pdserve.engine.replica import ReplicaEngine
 from pdserve.errors import ConfigError, PdserveError, RankError
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.messages import SwitchRole
 from pdserve.ranks.consensus import Consensus
 from pdserve.ranks.messages import RankReady, RoleDecision, RolePrepared
@@ -107,15 +108,15 @@ class LeaderRoles:
         """See `RoleOpener`."""
         return self.consensus is None or self.consensus.num_pending == 0
 
-    def open_first(self, context: SchedulerContext) -> OpenedRole:
-        """Open the first role, with the reports that followers gave when they became ready."""
+    def open_first(self, context: SchedulerContext, storage: KeyNamespace | None) -> OpenedRole:
+        """Open the first role, with the reports that followers gave when they became ready. `storage`: see `Begin`."""
         self._context = context
         group = self._engine.group
         with self._engine.startup.part(TRANSFER):
             parts = self._open(self._config, self._replica, lambda: () if group is None else group.ready)
         opened = self._begin(parts)
         if group is not None:
-            group.begin(None if parts.transfer is None else parts.transfer.start)
+            group.begin(None if parts.transfer is None else parts.transfer.start, storage)
         return opened
 
     def prepare(self, command: SwitchRole) -> Callable[[], OpenedRole]:

@@ -335,8 +335,7 @@ class LocalExecutor(HostTierCopies):
             if compute is not None and self._deferred is not None:
                 compute = self._deferred.beside(plan, compute, self._native_path.tapped, self._tokens.tensor)
         events, collect = self._runner.begin(compute or partial(self._compute, self._read(plan)), layer_events)
-        handle = StepHandle(plan, events, collect)
-        self._launched.append(handle)
+        self._launched.append(handle := StepHandle(plan, events, collect))
         return handle
 
     def resolve(self, handle: StepHandle) -> StepResult:
@@ -351,7 +350,6 @@ class LocalExecutor(HostTierCopies):
         with self._runner.behind():
             return kv_pages.save(self.pools, pages)
 
-    @torch.inference_mode()
     def settle_slots(self, slots: Sequence[int]) -> None:
         """Fold the accepted pending tokens of these state slots, before they are copied."""
         assert not self._launched, "a copy to the host while a step is unresolved"

@@ -141,6 +141,7 @@ def has_dots(raw_path: str) -> bool:
 COMMANDS = frozenset(
     {
         "/flush_cache",
+        "/hicache/storage-backend/clear",
         "/abort_request",
         "/pause_generation",
         "/continue_generation",

@@ -16,7 +16,7 @@ from pdserve.protocol.snapshot import RequestSnapshot, decode
 from pdserve.server.engine_client.live_requests import RequestState
 from pdserve.server.http.json_http import collect
 from pdserve.server.request.restored import KVRule
-from pdserve.server.sglang_api.snapshots import prepare_restored, take_snapshot, takes_kv
+from pdserve.server.sglang_api.snapshots import kv_fits, prepare_restored, take_snapshot, takes_kv
 from pdserve.server.snapshot_store import SnapshotStore
 
 T = TypeVar("T")
@@ -138,7 +138,8 @@ class SnapshotCalls:
     async def _suspend(self, request_id: str) -> None:
         server, state = self._find(request_id)
         self._store.check(request_id)
-        data = await take_snapshot(server.context, state, with_kv=False, keep=False)
+        with_kv = kv_fits(server.context, state, self._store.num_free)
+        data = await take_snapshot(server.context, state, with_kv=with_kv, keep=False)
         await asyncio.to_thread(self._store.put, request_id, data)
 
     async def _resume(self, request_id: str) -> RequestOutput:

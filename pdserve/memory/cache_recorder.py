@@ -61,7 +61,14 @@ class GroupChanged:
     stored: bool
 
 
-CacheChange = PagesStored | PagesRemoved | CacheCleared | GroupChanged
+@dataclasses.dataclass(frozen=True, slots=True)
+class HostChanged:
+    """A change of the host tier, whose pages are slots: their numbers are not those of the device's pages."""
+
+    change: PagesStored | PagesRemoved | CacheCleared | GroupChanged
+
+
+CacheChange = PagesStored | PagesRemoved | CacheCleared | GroupChanged | HostChanged
 
 
 class ChangeSink(Protocol):
@@ -91,13 +98,15 @@ class AdapterKeys:
 class CacheRecorder:
     """Collects the changes of a turn and gives them to `sink`. Scheduler thread only.
 
-    When the sink is full, changes are lost, and the next flush that the sink takes describes the whole cache anew.
+    `of_host`: the recorder of the host tier, whose changes are `HostChanged`. When the sink is full, changes are lost,
+    and the next flush that the sink takes describes the whole cache anew.
     """
 
-    def __init__(self, sink: ChangeSink, adapters: AdapterKeys | None = None) -> None:
+    def __init__(self, sink: ChangeSink, adapters: AdapterKeys | None = None, *, of_host: bool = False) -> None:
+        self._of_host = of_host
         self._sink = sink
         self._adapters = adapters
-        self._changes: list[CacheChange] = []
+        self._changes: list[PagesStored | PagesRemoved | CacheCleared | GroupChanged] = []
         self._lost = False
         self.num_lost = 0
         """Flushes whose changes the sink did not take."""
@@ -143,7 +152,10 @@ class CacheRecorder:
             describe()
         if self._changes:
             changes, self._changes = self._changes, []
-            self._lost = not self._sink.post(changes)
+            sent: list[CacheChange] = [*changes]
+            if self._of_host:
+                sent = [HostChanged(change) for change in changes]
+            self._lost = not self._sink.post(sent)
             self.num_lost += self._lost
 
 

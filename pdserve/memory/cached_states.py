@@ -55,7 +55,7 @@ class CachedStates:
 
     def __init__(self, on_free: Callable[[int], None], recorder: CacheRecorder | None = None) -> None:
         self._on_free = on_free
-        self._recorder = recorder
+        self.recorder = recorder
         self._by_use: OrderedDict[RadixNode, None] = OrderedDict()
         self._locks: dict[RadixNode, int] = {}
         self.version = 0
@@ -135,5 +135,5 @@ class CachedStates:
 
     def _changed(self, node: RadixNode, *, stored: bool) -> None:
         self.version += 1
-        if self._recorder is not None:
-            self._recorder.group_changed(PageSpace.SLOTS, node.pages[-1], stored=stored)
+        if self.recorder is not None:
+            self.recorder.group_changed(PageSpace.SLOTS, node.pages[-1], stored=stored)

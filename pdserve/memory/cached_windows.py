@@ -44,7 +44,7 @@ class CachedWindows:
 
     def __init__(self, on_free: Callable[[list[int]], None], recorder: CacheRecorder | None = None) -> None:
         self._on_free = on_free
-        self._recorder = recorder
+        self.recorder = recorder
         self._by_token_page: dict[int, CachedWindowPage] = {}
         self._evictable: OrderedDict[CachedWindowPage, None] = OrderedDict()
         self.version = 0
@@ -147,5 +147,5 @@ class CachedWindows:
 
     def _changed(self, token_page: int, *, stored: bool) -> None:
         self.version += 1
-        if self._recorder is not None:
-            self._recorder.group_changed(PageSpace.WINDOW, token_page, stored=stored)
+        if self.recorder is not None:
+            self.recorder.group_changed(PageSpace.WINDOW, token_page, stored=stored)

@@ -51,6 +51,7 @@ class KVMemory:
     ) -> None:
         self.groups = GroupPools(layout, group_sizes or GroupPoolSizes(), on_group_free)
         self.layout = layout
+        self.flush_more: Callable[[], None] = lambda: None
         self.pages = LeasePool(PageAllocator(num_pages, on_free, on_take))
         self.aux = LeasePool(PageAllocator(num_aux))
         self.table = page_table
@@ -379,10 +380,11 @@ class KVMemory:
             self.groups.let_wait(lease, waiting[-1])
 
     def flush_changes(self) -> None:
-        """Give the recorded changes of the prefix cache to their reader, if there is one."""
+        """Give the recorded changes of the prefix cache, and of the host tier, to their reader, if there is one."""
         tree = self.pages.tree
         if tree is not None and tree.recorder is not None:
             tree.recorder.flush(tree.describe)
+        self.flush_more()
 
     def flush(self) -> int:
         """Evict all cached pages that no live lease locks; returns their number."""

@@ -58,6 +58,11 @@ LABELLED = {
         (),
         "seconds of the scheduler loop by stage; they add up to the time since its start",
     ),
+    "storage_prefetch_unfulfilled_tokens": (
+        "reason",
+        ("below_threshold", "host_capacity", "device_covered", "storage_transfer", "deadline"),
+        "prompt tokens that no tier had and that were not read from the store, by reason",
+    ),
 }
 """Counters of SGLang that the scheduler counts as `name.value`: label, values that exist at first, description."""
 
@@ -67,6 +72,14 @@ SGLANG_COUNTERS = {
     "requests_retracted": "num_retracted_requests",
     "scheduler_idle_seconds": "scheduler_idle_seconds",
     "scheduler_process_cpu_seconds": "scheduler_process_cpu_seconds",
+    "load_back_tokens": "load_back_tokens",
+    "load_back_bytes": "load_back_bytes",
+    "hicache_backup_tokens": "hicache_backup_tokens",
+    "hicache_backup_bytes": "hicache_backup_bytes",
+    "hicache_backup_dropped_tokens": "hicache_backup_dropped_tokens",
+    "prefetched_tokens": "prefetched_tokens",
+    "backuped_tokens": "backuped_tokens",
+    "storage_prefetch_hit_tokens": "storage_prefetch_hit_tokens",
 }
 """The scheduler's counters with another name in SGLang; 0 before the first event."""
 
@@ -85,6 +98,11 @@ ZEROS = (
     "requests_refused",
     "requests_preempted",
     "requests_evicted",
+    "migrations_in",
+    "migrations_out",
+    "migrations_failed",
+    "migration_pause_ms",
+    "prefixes_sent",
     "health_probes",
     *(f"{name}.{value}" for name, (_, values, _) in LABELLED.items() for value in values),
 )

@@ -20,6 +20,7 @@ from pdserve.memory.cache_recorder import (
     CacheChange,
     CacheCleared,
     GroupChanged,
+    HostChanged,
     PagesRemoved,
     PagesStored,
 )
@@ -27,8 +28,8 @@ from pdserve.memory.layout import GroupKind, KVLayout, PageSpace
 from pdserve.memory.page_keys import KeyNamespace, short_hash
 from pdserve.memory.prefix_cache import TOKEN_BYTES
 
-MEDIUM = "GPU"
-"""Medium of pages that steps read; readers know this name for the first tier, on a CPU as well."""
+MEDIUM, HOST_MEDIUM = "GPU", "CPU"
+"""Medium of pages that steps read, and of the host tier; readers know these names, on a server without GPU as well."""
 SNAPSHOT_BLOCKS = 1024
 """Blocks of a snapshot's batch."""
 MAX_ROOTS = 1024
@@ -140,6 +141,14 @@ class _Block:
         return [*keys, self.salt] if self.salt and self.parent is None else keys or None
 
 
+@dataclasses.dataclass(slots=True)
+class _Tier:
+    """The content of a tier: blocks by page of the device, or by slot of the host tier."""
+
+    medium: str
+    blocks: dict[int, _Block] = dataclasses.field(default_factory=dict)
+
+
 def groups_of(layout: KVLayout) -> dict[PageSpace, Group]:
     """Return the group whose number events carry, for each space: the first of the layout in that space."""
     found: dict[PageSpace, Group] = {}
@@ -169,7 +178,7 @@ class KVEventStream:
         self._namespace, self._groups = namespace, groups
         self._dp_rank, self._wire_form, self._clock = dp_rank, wire_form, clock
         self._encoder = msgspec.msgpack.Encoder()
-        self._blocks: dict[int, _Block] = {}
+        self._device, self._host = _Tier(MEDIUM), _Tier(HOST_MEDIUM)
         self._roots: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         self._buffer: deque[Numbered] = deque()
         self._buffer_steps, self._buffer_bytes = buffer_steps, 0
@@ -179,7 +188,7 @@ class KVEventStream:
     @property
     def num_blocks(self) -> int:
         """Blocks of all tokens that the cache holds now."""
-        return len(self._blocks)
+        return len(self._device.blocks)
 
     def apply(self, changes: Sequence[CacheChange]) -> list[Numbered]:
         """Return the batch that describes `changes`; none when there is nothing to tell."""
@@ -192,9 +201,10 @@ class KVEventStream:
         `cleared`, or an empty cache: an `AllBlocksCleared` comes first, so that readers forget what they had before.
         The iterator must be used up before other calls.
         """
-        events: list[Event] = [AllBlocksCleared()] if cleared or not self._blocks else []
+        is_empty = not self._device.blocks and not self._host.blocks
+        events: list[Event] = [AllBlocksCleared()] if cleared or is_empty else []
         num_blocks = 0
-        for event in self._content():
+        for event in (*self._content(self._device), *self._content(self._host)):
             events.append(event)
             num_blocks += len(event.block_hashes)
             if num_blocks >= SNAPSHOT_BLOCKS:
@@ -212,26 +222,36 @@ class KVEventStream:
 
     # ------------------------------------------------------------------ events
 
-    def _events(self, change: CacheChange) -> Iterator[Event]:
+    def _events(self, change: CacheChange, tier: _Tier | None = None) -> Iterator[Event]:
+        """Yield the events of a change of `tier`; None: of the device."""
+        tier = tier or self._device
         match change:
+            case HostChanged(change=inner):
+                yield from self._events(inner, self._host)
             case PagesStored():
-                yield self._store(change)
+                yield self._store(change, tier)
             case PagesRemoved(pages=pages):
-                yield self._removed([self._blocks.pop(page).hash for page in pages], PageSpace.TOKENS)
+                yield self._removed([tier.blocks.pop(page).hash for page in pages], PageSpace.TOKENS, tier)
+            case CacheCleared() if tier is self._host:
+                gone = [block.hash for block in tier.blocks.values()]
+                tier.blocks.clear()
+                if gone:
+                    yield self._removed(gone, PageSpace.TOKENS, tier)
             case CacheCleared():
-                self._blocks.clear()
+                tier.blocks.clear()
                 yield AllBlocksCleared()
+                yield from self._content(self._host)  # readers have forgotten it too
             case GroupChanged(space=space, page=page, stored=stored):
-                block = self._blocks[page]
+                block = tier.blocks[page]
                 if stored:
                     block.spaces.add(space)
-                    yield self._stored([block], space)
+                    yield self._stored([block], space, tier)
                 else:
                     block.spaces.discard(space)
-                    yield self._removed([block.hash], space)
+                    yield self._removed([block.hash], space, tier)
 
-    def _store(self, change: PagesStored) -> BlockStored:
-        before = None if change.parent is None else self._blocks[change.parent]
+    def _store(self, change: PagesStored, tier: _Tier) -> BlockStored:
+        before = None if change.parent is None else tier.blocks[change.parent]
         digest = self._root(change.adapter, change.salt) if before is None else before.digest
         parent = None if before is None else before.hash
         size, blocks = self._namespace.page_tokens * TOKEN_BYTES, list[_Block]()
@@ -239,10 +259,10 @@ class KVEventStream:
         for index, (page, key) in enumerate(zip(change.pages, digests, strict=True)):
             tokens = change.tokens[index * size : (index + 1) * size]
             block = _Block(key, short_hash(key), parent, tokens, change.adapter, set(), change.salt)
-            self._blocks[page] = block
+            tier.blocks[page] = block
             blocks.append(block)
             parent = block.hash
-        return self._stored(blocks, PageSpace.TOKENS)
+        return self._stored(blocks, PageSpace.TOKENS, tier)
 
     def _root(self, adapter: CacheAdapter | None, salt: str) -> bytes:
         identity = "" if adapter is None else adapter.digest, salt
@@ -252,23 +272,23 @@ class KVEventStream:
                 self._roots.popitem(last=False)
         return self._roots[identity]
 
-    def _content(self) -> Iterator[BlockStored]:
-        """Yield the whole content. Blocks entered in an order in which each parent comes before its children."""
+    def _content(self, tier: _Tier) -> Iterator[BlockStored]:
+        """Yield the whole content of a tier. Blocks entered in an order in which parents come before their children."""
         run: list[_Block] = []
-        for block in self._blocks.values():
+        for block in tier.blocks.values():
             if run and (
                 block.parent != run[-1].hash or block.adapter != run[-1].adapter or len(run) >= SNAPSHOT_BLOCKS
             ):
-                yield self._stored(run, PageSpace.TOKENS)
+                yield self._stored(run, PageSpace.TOKENS, tier)
                 run = []
             run.append(block)
         if run:
-            yield self._stored(run, PageSpace.TOKENS)
-        for block in self._blocks.values():
+            yield self._stored(run, PageSpace.TOKENS, tier)
+        for block in tier.blocks.values():
             for space in block.spaces:
-                yield self._stored([block], space)
+                yield self._stored([block], space, tier)
 
-    def _stored(self, blocks: Sequence[_Block], space: PageSpace) -> BlockStored:
+    def _stored(self, blocks: Sequence[_Block], space: PageSpace, tier: _Tier) -> BlockStored:
         group, adapter = self._groups[space], blocks[0].adapter
         tokens = b"".join(block.tokens for block in blocks)
         extra_keys = [block.extra_keys for block in blocks]
@@ -278,7 +298,7 @@ class KVEventStream:
             token_ids=memoryview(tokens).cast("I").tolist(),
             block_size=self._namespace.page_tokens,
             lora_id=None if adapter is None else adapter.number,
-            medium=MEDIUM,
+            medium=tier.medium,
             lora_name=None if adapter is None else adapter.name,
             extra_keys=extra_keys if any(extra_keys) else None,
             group_idx=group.index,
@@ -286,8 +306,8 @@ class KVEventStream:
             kv_cache_spec_sliding_window=group.window,
         )
 
-    def _removed(self, hashes: list[int], space: PageSpace) -> BlockRemoved:
-        return BlockRemoved(block_hashes=hashes, medium=MEDIUM, group_idx=self._groups[space].index)
+    def _removed(self, hashes: list[int], space: PageSpace, tier: _Tier) -> BlockRemoved:
+        return BlockRemoved(block_hashes=hashes, medium=tier.medium, group_idx=self._groups[space].index)
 
     # ------------------------------------------------------------------ batches
 

@@ -107,6 +107,12 @@ class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     query_id: str
 
 
+class ClearStorage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Removes all pages of the store below the host tier, those of other servers too; refused without a store."""
+
+    query_id: str
+
+
 class StateQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Requests an `EngineState`. `audit`: run the self-audit first, which takes time in proportion to the KV pool."""
 
@@ -250,6 +256,7 @@ class MigrationOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 EngineCommand = (
     FlushCache
+    | ClearStorage
     | PauseGeneration
     | ContinueGeneration
     | StartProfile

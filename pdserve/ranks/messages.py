@@ -24,6 +24,7 @@ import msgspec
 
 from pdserve.errors import ConfigError, ModelError, PdserveError, RankError
 from pdserve.executor.interface import StepResult
+from pdserve.memory.page_keys import KeyNamespace
 from pdserve.protocol.codec import MAX_RANK_BYTES, Codec
 from pdserve.protocol.messages import ToScheduler
 from pdserve.transfer.checksum import RankDigest
@@ -114,12 +115,13 @@ class TransferStart(msgspec.Struct, frozen=True, kw_only=True, rename=WIRE_NAMES
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """All ranks are ready. `now` is the time until the first turn; `rebalances`: experts are moved between steps.
 
-    `transfer` is None in a monolith.
+    `transfer` is None in a monolith. `storage`: namespace of the pages in the store; None: there is none.
     """
 
     now: float
     rebalances: bool
     transfer: TransferStart | None
+    storage: KeyNamespace | None = None
 
 
 class PoolSize(msgspec.Struct, frozen=True, tag="Agreed"):

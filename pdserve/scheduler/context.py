@@ -34,6 +34,7 @@ from pdserve.scheduler.host_tier import HostTier, WritePolicy
 from pdserve.scheduler.request import Req, finish_for_token
 from pdserve.scheduler.retracted_kv import RetractedKV
 from pdserve.scheduler.speculation import Speculation
+from pdserve.scheduler.storage_tier import StorageTier
 
 
 def validate_fits(context: SchedulerContext, num_tokens: int) -> None:
@@ -262,6 +263,25 @@ class SchedulerContext:
         self._launched = self._resolved = 0
         self._deferred_frees: deque[_DeferredFree] = deque()
 
+    @property
+    def storage(self) -> StorageTier | None:
+        """The store below the host tier; None without one."""
+        return None if self.tier is None else self.tier.storage
+
+    def look_up(self, req: Req) -> None:
+        """Look up the prompt of a new request in the store, if there is one."""
+        if self.storage is not None:
+            self.storage.admit(req)
+
+    def clear_storage(self) -> tuple[bool, str]:
+        """Remove all objects of the store, in the background; returns whether there is one, and a message."""
+        return (False, "there is no store") if self.storage is None else (True, self.storage.clear())
+
+    def flush_tier(self) -> None:
+        """Drop what the host tier has, but for what copies use; the store keeps its objects."""
+        if self.tier is not None:
+            self.tier.flush()
+
     # ------------------------------------------------------------------ steps under way
 
     def launched(self, step: int) -> None:
@@ -373,7 +393,7 @@ class SchedulerContext:
         if req.lease is not None and req.cacheable and not req.spec.probe:
             self.memory.cache(req.lease, req.token_bytes(req.computed), req.spec.priority, ending=ending)
             if self.tier is not None:
-                self.tier.cached(req.rid, req.token_bytes(req.computed), req.computed)
+                self.tier.cached(req)
 
     def release_row(self, req: Req) -> None:
         """Release the row of the request; it keeps its pages."""

@@ -23,6 +23,7 @@ from pdserve.memory.prefix_cache import TOKEN_BYTES, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies, num_copied
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.scheduler.request import Req
+from pdserve.scheduler.storage_tier import StorageTier
 
 WritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 MAX_SAVES, MAX_LOADS = 4, 8
@@ -93,6 +94,8 @@ class HostTier:
         self._loaded: dict[str, int] = {}
         """Tokens that were loaded for a waiting request, by its rid; each request loads once before it starts."""
         self._seen_version = -1
+        self.storage: StorageTier | None = None
+        """The store below this tier; None without one."""
         self.load_back_s = self.backup_s = 0.0
         """Seconds that loads, and saves, have taken from their start to their end, all together."""
 
@@ -100,24 +103,29 @@ class HostTier:
 
     @property
     def num_running(self) -> int:
-        """Copies under way."""
-        return len(self._saves) + len(self._loads)
+        """Copies under way, and jobs of the store."""
+        num_jobs = 0 if self.storage is None else self.storage.num_jobs
+        return len(self._saves) + len(self._loads) + num_jobs
 
     @property
     def has_work(self) -> bool:
         """Whether a later `poll` has something to do, though no event is posted."""
         return bool(self._pending) or self.num_running > 0
 
-    def cached(self, rid: str, token_ids: bytes, num_tokens: int) -> None:
-        """Note that the prefix cache has the first whole pages of `token_ids` from request `rid`."""
-        num_pages = self._layout.whole_pages(num_tokens)
+    def cached(self, req: Req) -> None:
+        """Note that the prefix cache has the whole computed pages of a request."""
+        if self.storage is not None:
+            self.storage.computed(req)
+        num_pages = self._layout.whole_pages(req.computed)
         if self.policy == "write_back" or num_pages == 0 or not self._memory.has_prefix_cache:
             return
-        self._add(rid, token_ids[: self._num_bytes(num_pages)])
+        self._add(req.rid, req.token_bytes(self._layout.tokens_in(num_pages)))
 
     def poll(self) -> None:
-        """Take the copies that have ended, and start saves. Called once a turn."""
-        if self.num_running:
+        """Take the copies that have ended, and start saves; the same for the store. Called once a turn."""
+        if self.storage is not None:
+            self.storage.poll()
+        if self._saves or self._loads:
             self._executor.poll_copies()
         for copy in [copy for copy in self._saves if copy.handle.is_done]:
             self._saves.remove(copy)
@@ -139,7 +147,7 @@ class HostTier:
         tokens of a request that takes token pages alone from the cache, as a transfer brings window pages and state;
         None: it needs all.
         """
-        if req.rid in self._loads:
+        if req.rid in self._loads or (self.storage is not None and not self.storage.is_ready(req)):
             return True
         is_known = req.rid in self._loaded or req.saved is not None or req.spec.probe or not req.cacheable
         if is_known or not self._memory.has_prefix_cache:
@@ -167,6 +175,8 @@ class HostTier:
 
     def left(self, req: Req) -> None:
         """Note that a request has left. A load for it goes on, for later requests."""
+        if self.storage is not None:
+            self.storage.forget(req)
         self._loaded.pop(req.rid, None)
         if req.rid in self._loads:
             self._loads[req.rid].has_reader = False

@@ -19,6 +19,7 @@ from pdserve.protocol.extraction import ExtractReply, ExtractRequest, KVPart
 from pdserve.protocol.failure import CLIENT_ABORT, Failure
 from pdserve.protocol.messages import (
     AbortRequest,
+    ClearStorage,
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
@@ -52,7 +53,7 @@ from pdserve.scheduler.loop_times import Heartbeat, LoopTimes
 from pdserve.scheduler.request import EVICTED, GRAMMAR_FAILED, EvictionOrder, PriorityRules, Req, Times
 from pdserve.scheduler.role_switcher import RoleSwitcher
 from pdserve.scheduler.roles.base import SchedulerRole, audit_holds, count_by_priority
-from pdserve.scheduler.snapshots import NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
+from pdserve.scheduler.snapshots import MOVING, NOT_LIVE, SUSPENDED, RequestExtractor, check_adapter
 from pdserve.transfer.events import TransferEvent
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.wire import prompt_digest
@@ -299,7 +300,8 @@ class Scheduler:
         if self.kv is not None:
             memory |= self.kv.counts()
             counters |= {name: float(value) for name, value in self.kv.counters.items()}
-        facts = {**self.facts, **self.role.facts()}
+        storage = self.context.storage
+        facts = {**self.facts, **self.role.facts(), **({} if storage is None else storage.facts())}
         if self.context.speculation is not None:
             facts |= self.context.speculation.facts()
         if self._live_facts is not None:
@@ -345,6 +347,7 @@ class Scheduler:
                 self.context.outbox.send(StateReply(query_id=query_id, state=self.state()))
             case (
                 FlushCache()
+                | ClearStorage()
                 | PauseGeneration()
                 | ContinueGeneration()
                 | StartProfile()
@@ -399,6 +402,7 @@ class Scheduler:
             if spec.kv_tokens:
                 self._extractor.restore(req)
             self.role.admit(req)
+            self.context.look_up(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1
             if displaced is not None:
@@ -433,6 +437,8 @@ class Scheduler:
         req = self.role.live.get(event.rid)
         if req is None:
             return ExtractReply(query_id=event.query_id, rid=event.rid, failure=NOT_LIVE)
+        if self.role.is_moving(req):
+            return ExtractReply(query_id=event.query_id, rid=event.rid, failure=MOVING)
         reply = self._extractor.extract(event.query_id, req, with_kv=event.with_kv)
         if not event.keep:
             self.context.counters["requests_suspended"] += 1
@@ -445,6 +451,8 @@ class Scheduler:
         match command:
             case FlushCache():
                 return self._flush_cache()
+            case ClearStorage():
+                return self.context.clear_storage()
             case PauseGeneration(mode=mode):
                 return self._pause(mode)
             case ContinueGeneration():
@@ -478,8 +486,7 @@ class Scheduler:
         if self.context.speculation is not None:
             self.context.speculation.forget_past()
         num_dropped = self.context.memory.flush()
-        if self.context.tier is not None:
-            self.context.tier.flush()
+        self.context.flush_tier()
         return True, f"{num_dropped} cached pages were dropped"
 
     def _num_ended(self) -> int:

@@ -19,6 +19,9 @@ from pdserve.scheduler.request import Req
 
 SUSPENDED = FinishReason(type="suspended", message="a snapshot of the request was taken")
 NOT_LIVE = Failure(code="not_live", message="the request has ended", status=404, origin="client")
+MOVING = Failure(
+    code="migration_under_way", message="another server is taking the request over", status=409, field="rid"
+)
 PART_BYTES = 8 << 20
 """Bytes of KV in one message."""
 MAX_ARRIVING = 64

@@ -20,15 +20,12 @@ import numpy as np
 
 from pdserve.base.clock import Clock
 from pdserve.config.storage_group import PrefetchPolicy
-from pdserve.executor.interface import CopyHandle, Executor
+from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.kv_memory import KVMemory
-from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
 from pdserve.memory.page_keys import KeyNamespace
 from pdserve.memory.prefix_cache import TOKEN_BYTES
-from pdserve.memory.tiers.host_memory import PageCopies
 from pdserve.memory.tiers.host_pool import HostPool
-from pdserve.memory.tiers.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_port import StoragePort
 from pdserve.scheduler.request import Req
 
@@ -101,20 +98,10 @@ class _Put:
     until_s: float
 
 
-@dataclasses.dataclass(slots=True)
-class _Save:
-    """Pages of an ended request on their way into slots of the host tier."""
-
-    handle: CopyHandle
-    lease: Lease
-    slots: Lease
-    tokens: bytes
-
-
 class StorageTier:
-    """Reads prompts from `port` and writes computed pages to it. `counters`: those of the scheduler.
+    """Reads prompts from `port` into slots of `host` and writes slots to it. `memory`: the KV memory of the device.
 
-    With `offloads` the pages of ended requests are copied into the host tier here, because no prefix cache does so.
+    `counters`: those of the scheduler. `clock`: its clock, which all ranks share.
     """
 
     def __init__(
@@ -122,24 +109,19 @@ class StorageTier:
         port: StoragePort,
         host: HostPool,
         memory: KVMemory,
-        executor: Executor,
         namespace: KeyNamespace,
         clock: Clock,
         counters: Counter[str],
         *,
         options: StorageOptions,
         policy: PrefetchPolicy,
-        offloads: bool = False,
-        prefetches: bool = True,
     ) -> None:
-        self._port, self._host, self._memory, self._executor = port, host, memory, executor
+        self._port, self._host, self._memory = port, host, memory
         self._namespace, self._clock, self._counters = namespace, clock, counters
         self._options, self._policy = options, policy
-        self._offloads, self._prefetches = offloads, prefetches
         self._reading: dict[Req, _Prefetch] = {}
         self._unsent: OrderedDict[Req, _Unsent] = OrderedDict()
         self._puts: dict[int, _Put] = {}
-        self._saves: list[_Save] = []
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._jobs: dict[int, Callable[[int], None]] = {}
         self._seen_version = -1
@@ -149,7 +131,7 @@ class StorageTier:
 
     def admit(self, req: Req) -> None:
         """Look up the pages of a new request's prompt that neither the device nor the host tier has."""
-        if not self._prefetches or req.spec.probe:
+        if req.spec.probe:
             return
         size = self._namespace.page_tokens
         most = req.most_cached // size
@@ -203,30 +185,6 @@ class StorageTier:
             _, dropped = self._unsent.popitem(last=False)
             self._drop(dropped.num_pages - dropped.num_sent)
 
-    def offload(self, req: Req) -> None:
-        """Copy the whole computed pages of a request that ends into the host tier; its lease lives until that is done.
-
-        The next turn of the conversation then finds them in the store.
-        """
-        self.computed(req)
-        size = self._namespace.page_tokens
-        num_pages = req.computed // size
-        if not self._offloads or req.lease is None or not num_pages or req not in self._unsent:
-            return
-        tokens = req.token_bytes(num_pages * size)
-        slots = self._host.reserve(tokens, num_pages, self._name("offload", req.rid))
-        if slots is None:
-            self._drop(num_pages)
-            del self._unsent[req]
-            return
-        first = slots.num_prefix_pages
-        copies = PageCopies(PageSpace.TOKENS, tuple(req.lease.pages[first:num_pages]), tuple(slots.pages[first:]))
-        if first == num_pages:
-            slots.drop("tier")
-            return
-        req.lease.hold("tier")
-        self._saves.append(_Save(self._executor.start_save([copies]), req.lease, slots, tokens))
-
     # ------------------------------------------------------------------ each turn
 
     def poll(self) -> None:
@@ -240,21 +198,19 @@ class StorageTier:
         for number, put in self._puts.items():
             if now >= put.until_s:
                 self._port.give_up(number)
-        if self._saves:
-            self._take_saves()
         if self._unsent and self._host_version != self._seen_version:
             self._send()
 
     @property
-    def is_busy(self) -> bool:
-        """Whether the loop must not sleep long: jobs are pending."""
-        return bool(self._jobs or self._saves)
+    def num_jobs(self) -> int:
+        """Jobs under way. While there are any, deadlines may pass without an event."""
+        return len(self._jobs)
 
-    def clear(self) -> str | None:
-        """Remove all objects of the store, in the background; always succeeds."""
+    def clear(self) -> str:
+        """Remove all objects of the store, in the background; returns a message."""
         self._known.clear()
         self._port.clear()
-        return None
+        return "the store is being cleared"
 
     def facts(self) -> Mapping[str, float | str]:
         """Return the state of the store's client, and the number of jobs, for `/get_server_info`."""
@@ -325,14 +281,6 @@ class StorageTier:
     def _host_version(self) -> int:
         tree = self._host.slots.pages.tree
         return 0 if tree is None else tree.version
-
-    def _take_saves(self) -> None:
-        """Give the slots of completed copies to the host tier's tree."""
-        for save in [save for save in self._saves if save.handle.is_done]:
-            self._saves.remove(save)
-            self._host.store(save.slots, save.tokens)
-            save.slots.drop("tier")
-            save.lease.drop("tier")
 
     def _send(self) -> None:
         """Start puts of pages that the host tier has got."""

@@ -146,6 +146,7 @@ def create_app(
     warm: bool = False,
     control_token: str = "",
     snapshot_store: SnapshotStore | None = None,
+    adapters: dict[str, str] | None = None,
 ) -> FastAPI:
     """Create the application. Its lifespan starts `client` on entry and stops it on exit.
 
@@ -154,7 +155,8 @@ def create_app(
     outside. Pass `changer` when the server's role can be changed. The application closes `grammars`. With `warm` the
     compile worker starts as soon as the engine is ready. `control_token` is the token that requests may prove, and
     without an API key must prove unless the configuration says otherwise; empty: no control token. `snapshot_store`
-    has the suspended requests, and outlives the application; None: the application makes one.
+    has the suspended requests, and outlives the application; None: the application makes one. `adapters`: directories
+    of the LoRA adapters that the engine has, by name, which requests change; None: those of the configuration.
     """
     drain_gate = drain_gate or DrainGate(config.disagg.disaggregation_mode)
     checks = grammars or GrammarCheck(config.grammar, tokenizer)
@@ -186,7 +188,8 @@ def create_app(
     store = SnapshotStore.of(config) if snapshot_store is None else snapshot_store
     context = ServerContext(
         config, client, tokenizer, metrics, int(time.time()), checks, registered, formats, own_id,
-        dict(config.lora.adapters), prefill_servers=None if single is None else single.servers.facts,
+        dict(config.lora.adapters) if adapters is None else adapters,
+        prefill_servers=None if single is None else single.servers.facts,
         suspended=store,
     )  # fmt: skip
     install_error_handlers(app)
@@ -247,6 +250,7 @@ ROUTES: tuple[tuple[str, str, str, Endpoint], ...] = (
     ("get_model", "GET", "/v1/models/{name:path}", admin.get_model),
     ("flush_cache", "POST", "/flush_cache", admin.flush_cache),
     ("flush_cache", "GET", "/flush_cache", admin.flush_cache),
+    ("clear_storage", "POST", "/hicache/storage-backend/clear", admin.clear_storage),
     ("pause_generation", "POST", "/pause_generation", commands.pause_generation),
     ("continue_generation", "POST", "/continue_generation", commands.continue_generation),
     ("declare_peer_dead", "POST", "/declare_peer_dead", commands.declare_peer_dead),

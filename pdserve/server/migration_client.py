@@ -45,8 +45,10 @@ class MigrateStreamBody(msgspec.Struct, forbid_unknown_fields=True):
     rid: str
 
 
-def base_url(text: str) -> URL:
-    """Parse the base URL of a server. Raises RequestError, naming `to`."""
+def base_url(text: str | None) -> URL:
+    """Parse the base URL of a server in the field `to`. Raises RequestError, naming `to`."""
+    if text is None:
+        raise RequestError("to is missing", field="to")
     try:
         url = URL(text)
         valid = url.scheme in ("http", "https") and bool(url.host) and url.port is not None

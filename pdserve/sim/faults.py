@@ -70,6 +70,16 @@ class Faults:
 
     migrate: float = 0.0
     """A running request moves to another decode server; no fault, and nothing may fail by it."""
+    slow_store: float = 0.0
+    """A call of the store takes longer than any deadline."""
+    store_away: float = 0.0
+    """A call of the store fails."""
+    store_lies: float = 0.0
+    """A look-up names objects that are not there."""
+    put_lost: float = 0.0
+    """The store takes an object, and does not have it."""
+    object_damaged: float = 0.0
+    """An object is damaged, cut short, or that of another key."""
 
     def healed(self) -> Faults:
         """Return the faults that remain once no fault may fail a request."""

@@ -58,6 +58,8 @@ class HashLayer:
     group: KVGroup
     planes: tuple[tuple[list[U64], ...], ...]
     attended: tuple[list[U64], ...]
+    weights: int = 0
+    """Models with other numbers write other KV."""
 
     @property
     def is_recurrent(self) -> bool:
@@ -68,6 +70,7 @@ class HashLayer:
         """Write K and V of `position`, and return a number made of those of all positions that it attends to."""
         group = self.group
         own = pages.of(group.space)
+        carry ^= self.weights
         first = 0 if group.window is None else max(0, position + 1 - group.window)
         index, offset = group.page_and_slot(position)
         first_page = first // group.page_tokens

@@ -87,20 +87,18 @@ class HashExecutor(HashTierCopies, HashStamps):
         echo: float = 0.0,
         drafting: HashDrafting | None = None,
         checks_drafts: bool = True,
+        weights: int = 0,
     ) -> None:
-        self._layout = layout
+        self._layout, self._table = layout, page_table
         self._sizes = {PageSpace.TOKENS: num_pages} if isinstance(num_pages, int) else num_pages
-        self._echo, self._drafting = echo, drafting
+        self._echo, self._drafting, self._weights = echo, drafting, weights
         self._num_spare = 0 if drafting is None else layout.pages_for(drafting.num_draft_tokens) + 1
         coords = [shape.coord(rank) for rank in range(shape.num_ranks)]
         self.windows = [[RankShard.of(group, coord) for group in layout.groups] for coord in coords]
         self._whole: list[list[U64]] = [
             [
-                np.full(
-                    (self._sizes[own.group.space] + self._num_spare, own.group.num_layers, own.group.layer_bytes // 8),
-                    POISON,
-                )
-                for own in shards
+                np.full((self._sizes[it.space] + self._num_spare, it.num_layers, it.layer_bytes // 8), POISON)
+                for it in (own.group for own in shards)
             ]
             for shards in self.windows
         ]
@@ -111,7 +109,6 @@ class HashExecutor(HashTierCopies, HashStamps):
         if drafting is not None and layout.groups[-1].kind is GroupKind.DRAFT:
             own = self._layer_of(len(layout.groups) - 1, layout.groups[-1].layers[0])
             self._draft_kv = HashDraftKV(own, drafting.weights, checks=checks_drafts)
-        self._table = page_table
         self._by_row: dict[int, _Row] = {}
         self._verifying: dict[int, int] = {}
         """By row: the unresolved step in which it has drafts."""
@@ -145,7 +142,7 @@ class HashExecutor(HashTierCopies, HashStamps):
                 tokens = words.reshape(len(words), shard.group.num_planes, shard.group.num_kv_heads, group.page_tokens)
                 for own, head in enumerate(shard.heads[0]):
                     attended[head].append(tokens[:, :, own])
-        return HashLayer(group, tuple(map(tuple, planes)), tuple(attended))
+        return HashLayer(group, tuple(map(tuple, planes)), tuple(attended), self._weights)
 
     @property
     def layout(self) -> KVLayout:

@@ -89,6 +89,8 @@ class SimNet:
         self.stopped: set[str] = set()
         self.links = CutLinks()
         self.recorder: Recorder | None = None
+        self.objects: dict[str, bytes] = {}
+        """Objects of the store that all servers share."""
         self.counts: Counter[str] = Counter()
         self.calm = False
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 import msgspec
 
 from pdserve.base.clock import Clock, ManualClock
-from pdserve.base.mailbox import Mailbox
+from pdserve.base.mailbox import Mailbox, Woken
 from pdserve.base.parallel import SINGLE, ParallelShape
 from pdserve.executor.interface import Executor
 from pdserve.memory.group_pools import GroupPoolSizes
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.lease import Lease
+from pdserve.memory.tiers.storage_port import StoragePort
 from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.protocol.logprobs import PromptLogprobs
 from pdserve.protocol.messages import (
@@ -45,6 +46,7 @@ from pdserve.scheduler.scheduler import Event, InputSource, Scheduler
 from pdserve.sim.hash_draft import HIDDEN_BYTES
 from pdserve.sim.hash_layout import hash_draft_layout, hash_layout
 from pdserve.sim.hash_lm import HashExecutor
+from pdserve.sim.hash_storage import add_store, open_port
 from pdserve.sim.hash_tier import HashHasher
 from pdserve.sim.in_place import SimRoles
 from pdserve.sim.network import Faults, Grants, Pool, SimCopyEngine, SimDirectory, SimNet, SimSocket, Verb
@@ -151,6 +153,7 @@ class SimNode(TieredNode):
             host=host, write_policy=shape.write_policy,
         )  # fmt: skip
         self.mailbox: Mailbox[Event] = Mailbox()
+        add_store(context, shape, self._storage_port)
         self.kv: KVManager | None = None
         self._dp_size = dp_size
         role = self.open_role(context)
@@ -299,10 +302,20 @@ class SimNode(TieredNode):
             self._parallel,
             echo=shape.echo,
             drafting=self.drafter,
+            weights=shape.model_weights,
             checks_drafts=not shape.kv_checksum,  # copies may be damaged, and draft KV is not hashed
         )
         executor.late = self._shape.late
         return executor
+
+    def _storage_port(self) -> StoragePort:
+        return self.rank_storage_port(0)
+
+    def rank_storage_port(self, rank: int) -> StoragePort:
+        """Return a rank's access to the world's store."""
+        assert self.executor.tier is not None
+        host, coord = self.executor.tier.hosts[rank], self._parallel.coord(rank)
+        return open_port(self._net, host, coord, lambda: self.mailbox.post(Woken()))
 
     def _on_free(self, pages: list[int], space: PageSpace = PageSpace.TOKENS) -> None:
         """Poison pages that went back to the allocator."""
@@ -443,6 +456,7 @@ def monolith_halves(shape: Shape, prompts: Sequence[Prompt]) -> list[RequestHalf
         num_heads=shape.num_heads,
         window=shape.window,
         has_state=shape.has_state,
+        model_weights=shape.model_weights,
         is_hybrid=shape.is_hybrid,
         num_window_pages=4096,
         num_slots=64,

@@ -25,6 +25,7 @@ from pdserve.memory.kv_memory import PageTable
 from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.slot_stamp import SlotStamp
 from pdserve.memory.tiers.host_memory import PageCopies
+from pdserve.memory.tiers.storage_port import StoragePort
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.ranks.consensus import Consensus
@@ -33,6 +34,7 @@ from pdserve.ranks.input_log import FollowerLog, InputLog, LeaderLog
 from pdserve.ranks.messages import Entry
 from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
 from pdserve.ranks.rank_executor import RankExecutor, SharedMetadata
+from pdserve.ranks.rank_storage import RankStoragePort, StorageReports
 from pdserve.scheduler.input_source import FollowerInputSource, LeaderInputSource
 from pdserve.scheduler.roles.base import SchedulerRole
 from pdserve.scheduler.scheduler import Event, InputSource
@@ -148,6 +150,12 @@ class RankedNode(SimNode):
     def _open_tier(self, num_slots: Mapping[PageSpace, int]) -> None:
         super()._open_tier(num_slots)
         self.executor.tier_ranks = (0,)
+
+    def _storage_port(self) -> StoragePort:
+        self.storage_reports = StorageReports(self._parallel.num_ranks, self._wake)
+        return RankStoragePort(
+            self.rank_storage_port(0), self._rank.log, self.storage_reports.add, self.storage_reports
+        )
 
     def _input_source(self) -> InputSource:
         self._role_source = LeaderInputSource(self.mailbox, self._rank.log, self._rank.consensus)
@@ -281,6 +289,10 @@ class _Follower(SimNode):
         executor = RankExecutor(local, table, self.layout, coord, _Alone(), self._rank.log)
         executor.copy_ends = RankCopyEnds(self._rank.log, self._leader.copy_reports.add)
         return executor
+
+    def _storage_port(self) -> StoragePort:
+        own = self._leader.rank_storage_port(self._rank.number)
+        return RankStoragePort(own, self._rank.log, self._leader.storage_reports.add)
 
     def _input_source(self) -> InputSource:
         self._role_source = FollowerInputSource(self._rank.log, self._rank.consensus)

@@ -6,6 +6,7 @@ import dataclasses
 
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
+from pdserve.config.storage_group import PrefetchPolicy
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import CPU_COST, StepCost
@@ -69,6 +70,10 @@ class Shape:
     host_ratio: float = 0.0
     """Slots of the host tier for each page of the pool; 0: no tier."""
     write_policy: WritePolicy = "write_through"
+    storage: PrefetchPolicy | None = None
+    """How long prompts wait for the store below the host tier; None: there is no store."""
+    model_weights: int = 0
+    """Models with other numbers compute other KV and other tokens."""
     reserved_decode_tokens: int = 4
     layer_groups: int = 0
     notifies: bool = False

@@ -6,73 +6,24 @@ import contextlib
 import importlib.util
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from pdserve.config.storage_options import StorageOptions
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.breaker import StorageBreakerState
 from pdserve.memory.tiers.mooncake_store import MooncakeOptions, MooncakeStorage
 from pdserve.memory.tiers.storage import ObjectId, Storage, StorageError
 from pdserve.memory.tiers.storage_client import StorageClient
-from pdserve.memory.tiers.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_registry import open_storage
+from tests.mooncake_master import Master, free_port
 from tests.waiting import wait_until
 
 SIZE = 40_000
 BACKENDS = ("file", "memory", pytest.param("mooncake", marks=pytest.mark.slow))
-CLEAN_UP_S = 10.0
-
-
-class Master:
-    """A real `mooncake_master` on ports of its own."""
-
-    def __init__(self) -> None:
-        self.port, self._metrics = free_port(), free_port()
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        program = Path(sys.executable).with_name("mooncake_master")
-        ports = [f"--rpc_port={self.port}", f"--metrics_port={self._metrics}"]
-        quiet = subprocess.DEVNULL
-        process = subprocess.Popen([program, *ports, "--default_kv_lease_ttl=100"], stdout=quiet, stderr=quiet)
-        wait_until(lambda: can_connect(self.port), "the master listens")
-        return process
-
-    def options(self, segment: int = 64 << 20) -> StorageOptions:
-        """Options of a client."""
-        return StorageOptions(
-            of_backend={"master_server_address": f"127.0.0.1:{self.port}", "global_segment_size": segment}
-        )
-
-    def restart(self) -> None:
-        """Kill it and start another one at the same port."""
-        self.kill()
-        self.process = self._start()
-
-    def kill(self) -> None:
-        """End it suddenly."""
-        self.process.kill()
-        self.process.wait(CLEAN_UP_S)
-
-
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
-def can_connect(port: int) -> bool:
-    """Whether something listens."""
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1.0):
-        return True
-    return False
 
 
 @pytest.fixture

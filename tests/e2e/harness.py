@@ -114,11 +114,13 @@ class Server:
         names = [name.removesuffix("_total") for name in memory if name.endswith("_total")]
         lost = {name: memory[f"{name}_total"] - memory[f"{name}_free"] for name in names}
         lost["pages"] -= evictable
-        for name in ("slots", "window_pages"):
+        for name in ("slots", "window_pages", "host_slots", "host_window_pages", "host_pages"):
             lost[name] = lost.get(name, 0) - memory.get(f"{name}_cached", 0)
         lost["pages_locked"] = memory["pages_cached"] - evictable
         cached = ("pages_cached", "pages_evictable", "slots_cached", "window_pages_cached")
-        lost |= {n: count for n, count in memory.items() if n not in cached and not n.endswith(("_total", "_free"))}
+        of_tier = ("host_", "hicache_host_")
+        others = {name: count for name, count in memory.items() if not name.startswith(of_tier)}
+        lost |= {n: count for n, count in others.items() if n not in cached and not n.endswith(("_total", "_free"))}
         wrong = {"audit": state["audit"], "audit_differences": state["counters"].get("audit_differences", 0)}
         return {name: what for name, what in (lost | wrong).items() if what}
 

@@ -16,7 +16,7 @@ from tests.e2e.harness import Server, assert_idle, running, start_router, start_
 from tests.e2e.test_retry_streams import CALLS, FLAGS, gist
 from tests.tiny import Family
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Cluster:
@@ -45,8 +45,7 @@ class Cluster:
                     continue
                 found.append(json.loads(line.removeprefix(b"data: ")))
                 if len(found) == at:
-                    rid = found[0]["meta_info"]["id"] if path == "/generate" else found[0]["id"]
-                    moves += self.move(rid)
+                    moves += self.move(body["rid"])
         return gist(path, found), moves
 
 
@@ -76,14 +75,13 @@ def test_a_stream_moves_and_its_client_gets_the_same_tokens(cluster: Cluster) ->
     assert_idle(cluster.prefill, *cluster.decodes)
 
 
-@pytest.mark.slow
 def test_all_kinds_of_requests_move(cluster: Cluster) -> None:
     calls = {name: call for name, call in CALLS.items() if name != "tools"}
     expected = {name: cluster.stream(path, body)[0] for name, (path, body) in calls.items()}
 
     def run(name: str) -> tuple[dict[str, Any], list[Any]]:
         path, body = calls[name]
-        return cluster.stream(path, {**body, "rid": f"{name}-x"} if "rid" in body else body, at=9)
+        return cluster.stream(path, {**body, "rid": f"{name}-x"}, at=9)
 
     with ThreadPoolExecutor(len(calls)) as pool:
         answers = dict(zip(calls, pool.map(run, calls), strict=True))

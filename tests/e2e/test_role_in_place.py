@@ -206,7 +206,7 @@ def test_a_suspended_request_goes_on_behind_role_changes(tiny_checkpoint: Callab
 
 @pytest.mark.slow
 def test_a_server_on_two_hosts_takes_each_role(tiny_checkpoint: Callable[[Family], Path]) -> None:
-    model, token = str(tiny_checkpoint("llama")), "a token that both hosts know"
+    model, token = str(tiny_checkpoint("llama")), "of-these-hosts"
     flags = ("--page-size", "16", "--cpu-threads", "1", *FLAGS)
     pair = ("--disaggregation-mode", "decode", "--no-require-control-proof", "--port", "0", "--device", "cpu")
     with running_nodes(model, token, "--tp-size", "2", *flags) as nodes:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.fuzz import files, frames, guided, http
+from tests.fuzz import files, frames, guided, http, snapshots
 from tests.fuzz.watch import Growth, LoopWatch
 
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -37,6 +37,13 @@ async def test_no_body_is_a_server_error_or_holds_up_the_event_loop(count: int) 
     report = await http.run(count, seed=1)
     assert report.num_bodies == count
     assert report.statuses[200] and report.statuses[400], str(report)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=SLOW)])
+async def test_no_snapshot_is_a_server_error(count: int) -> None:
+    statuses = await snapshots.run(count, seed=1)
+    assert statuses.total() == count
+    assert statuses[200] and statuses[400], str(statuses)
 
 
 @pytest.mark.parametrize("count", [pytest.param(3000, marks=SLOW)])

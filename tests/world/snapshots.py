@@ -2,12 +2,18 @@
 
 A pair, and an aggregated server beside it. A request of the pair is extracted from decode, with or without the bytes of
 its KV, and is restored at decode or at the aggregated server, where it may be extracted again.
+
+`python -m tests.world.snapshots --seeds 2000` plays seeds on all cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import logging
+import multiprocessing
 import random
+import sys
 from collections import Counter
 
 import msgspec
@@ -195,3 +201,33 @@ def play_snapshots(seed: int) -> Counter[str]:
     for node in (world.prefill, world.decode, world.mono):
         assert not node.leaks(), f"seed {seed}: {node.mode} still has {node.leaks()}"
     return world.counts
+
+
+def main() -> None:
+    """Play many seeds on all cores; print what happened, and the seeds that failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    counts, failed = Counter[str](), list[str]()
+    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+        seeds = range(given.first, given.first + given.seeds)
+        for found, failure in pool.imap_unordered(_play_one, seeds, chunksize=20):
+            counts += found
+            failed += [] if failure is None else [failure]
+    print(f"{given.seeds} seeds: {dict(counts)}")
+    print("\n".join(failed) or "every request that ended has the monolith's tokens, and nothing is left")
+    sys.exit(bool(failed))
+
+
+def _play_one(seed: int) -> tuple[Counter[str], str | None]:
+    logging.disable(logging.CRITICAL)
+    try:
+        return play_snapshots(seed), None
+    except Exception as error:
+        return Counter(), f"seed {seed}: {type(error).__name__}: {error}"
+
+
+if __name__ == "__main__":
+    main()

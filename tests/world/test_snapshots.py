@@ -12,6 +12,7 @@ from pdserve.executor.interface import HostPages
 from pdserve.protocol.extraction import ExtractReply, KVPart
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
+from pdserve.scheduler.retracted_kv import RetractedKV
 from pdserve.scheduler.scheduler import Scheduler
 from pdserve.scheduler.snapshots import RequestExtractor
 from tests.world.pressure import assert_caught
@@ -99,10 +100,8 @@ def copy_while_a_step_is_under_way(patch: Patch) -> None:
 
 
 def keep_the_memory_of_what_was_stopped(patch: Patch) -> None:
-    forget = SchedulerContext._forget_saved
-    patch.setattr(
-        SchedulerContext, "_forget_saved", lambda self, req: None if req.spec.kv_tokens else forget(self, req)
-    )
+    forget = RetractedKV.forget
+    patch.setattr(RetractedKV, "forget", lambda self, req: None if req.spec.kv_tokens else forget(self, req))
 
 
 BUGS: tuple[Callable[[Patch], None], ...] = (

@@ -27,15 +27,16 @@ class StorageBreakerState(enum.StrEnum):
 class StorageBreaker:
     """Counts what calls to a store do. Any thread.
 
-    `limit_s`: seconds that one call may take. A call that still runs then keeps the breaker open until it returns.
+    `limit_s`: seconds that one call may take. A call that still runs then keeps the breaker open until it returns. With
+    `starts_open` the store has to answer a probe first.
     """
 
-    def __init__(self, limit_s: float, *, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit_s: float, *, starts_open: bool = False, now: Callable[[], float] = time.monotonic) -> None:
         self._limit_s, self._now = limit_s, now
         self._lock = threading.Lock()
         self._started: dict[str, float] = {}
         """Start of the running call of each lane."""
-        self._open_until: float | None = None
+        self._open_until = now() if starts_open else None
         self._pause_s = FIRST_PAUSE_S
         self._is_probing = False
         self._lies = 0

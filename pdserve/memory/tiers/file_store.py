@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pdserve.config.storage_options import FIELD, StorageOptions
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import StorageError
-from pdserve.memory.tiers.storage_options import FIELD, StorageOptions
 
 log = logging.getLogger(__name__)
 

@@ -62,6 +62,16 @@ class HostPool:
         self.memory = memory
         self.num_evicted_tokens = 0
 
+    def record_to(self, recorder: CacheRecorder, memory: KVMemory) -> None:
+        """Report the changes of the tree, which is empty so far, to `recorder`; `memory.flush_changes` flushes it."""
+        tree = self.slots.pages.tree
+        assert tree is not None and not tree.num_cached
+        tree.recorder = recorder
+        for part in (tree.states, tree.windows):
+            if part is not None:
+                part.recorder = recorder
+        memory.flush_more = self.slots.flush_changes
+
     @property
     def num_tokens(self) -> int:
         """Tokens that all slots hold."""

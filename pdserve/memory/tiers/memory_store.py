@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from pdserve.memory.tiers.storage_options import StorageOptions
+from pdserve.config.storage_options import StorageOptions
 
 DEFAULT_MAX_BYTES = 1 << 30
 

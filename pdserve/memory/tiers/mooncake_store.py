@@ -36,11 +36,11 @@ from typing import TypeVar
 
 import msgspec
 
+from pdserve.config.storage_options import StorageOptions
 from pdserve.config.transfer_engines import MOONCAKE_HELP
 from pdserve.errors import ConfigError
 from pdserve.memory import shared
 from pdserve.memory.tiers.storage import PUT_THREAD, StorageError
-from pdserve.memory.tiers.storage_options import StorageOptions
 
 log = logging.getLogger(__name__)
 

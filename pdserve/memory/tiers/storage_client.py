@@ -102,14 +102,19 @@ class StorageCounts:
 class StorageClient:
     """Jobs for one store. `wake` is called on a client's thread when a job has ended.
 
-    The client closes `storage`. `call_limit_s`: see `StorageBreaker`.
+    The client closes `storage`. `call_limit_s`, `starts_open`: see `StorageBreaker`.
     """
 
     def __init__(
-        self, storage: Storage, wake: Callable[[], None] = lambda: None, *, call_limit_s: float = CALL_LIMIT_S
+        self,
+        storage: Storage,
+        wake: Callable[[], None] = lambda: None,
+        *,
+        call_limit_s: float = CALL_LIMIT_S,
+        starts_open: bool = False,
     ) -> None:
         self.storage = storage
-        self.breaker = StorageBreaker(call_limit_s)
+        self.breaker = StorageBreaker(call_limit_s, starts_open=starts_open)
         self.counts = StorageCounts()
         self._wake = wake
         self._gets: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

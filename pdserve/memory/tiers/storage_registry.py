@@ -10,12 +10,12 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
 
+from pdserve.config.storage_group import STORE_ENTRY_POINTS as ENTRY_POINTS
+from pdserve.config.storage_options import StorageOptions
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import Storage
-from pdserve.memory.tiers.storage_options import StorageOptions
 
 FIELD = "hicache_storage_backend"
-ENTRY_POINTS = "pdserve.kv_storage"
 
 Opener = Callable[[StorageOptions], Storage]
 

@@ -36,7 +36,7 @@ from pdserve.router.workers.workers import Registry, Worker
 log = logging.getLogger(__name__)
 
 PATH = "/migrate"
-MOST_AT_ONCE = 4
+MOST_AT_ONCE = 2
 """Requests of one worker that move at a time."""
 MAX_TRIES = 20
 """Calls of `/migrate` for one request in one drain."""

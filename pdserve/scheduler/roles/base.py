@@ -18,7 +18,7 @@ from pdserve.protocol.messages import CommandReply, FinishReason, MigrationComma
 from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.preemption import Preemption
-from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
 from pdserve.scheduler.roles.migration import not_migratable
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.scheduler.step_parts import StepKind
@@ -38,7 +38,50 @@ TIMEOUT_CHECK_S = 0.05
 """Seconds between two looks at the ages of all requests."""
 STOP_STRING = FinishReason(type="stop")
 """The end of a request whose text matched a stop string, which the API process names."""
+WRONG_RECORD = Failure(
+    code="metadata_mismatch",
+    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
+)
+
+WRONG_STATE = Failure(
+    code="state_mismatch",
+    message="the recurrent state that arrived belongs to another request, or to another position",
+    origin="decode",
+    status=502,
+)
 STOPPED = Failure(code="stopped", message="the request was stopped", status=499)
+
+
+def can_recompute(failure: Failure) -> bool:
+    """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
+
+    False for aborts, for bad requests, for servers whose configuration, tokenizer or LoRA adapters differ, and for
+    requests that a more urgent one displaced from prefill's queue.
+    """
+    is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", EVICTED_CODE)
+    return failure.retryable and failure.status >= 500 and not is_excluded
+
+
+def received_timing(req: Req) -> RequestTiming:
+    """Return the TTFT of a request on decode, in parts that add up to it."""
+    times = req.times
+    if times.lost is not None and times.started is not None and times.prefilled is not None:
+        queue_s, prefill_s = times.started - times.lost, times.prefilled - times.started
+        return RequestTiming(bootstrap_s=times.lost - times.arrived, queue_s=queue_s, prefill_s=prefill_s)
+    if req.receiver is None or times.published is None or times.received is None:
+        return RequestTiming()
+    stats = req.receiver.stats
+    first_step = None if times.second_token is None else times.second_token - times.received
+    return RequestTiming(
+        bootstrap_s=times.published - times.arrived,
+        queue_s=stats.queue_s,
+        prefill_s=stats.prefill_s,
+        transfer_s=max(0.0, times.received - times.published - stats.queue_s - stats.prefill_s),
+        first_decode_step_s=first_step,
+        kv_bytes=stats.num_bytes,
+        kv_pages=stats.num_pages,
+        kv_transfer_s=stats.write_s,
+    )
 
 
 class SchedulerRole(Protocol):
@@ -103,6 +146,10 @@ class SchedulerRole(Protocol):
 
     def migrate(self, command: MigrationCommand) -> None:
         """Move a running request to another server, or end that; the reply is sent now or by a later turn."""
+        ...
+
+    def is_moving(self, req: Req) -> bool:
+        """True while another server is taking the request over."""
         ...
 
     def retract_all(self) -> None:
@@ -235,6 +282,10 @@ class BaseRole(abc.ABC):
         failure = not_migratable("only the requests of decode servers move")
         reply = CommandReply(query_id=command.query_id, ok=False, message=failure.message, failure=failure)
         self._context.outbox.send(reply)
+
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole.is_moving`."""
+        return False
 
     def _end_timed_out(self) -> None:
         """End the requests that have waited or run for too long. Health probes have their own timeouts."""

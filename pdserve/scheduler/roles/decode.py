@@ -34,36 +34,26 @@ from pdserve.scheduler.batch_planner import BatchPlanner
 from pdserve.scheduler.context import SchedulerContext, group_leases, validate_fits
 from pdserve.scheduler.kv_checksum import KVChecksum
 from pdserve.scheduler.preemption import Preemption
-from pdserve.scheduler.request import EVICTED_CODE, Req, WaitingQueue
-from pdserve.scheduler.roles.base import INJECTED, LOST, STOPPED, MixedBatchRole, PollFailures, Queued, TransferPhase
+from pdserve.scheduler.request import Req, WaitingQueue
+from pdserve.scheduler.roles.base import (
+    INJECTED,
+    LOST,
+    STOPPED,
+    WRONG_RECORD,
+    WRONG_STATE,
+    MixedBatchRole,
+    PollFailures,
+    Queued,
+    TransferPhase,
+    can_recompute,
+    received_timing,
+)
 from pdserve.scheduler.roles.migration import NO_ROOM, OutgoingMigrations, is_incoming
 from pdserve.scheduler.roles.prealloc import DecodeReservation, HostLoads, most_cached
 from pdserve.scheduler.step_log import DecodeStepLog
 from pdserve.transfer.manager import KVManager
 from pdserve.transfer.room import KVPoll
 from pdserve.transfer.wire import prompt_digest
-
-WRONG_RECORD = Failure(
-    code="metadata_mismatch",
-    message="the aux record that arrived belongs to another room, or to KV and state other than those published",
-)
-
-WRONG_STATE = Failure(
-    code="state_mismatch",
-    message="the recurrent state that arrived belongs to another request, or to another position",
-    origin="decode",
-    status=502,
-)
-
-
-def can_recompute(failure: Failure) -> bool:
-    """True when decode may compute the prompt of a request whose KV transfer ended with `failure`.
-
-    False for aborts, for bad requests, for servers whose configuration, tokenizer or LoRA adapters differ, and for
-    requests that a more urgent one displaced from prefill's queue.
-    """
-    is_excluded = failure.code in ("prompt_mismatch", "lora_mismatch", EVICTED_CODE)
-    return failure.retryable and failure.status >= 500 and not is_excluded
 
 
 class DecodeRole(MixedBatchRole):
@@ -105,12 +95,14 @@ class DecodeRole(MixedBatchRole):
     def admit(self, req: Req) -> None:
         """See `SchedulerRole.admit`."""
         room = req.spec.room
-        if room is None and req.spec.local:
-            self._admit_local(req)
-            return
-        if room is None:
+        if room is None and not req.spec.local:
             raise RequestError("a decode server needs bootstrap_room", field="bootstrap_room")
         validate_fits(self._context, req.max_len)
+        if room is None:  # it is queued as a request whose KV transfer was lost
+            req.times.lost = req.times.arrived
+            self.live[req.rid] = self._lost[req.rid] = req
+            self._retracted.add(req, resumed=True)
+            return
         address = (room.host, room.port or 0)
         if room.sender is not None:
             address = (f"{room.host} {room.sender.instance}", 0)
@@ -125,12 +117,9 @@ class DecodeRole(MixedBatchRole):
         self._rooms[room.room] = req
         self._prealloc[req.rid] = req
 
-    def _admit_local(self, req: Req) -> None:
-        """Queue a request whose prompt is computed here, as of a request whose KV transfer was lost."""
-        validate_fits(self._context, req.max_len)
-        req.times.lost = req.times.arrived
-        self.live[req.rid] = self._lost[req.rid] = req
-        self._retracted.add(req, resumed=True)
+    def is_moving(self, req: Req) -> bool:
+        """See `SchedulerRole.is_moving`."""
+        return req in self._migrations
 
     @property
     def num_waiting(self) -> int:
@@ -388,6 +377,7 @@ class DecodeRole(MixedBatchRole):
             self._lose(req, damage)
             return
         del self._transfer[req.rid]
+        self._context.counters["migrations_in"] += is_incoming(req) and req.spec.sampling.max_new_tokens > 0
         req.times.received = req.times.started = req.times.prefilled = self._context.clock.now()
         req.aux.drop("request")
         req.aux = None
@@ -476,22 +466,4 @@ class DecodeRole(MixedBatchRole):
             del self._rooms[req.spec.room.room]
 
     def _timing(self, req: Req) -> RequestTiming:
-        """The TTFT in parts that add up to it."""
-        times = req.times
-        if times.lost is not None and times.started is not None and times.prefilled is not None:
-            queue_s, prefill_s = times.started - times.lost, times.prefilled - times.started
-            return RequestTiming(bootstrap_s=times.lost - times.arrived, queue_s=queue_s, prefill_s=prefill_s)
-        if req.receiver is None or times.published is None or times.received is None:
-            return RequestTiming()
-        stats = req.receiver.stats
-        first_step = None if times.second_token is None else times.second_token - times.received
-        return RequestTiming(
-            bootstrap_s=times.published - times.arrived,
-            queue_s=stats.queue_s,
-            prefill_s=stats.prefill_s,
-            transfer_s=max(0.0, times.received - times.published - stats.queue_s - stats.prefill_s),
-            first_decode_step_s=first_step,
-            kv_bytes=stats.num_bytes,
-            kv_pages=stats.num_pages,
-            kv_transfer_s=stats.write_s,
-        )
+        return received_timing(req)

@@ -72,14 +72,17 @@ class EngineClient:
         match_stops: bool = True,
         new_prefill: NewPrefill | None = None,
         waiting: WaitingRequests | None = None,
-        ready: EngineReady | None = None,
+        former: EngineClient | None = None,
     ) -> None:
         """Create a client of `channel`, which the caller owns.
 
         `tokenizer` None: outputs have no text. `match_stops` False: stop strings are not matched, as on a prefill
         server, whose first token the decode server matches. `new_prefill` None: requests may name any number of new
-        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded. `ready`: what the engine has
-        sent to a former client of the channel; None: it has not sent it.
+        bootstrap addresses. `waiting` None: the number of waiting requests is not bounded. `former`: the client of the
+        channel before this one, whose engine is ready; None: the engine starts.
+
+        Raises:
+            EngineDeadError: the engine of `former` is dead.
         """
         self._channel = channel
         self._new_prefill = new_prefill
@@ -94,9 +97,10 @@ class EngineClient:
         self._ended = asyncio.Event()
         self._queries = EngineQueries(channel)
         self.watchdog = SchedulerWatchdog()
-        self._ready = ready
+        self._ready = None if former is None else former.require_ready()
         self._became_ready = asyncio.Event()
-        if ready is not None:
+        if former is not None:
+            self._queries.paused = former.paused
             self.watchdog.begin()
             self._became_ready.set()
         self._dead: EngineDeadError | None = None

@@ -31,7 +31,7 @@ from pdserve.base.startup_times import api_startup_s
 from pdserve.config.groups import DisaggMode, ServerConfig
 from pdserve.errors import ConfigError, EngineDeadError, PdserveError, RequestError
 from pdserve.protocol.channel import ApiChannel
-from pdserve.protocol.messages import EngineReady, Shutdown, SwitchRole
+from pdserve.protocol.messages import Shutdown, SwitchRole
 from pdserve.server.app import create_app, make_metrics
 from pdserve.server.engine_client.client import EngineClient
 from pdserve.server.engine_client.live_requests import NewPrefill, WaitingRequests
@@ -110,7 +110,7 @@ class EngineInstance:
     """See the file's docstring. `on_trial`: the caller handles an engine that does not start.
 
     `store`: the snapshots of suspended requests, which all instances of the server share.
-    `ready`: what the engine has sent to the instance before; None: the engine starts.
+    `former`: the instance whose engine this one takes over, with its LoRA adapters; None: the engine starts.
 
     Raises:
         ConfigError: a configured request log or tracing cannot be opened.
@@ -124,25 +124,26 @@ class EngineInstance:
         *,
         store: SnapshotStore,
         on_trial: bool = False,
-        ready: EngineReady | None = None,
+        former: EngineInstance | None = None,
     ) -> None:
         self.backend = backend
         self.on_trial = on_trial
         self.drain_gate = DrainGate(backend.role)
+        self.adapters: dict[str, str] = dict(backend.config.lora.adapters) if former is None else former.adapters
         self._channel = backend.open_channel()
         try:
             metrics = make_metrics(backend.config, backend.own_counters)
             waiting = WaitingRequests.of(backend.config)
             if waiting is not None:
                 metrics.show(waiting.counters)
-            self.client = EngineClient(
+            self.client: EngineClient = EngineClient(
                 self._channel,
                 tokenizer,
                 metrics,
                 match_stops=backend.role != "prefill",
                 new_prefill=NewPrefill.of(backend.config),
                 waiting=waiting,
-                ready=ready,
+                former=None if former is None else former.client,
             )
             self.app = create_app(
                 backend.config,
@@ -155,9 +156,10 @@ class EngineInstance:
                 warm=True,
                 control_token=backend.control_token,
                 snapshot_store=store,
+                adapters=self.adapters,
             )
         except BaseException:
-            if ready is None:
+            if former is None:
                 self._channel.close()
             raise
         metrics.set_api_startup(api_startup_s())
@@ -386,8 +388,7 @@ class RoleSwitchApp:
                 text = "the bootstrap server does not know all replicas"
                 raise RequestError(text, status=500, code=FAILED_CODE)
             await asyncio.sleep(POLL_S)
-        ready = old.client.require_ready()
-        instance = EngineInstance(backend, self._tokenizer, self, store=self._store, ready=ready)
+        instance = EngineInstance(backend, self._tokenizer, self, store=self._store, former=old)
         self._instance = instance
         await old.hand_over("the role of this server has changed")
         await instance.open()  # now: a channel has one reader

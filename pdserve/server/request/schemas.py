@@ -293,15 +293,15 @@ class PeerBody(msgspec.Struct):
 class MigrateBody(msgspec.Struct):
     """`POST /migrate`. `to`: base URL of the other server. `attach`: the caller opens the rest of the stream there."""
 
-    rid: str
-    to: str
+    rid: str | None = None
+    to: str | None = None
     attach: bool = False
 
 
 class ReplicateBody(msgspec.Struct):
     """`POST /replicate`. `to`: base URL of the other server. The other fields are those of a request."""
 
-    to: str
+    to: str | None = None
     text: str | None = None
     input_ids: list[int] | None = None
     lora_path: str | None = None

@@ -20,7 +20,7 @@ from pdserve.http.errors import error_object
 from pdserve.observe.load_events import TOPIC as LOAD_TOPIC
 from pdserve.observe.speculation import Acceptance
 from pdserve.protocol.engine_state import EngineState
-from pdserve.protocol.messages import CommandReply, FlushCache
+from pdserve.protocol.messages import ClearStorage, CommandReply, FlushCache
 from pdserve.server.context import ServerContext
 from pdserve.server.http.json_http import convert, json_response, read_json_object, until_disconnect
 from pdserve.server.request.sampling_fields import RequestLimits
@@ -228,6 +228,14 @@ async def flush_cache(context: ServerContext, request: Request) -> Response:
     reply = await until_disconnect(request, flush_when_idle(context, _flush_wait_s(request)))
     if not reply.ok:
         return json_response(error_object(reply.message, 400, code="busy"), status=400)
+    return json_response({"success": True, "message": reply.message})
+
+
+async def clear_storage(context: ServerContext, _: Request) -> Response:
+    """Remove all pages of the store below the host tier, those of other servers too; 400 without a store."""
+    reply = await context.client.command(lambda i: ClearStorage(query_id=i), FLUSH_TIMEOUT_S)
+    if not reply.ok:
+        return json_response(error_object(reply.message, 400, code="no_storage"), status=400)
     return json_response({"success": True, "message": reply.message})
 
 

@@ -60,6 +60,8 @@ class Migrations:
     async def migrate(self, request: Request) -> Response:
         """`POST /migrate`: answer when the other server has the request, or it goes on here."""
         body = convert(await read_json_object(request, self._context.max_body_bytes), MigrateBody)
+        if body.rid is None:
+            raise RequestError("rid is missing", field="rid")
         url = base_url(body.to)
         state = self._context.client.find_one(body.rid)
         if state is None:

@@ -68,6 +68,19 @@ def takes_kv(context: ServerContext) -> bool:
     return parallel.tp_size * parallel.pp_size == 1
 
 
+def kv_bytes(context: ServerContext, state: RequestState) -> int:
+    """Return the most bytes that the KV of a live sequence has now."""
+    token_bytes = context.client.require_ready().facts.get("kv_token_bytes")
+    num_tokens = state.prompt_tokens + len(state.request.prior_output_ids) + state.completion_tokens
+    return num_tokens * token_bytes if isinstance(token_bytes, int) else 0
+
+
+def kv_fits(context: ServerContext, state: RequestState, most_bytes: int) -> bool:
+    """Return whether a snapshot with KV can be taken, and has at most `most_bytes`."""
+    size = kv_bytes(context, state) + HEAD_TOKEN_BYTES * context.limits().capacity
+    return takes_kv(context) and size <= most_bytes
+
+
 async def take_snapshot(context: ServerContext, state: RequestState, *, with_kv: bool, keep: bool) -> bytes:
     """Return a snapshot of a live sequence. `with_kv`: with the bytes of its KV, as far as there are any.
 
@@ -159,7 +172,7 @@ class SnapshotEndpoints:
         if with_kv and not takes_kv(self._context):
             message = "kv: the ranks of this server share the KV, and none has all of it; use kv: none"
             raise RequestError(message, field="kv", code="unsupported")
-        if with_kv and self._kv_bytes(state) > self._max_bytes:
+        if with_kv and kv_bytes(self._context, state) > self._max_bytes:
             message = f"kv: the KV of this request is larger than {self._max_bytes} bytes (--snapshot-max-gb)"
             raise RequestError(message, field="kv", status=413, code="snapshot_too_large")
         keep = bool(body.keep)
@@ -180,8 +193,7 @@ class SnapshotEndpoints:
         body = convert(await read_json_object(request, self._context.max_body_bytes), SuspendBody)
         state = self._live(body.rid)
         self.store.check(state.name)
-        size = self._kv_bytes(state) + HEAD_TOKEN_BYTES * self._context.limits().capacity
-        with_kv = takes_kv(self._context) and size <= min(self.store.num_free, self._max_bytes)
+        with_kv = kv_fits(self._context, state, min(self.store.num_free, self._max_bytes))
         task = self._spawn(self._suspend(state, with_kv=with_kv))
         return json_response(await asyncio.shield(task))
 
@@ -265,13 +277,6 @@ class SnapshotEndpoints:
         if state is None:
             raise RequestError(f"no request {rid!r} is live", field="rid", status=404, code="not_live")
         return state
-
-    def _kv_bytes(self, state: RequestState) -> int:
-        """Most bytes of the request's KV now."""
-        ready = self._context.client.require_ready()
-        token_bytes = ready.facts.get("kv_token_bytes")
-        num_tokens = state.prompt_tokens + len(state.request.prior_output_ids) + state.completion_tokens
-        return num_tokens * token_bytes if isinstance(token_bytes, int) else 0
 
     def _check_role(self) -> None:
         if self._context.mode == "prefill":

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.config.storage_options import parse_storage_options
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.breaker import FIRST_PAUSE_S, MOST_LIES, StorageBreaker, StorageBreakerState
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.storage import Miss, ObjectId, StorageError, check, object_bytes, seal, shard_name
 from pdserve.memory.tiers.storage_client import MOST_KEYS, StorageClient, Transfer
-from pdserve.memory.tiers.storage_options import parse_storage_options
 from tests.waiting import wait_until
 
 SIZE = 1000

@@ -449,3 +449,38 @@ def hashes_of(tree: RadixTree, namespace: KeyNamespace) -> set[int]:
         ends[node] = chain[-1]
         hashes.update(map(short_hash, chain))
     return hashes
+
+
+def test_blocks_of_the_host_tier_have_a_medium_of_their_own_and_survive_a_clear_of_the_device() -> None:
+    """A page that leaves the device stays known for the host tier, whose slot numbers are other ones."""
+    sink = Collected()
+    device = RadixTree(PAGE_TOKENS, recorder=CacheRecorder(sink))
+    host = RadixTree(PAGE_TOKENS, recorder=CacheRecorder(sink, of_host=True))
+    stream = KVEventStream(NAMESPACE, GROUPS)
+    tokens = tokens_of(tuple((n,) * PAGE_TOKENS for n in range(3)))
+    pages = len(tokens) // (4 * PAGE_TOKENS)
+
+    def events() -> list[tuple[str, str | None, int]]:
+        for tree in (device, host):
+            assert tree.recorder is not None
+            tree.recorder.flush(tree.describe)
+        found = [
+            event for changes in sink.take() for batch in stream.apply(changes) for event in events_of(batch.payload)
+        ]
+        return [
+            (type(event).__name__, getattr(event, "medium", None), len(getattr(event, "block_hashes", ())))
+            for event in found
+        ]
+
+    device.insert(tokens, range(pages))
+    host.insert(tokens, range(50, 50 + pages))
+    assert events() == [("BlockStored", "GPU", pages), ("BlockStored", "CPU", pages)]
+    device.evict(1)
+    assert events() == [("BlockRemoved", "GPU", 1)]
+    device.clear()
+    gone = events()
+    assert gone[-2:] == [("AllBlocksCleared", None, 0), ("BlockStored", "CPU", pages)], "readers forget both tiers"
+    snapshot = [event for batch in stream.snapshot() for event in events_of(batch.payload)]
+    assert [event.medium for event in snapshot if isinstance(event, BlockStored)] == ["CPU"]
+    host.clear()
+    assert events() == [("BlockRemoved", "CPU", pages)]

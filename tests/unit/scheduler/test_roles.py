@@ -18,8 +18,7 @@ from pdserve.protocol.messages import (
 )
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.request import Req, Times
-from pdserve.scheduler.roles.base import PollFailures
-from pdserve.scheduler.roles.decode import can_recompute
+from pdserve.scheduler.roles.base import PollFailures, can_recompute
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Prompt, Shape, SimNode, World, monolith_tokens
 from pdserve.transfer.room import KVPoll

@@ -6,20 +6,17 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-import numpy as np
 import pytest
 
 from pdserve.config.storage_group import PrefetchPolicy
-from pdserve.executor.interface import CopyHandle
-from pdserve.executor.page_copies import EndedCopy
+from pdserve.config.storage_options import StorageOptions
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
-from pdserve.memory.tiers.host_memory import HostMemory, PageCopies
+from pdserve.memory.tiers.host_memory import HostMemory
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.memory.tiers.memory_store import MemoryStorage
 from pdserve.memory.tiers.storage_client import StorageClient
-from pdserve.memory.tiers.storage_options import StorageOptions
 from pdserve.memory.tiers.storage_port import JobEnd, LocalStoragePort, StoragePort
 from pdserve.protocol.messages import GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
@@ -64,20 +61,6 @@ class SlowStore(MemoryStorage):
         return super().get_into(keys, buffers)
 
 
-class Pool:
-    """Pages of the device as bytes, and copies of them that end at once."""
-
-    def __init__(self, num_pages: int, host: HostMemory) -> None:
-        self.pages = np.zeros((num_pages, LAYOUT.page_bytes), dtype=np.uint8)
-        self._host = host
-
-    def start_save(self, copies: Sequence[PageCopies]) -> CopyHandle:
-        """See `Executor`."""
-        for one in copies:
-            self._host.slabs[one.space][list(one.slots)] = self.pages[list(one.pages)]
-        return EndedCopy()
-
-
 class Server:
     """The tiers of one server, with a namespace of its weights."""
 
@@ -95,19 +78,16 @@ class Server:
         self.host_memory = HostMemory(LAYOUT, {PageSpace.TOKENS: slots})
         self.host = HostPool(LAYOUT, {PageSpace.TOKENS: slots}, self.host_memory)
         self.memory = KVMemory(LAYOUT, 32, PageTable(4, 32), num_aux=0, prefix_cache=True)
-        self.pool = Pool(32, self.host_memory)
         namespace = KeyNamespace(weights, False, LAYOUT.fingerprint(), "uint64", LAYOUT.page_tokens)
         self.tier = StorageTier(
             wrap(LocalStoragePort(self.client, "tokens-t0of1-p0of1", self.host.page_bytes)),
             self.host,
             self.memory,
-            self.pool,  # type: ignore[arg-type]
             namespace,
             self.clock,
             self.counters,
             options=StorageOptions(threshold_tokens=8, timeout_base_s=2.0),
             policy=policy,
-            offloads=True,
         )
 
     def request(self, tokens: Sequence[int] = PROMPT, salt: str = "") -> Req:
@@ -120,14 +100,17 @@ class Server:
         return req
 
     def compute(self, req: Req) -> None:
-        """Compute the prompt and end the request."""
-        req.lease = self.memory.reserve_tokens(req.seq_len, req.rid)
-        assert req.lease is not None
-        for number, page in enumerate(req.lease.pages):
-            self.pool.pages[page] = number + 1
+        """Compute the prompt, and save its pages to the host tier as that does."""
         req.computed = req.seq_len
-        self.tier.offload(req)
-        req.lease.drop("request")
+        num_pages = req.computed // LAYOUT.page_tokens
+        tokens = req.token_bytes(num_pages * LAYOUT.page_tokens)
+        self.tier.computed(req)
+        lease = self.host.reserve(tokens, num_pages, "save")
+        assert lease is not None
+        for number in range(lease.num_prefix_pages, num_pages):
+            self.host.page_bytes(lease.pages[number])[:] = bytes([number + 1]) * LAYOUT.page_bytes
+        self.host.store(lease, tokens)
+        lease.drop("tier")
         self.until_idle()
 
     def until_idle(self) -> None:
@@ -135,7 +118,7 @@ class Server:
 
         def idle() -> bool:
             self.tier.poll()
-            return not self.tier.is_busy
+            return not self.tier.num_jobs
 
         wait_until(idle, "the jobs end")
         self.tier.poll()
@@ -216,7 +199,7 @@ def test_a_known_prefix_is_read_from_there_on_and_sent_once(make: Make) -> None:
 def test_short_prompts_are_not_looked_up(make: Make) -> None:
     server = make()
     req = server.request(PROMPT[:8])
-    assert server.tier.is_ready(req) and not server.tier.is_busy
+    assert server.tier.is_ready(req) and not server.tier.num_jobs
     assert server.counters["storage_prefetch_unfulfilled_tokens.below_threshold"] == 4
 
 

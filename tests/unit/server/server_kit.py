@@ -45,15 +45,19 @@ from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
     DeclarePeerDead,
+    EndMigration,
     EngineCoreOutput,
     EngineReady,
     FinishReason,
     FlushCache,
     GenerateRequest,
     LoadLora,
+    MigrateOut,
+    MigrationCommand,
     OutputBatch,
     PauseGeneration,
     RequestTiming,
+    SendPrefix,
     Shutdown,
     SpeculationStats,
     StartProfile,
@@ -161,6 +165,9 @@ class ScriptedScheduler:
         self.requests: list[GenerateRequest] = []
         self.aborts: list[AbortRequest] = []
         self.commands: list[Command] = []
+        self.on_migration: Callable[[MigrationCommand], CommandReply] = lambda command: CommandReply(
+            query_id=command.query_id, ok=False, message="refused"
+        )
         self.switches: list[SwitchRole] = []
         self.on_switch: Callable[[SwitchRole], str | None] | None = lambda command: None
         """Why the scheduler keeps its role, None: it takes the new one. None instead of a function: it does not answer.
@@ -216,6 +223,9 @@ class ScriptedScheduler:
                 ):
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
+                case MigrateOut() | EndMigration() | SendPrefix():
+                    self.commands.append(message)
+                    self._channel.send(self.on_migration(message))
                 case ExtractRequest():
                     self._extract(message)
                 case KVPart():

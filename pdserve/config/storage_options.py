@@ -38,13 +38,13 @@ class StorageOptions:
         known = sorted(names)
         for name in self.of_backend:
             if name not in known:
-                raise ConfigError(f"unknown option {name!r}; this backend has {', '.join(known)}", field=FIELD)
+                raise _wrong(f"unknown option {name!r}; this backend has {', '.join(known)}")
 
     def text(self, name: str, default: str) -> str:
         """Return a text option of the backend."""
         value = self.of_backend.get(name, default)
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{name} must be text, not {value!r}", field=FIELD)
+            raise _wrong(f"{name} must be text, not {value!r}")
         return value
 
     def size(self, name: str, default: int, *, least: int = 1) -> int:
@@ -55,7 +55,7 @@ class StorageOptions:
             if match is not None:
                 value = int(float(match[1]) * _UNITS[match[2]])
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} must be a number of bytes or text such as 4gb, not {value!r}", field=FIELD)
+            raise _wrong(f"{name} must be a number of bytes or text such as 4gb, not {value!r}")
         return value
 
 
@@ -71,17 +71,17 @@ def parse_storage_options(text: str | None) -> StorageOptions:
         try:
             text = Path(text[1:]).read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"cannot read {text[1:]}: {error}", field=FIELD) from error
+            raise _wrong(f"cannot read {text[1:]}: {error}") from error
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"not valid JSON: {error}", field=FIELD) from error
+        raise _wrong(f"not valid JSON: {error}") from error
     if not isinstance(options, dict):
-        raise ConfigError("a JSON object is needed", field=FIELD)
+        raise _wrong("a JSON object is needed")
     fields = cast(dict[str, object], options)
     threshold = _number(fields, "prefetch_threshold", 256)
     if threshold != int(threshold):
-        raise ConfigError("prefetch_threshold must be a whole number of tokens", field=FIELD)
+        raise _wrong("prefetch_threshold must be a whole number of tokens")
     return StorageOptions(
         threshold_tokens=int(threshold),
         timeout_base_s=_number(fields, "prefetch_timeout_base", 1.0),
@@ -93,5 +93,9 @@ def parse_storage_options(text: str | None) -> StorageOptions:
 def _number(fields: dict[str, object], name: str, default: float) -> float:
     value = fields.pop(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
-        raise ConfigError(f"{name} must be a number from 0 to 1000000, not {value!r}", field=FIELD)
+        raise _wrong(f"{name} must be a number from 0 to 1000000, not {value!r}")
     return float(value)
+
+
+def _wrong(message: str) -> ConfigError:
+    return ConfigError(f"--{FIELD.replace('_', '-')}: {message}", field=FIELD)

@@ -1,0 +1,117 @@
+"""Opens the storage tier of a replica: on each rank a client of the store, for its own part of the pages."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+
+from pdserve.config import ServerConfig
+from pdserve.engine.kv_events import key_namespace
+from pdserve.engine.replica import ReplicaEngine
+from pdserve.errors import ConfigError
+from pdserve.executor.factory import LoadedEngine
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.page_keys import KeyNamespace
+from pdserve.memory.tiers.storage import shard_name
+from pdserve.memory.tiers.storage_client import StorageClient
+from pdserve.memory.tiers.storage_port import LocalStoragePort, StoragePort
+from pdserve.memory.tiers.storage_registry import open_storage
+from pdserve.ranks.input_log import InputLog
+from pdserve.ranks.messages import StorageEnded
+from pdserve.ranks.rank_storage import RankStoragePort, StorageReports
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.storage_tier import StorageTier
+
+log = logging.getLogger(__name__)
+
+
+def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace | None:
+    """Return the namespace of a replica's stored pages; None without a store.
+
+    Pages of a server with a draft model have the drafter's KV too, so its weights belong to the namespace.
+
+    Raises:
+        ConfigError: the model has pages that are not stored.
+        ModelError: the weight files cannot be read.
+    """
+    name = config.storage.hicache_storage_backend
+    if name is None:
+        return None
+    spaces = {group.space for group in engine.built.layout.groups}
+    if spaces - {PageSpace.TOKENS}:
+        raise ConfigError(
+            f"--hicache-storage-backend {name}: window pages and recurrent states are not stored yet",
+            field="hicache_storage_backend",
+        )
+    namespace = key_namespace(config, engine)
+    facts = engine.draft_facts()
+    if facts:
+        drafter = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+        namespace = dataclasses.replace(namespace, weights=f"{namespace.weights}:{drafter}")
+    if namespace.weights_are_sampled:
+        log.warning("stored pages are told apart by samples of the weights, because these are random")
+    return namespace
+
+
+def open_storage_port(
+    config: ServerConfig,
+    built: LoadedEngine,
+    context: SchedulerContext,
+    wake: Callable[[], None],
+    stack: contextlib.ExitStack,
+) -> StoragePort:
+    """Start this rank's client of the store, which `stack` closes. Never waits for the store.
+
+    `wake` is called on any thread when a job has ended.
+
+    Raises:
+        ConfigError: no such store, its library is missing, or an option is wrong.
+    """
+    name, coord, tier = config.storage.hicache_storage_backend, built.coord, context.tier
+    assert name is not None, "there is a store"
+    if tier is None:  # the model cannot have a prefix cache
+        raise ConfigError("--hicache-storage-backend needs a prefix cache", field="hicache_storage_backend")
+    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=True)
+    stack.callback(client.close)
+    shape = coord.shape
+    part = shard_name(
+        "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
+    )
+    return LocalStoragePort(client, part, tier.pool.page_bytes)
+
+
+def leader_port(engine: ReplicaEngine, own: StoragePort, wake: Callable[[], None]) -> StoragePort:
+    """Return rank 0's port, behind which all ranks agree; `own` where the replica is one rank."""
+    group = engine.group
+    if group is None:
+        return own
+    reports = StorageReports(group.followers.shape.num_ranks, wake)
+    group.followers.on_storage_ended = reports.add
+    return RankStoragePort(own, group.log, reports.add, reports)
+
+
+def follower_port(own: StoragePort, log: InputLog, report: Callable[[StorageEnded], None]) -> StoragePort:
+    """Return a follower's port. `report` sends to rank 0."""
+    return RankStoragePort(own, log, report)
+
+
+def add_storage_tier(
+    config: ServerConfig, context: SchedulerContext, port: StoragePort, namespace: KeyNamespace
+) -> None:
+    """Put the store behind the host tier of a scheduler."""
+    tier = context.tier
+    assert tier is not None, "the store is below the host tier"
+    tier.storage = StorageTier(
+        port,
+        tier.pool,
+        context.memory,
+        namespace,
+        context.clock,
+        context.counters,
+        options=config.storage.options,
+        policy=config.storage.hicache_storage_prefetch_policy,
+    )

@@ -1,0 +1,46 @@
+"""Makes the host tier of a rank: its slots in host memory, and the copies of its executor."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from pdserve.config import ServerConfig
+from pdserve.engine.replica import ReplicaEngine
+from pdserve.executor.factory import LoadedEngine
+from pdserve.executor.page_copies import pinned
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.tiers.host_memory import HostMemory, slots_for, zeros
+from pdserve.memory.tiers.host_pool import HostPool
+from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
+
+log = logging.getLogger(__name__)
+
+
+def connect_leader(engine: ReplicaEngine, wake: Callable[[], None]) -> None:
+    """Have rank 0 agree with all ranks on the ends of copies. `wake` is called when a copy has ended on all ranks."""
+    group = engine.group
+    if group is None:
+        return
+    reports = CopyReports(group.followers.shape.num_ranks, wake)
+    group.followers.on_pages_copied = reports.add
+    group.executor.copy_ends = RankCopyEnds(group.log, reports.add, reports)
+
+
+def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None:
+    """Make this rank's host tier; None where there is none."""
+    if not config.wants_host_tier:
+        return None
+    layout, sizes = built.layout, built.group_sizes
+    pages = {
+        PageSpace.TOKENS: built.num_pages,
+        PageSpace.WINDOW: sizes.num_window_pages,
+        PageSpace.SLOTS: sizes.num_slots,
+    }
+    num_bytes = int(config.tier.hicache_size * 1e9) * built.coord.shape.num_ranks
+    num_slots = slots_for(layout, pages, ratio=config.tier.hicache_ratio, num_bytes=num_bytes)
+    allocate = pinned if built.device.type == "cuda" else zeros
+    memory = HostMemory(layout.of_rank(built.coord), num_slots, allocate)
+    built.executor.open_host_tier(memory)
+    log.info("host tier: %d tokens, %.2f GB", layout.tokens_in(num_slots[PageSpace.TOKENS]), memory.num_bytes / 1e9)
+    return HostPool(layout, num_slots, memory)

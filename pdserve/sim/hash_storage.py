@@ -1,0 +1,170 @@
+"""The store of a simulated world: shared by its servers, slow, forgetful and lying.
+
+Jobs of a port end at random moments. The bytes of a read move at its end, unless the server has given up: then slots of
+the host tier are not touched. Objects are real ones, with header and checksum, so that damage is found as in a server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from pdserve.base.parallel import RankCoord
+from pdserve.config.storage_options import StorageOptions
+from pdserve.memory.layout import PageSpace
+from pdserve.memory.page_keys import KeyNamespace
+from pdserve.memory.tiers.host_memory import HostMemory
+from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_bytes, seal, shard_name
+from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes, StoragePort
+from pdserve.scheduler.context import SchedulerContext
+from pdserve.scheduler.storage_tier import StorageTier
+from pdserve.sim.network import SimNet
+from pdserve.sim.shape import Shape
+
+
+class SimStore:
+    """Objects by key, and what goes wrong with them."""
+
+    def __init__(self, net: SimNet) -> None:
+        self._net, self.objects = net, net.objects
+
+    def exists(self, keys: Sequence[str]) -> int:
+        """Return how many leading keys there are, or a lie."""
+        if self._net.happens("look-ups that name objects that are not there", self._net.faults.store_lies):
+            return len(keys)
+        return next((index for index, key in enumerate(keys) if key not in self.objects), len(keys))
+
+    def put(self, identity: ObjectId, payload: memoryview) -> None:
+        """Keep an object: not at all, damaged, cut short, or under another one's key, where that happens."""
+        if self._net.happens("puts that are lost", self._net.faults.put_lost):
+            return
+        target = bytearray(object_bytes(len(payload)))
+        seal(memoryview(target), identity, payload)
+        if self._net.happens("stored objects that are damaged", self._net.faults.object_damaged):
+            self._damage(target)
+        self.objects.setdefault(identity.key, bytes(target))
+
+    def _damage(self, target: bytearray) -> None:
+        rng = self._net.rng
+        match rng.randrange(3):
+            case 0:
+                target[rng.randrange(HEADER_BYTES, len(target))] ^= 1 << rng.randrange(8)
+            case 1:
+                del target[rng.randrange(len(target)) :]
+            case _:
+                if self.objects:
+                    target[:] = self.objects[rng.choice(sorted(self.objects))]
+
+
+class SimStoragePort:
+    """Implements `StoragePort` for one rank of a simulated server. `wake` is called when a job has ended."""
+
+    def __init__(self, net: SimNet, part: str, slot_bytes: SlotBytes, wake: Callable[[], None]) -> None:
+        self._store, self._net, self._part, self._slot_bytes, self._wake = SimStore(net), net, part, slot_bytes, wake
+        self._num_started = 0
+        self._running: set[int] = set()
+        self._ended: list[JobEnd] = []
+
+    def look_up(self, root: bytes, digests: Sequence[bytes]) -> int:
+        """See `StoragePort.look_up`."""
+        keys = [identity.key for identity in self._ids(root, digests)]
+        return self._start(lambda: self._store.exists(keys))
+
+    def get(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """See `StoragePort.get`."""
+        return self._start(lambda: self._read(self._ids(root, digests), slots))
+
+    def put(self, root: bytes, digests: Sequence[bytes], slots: Sequence[int]) -> int:
+        """See `StoragePort.put`."""
+        return self._start(lambda: self._write(self._ids(root, digests), slots))
+
+    def give_up(self, number: int) -> None:
+        """See `StoragePort.give_up`."""
+        self._end(number, 0)
+
+    def poll(self) -> Sequence[JobEnd]:
+        """See `StoragePort.poll`."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    @property
+    def num_pending(self) -> int:
+        """See `StoragePort.num_pending`."""
+        return len(self._running) + len(self._ended)
+
+    def clear(self) -> None:
+        """See `StoragePort.clear`."""
+        self._store.objects.clear()
+
+    def facts(self) -> Mapping[str, float | str]:
+        """See `StoragePort.facts`."""
+        return {}
+
+    def _ids(self, root: bytes, digests: Sequence[bytes]) -> list[ObjectId]:
+        return [ObjectId(root, digest, self._part) for digest in digests]
+
+    def _start(self, work: Callable[[], int]) -> int:
+        self._num_started += 1
+        number = self._num_started
+        self._running.add(number)
+        away = self._net.happens("calls of a store that is away", self._net.faults.store_away)
+        slow = self._net.happens("calls of a store that take long", self._net.faults.slow_store)
+
+        def end() -> None:
+            if number in self._running:  # else the server has given up
+                self._end(number, 0 if away else work())
+
+        self._net.later(end, min_delay_s=60.0 if slow else 0.0)
+        return number
+
+    def _end(self, number: int, num_pages: int) -> None:
+        if number in self._running:
+            self._running.remove(number)
+            self._ended.append(JobEnd(number, num_pages))
+            self._wake()
+
+    def _read(self, ids: Sequence[ObjectId], slots: Sequence[int]) -> int:
+        for index, (identity, slot) in enumerate(zip(ids, slots, strict=True)):
+            buffer = self._slot_bytes(slot)
+            stored = memoryview(self._store.objects.get(identity.key, b""))
+            if len(stored) != object_bytes(len(buffer)) or check(stored, identity) is not None:
+                return index
+            buffer[:] = stored[HEADER_BYTES:]
+        return len(ids)
+
+    def _write(self, ids: Sequence[ObjectId], slots: Sequence[int]) -> int:
+        for identity, slot in zip(ids, slots, strict=True):
+            self._store.put(identity, self._slot_bytes(slot))
+        return len(ids)
+
+
+def open_port(net: SimNet, host: HostMemory, coord: RankCoord, wake: Callable[[], None]) -> SimStoragePort:
+    """Return the access of the rank at `coord` to the world's store; `host` has its slots."""
+    shape = coord.shape
+    part = shard_name(
+        "tokens", tp_rank=coord.tp_rank, tp_size=shape.tp_size, pp_rank=coord.pp_rank, pp_size=shape.pp_size
+    )
+    return SimStoragePort(net, part, lambda slot: host.slot(PageSpace.TOKENS, slot), wake)
+
+
+def add_store(context: SchedulerContext, shape: Shape, open_own_port: Callable[[], StoragePort]) -> None:
+    """Put the world's store behind the host tier, where the shape has one and all pages of the model can be stored."""
+    tier, layout = context.tier, context.memory.layout
+    if shape.storage is None or tier is None or context.memory.groups.is_used:
+        return
+    namespace = KeyNamespace(
+        weights=str(shape.model_weights),
+        weights_are_sampled=False,
+        layout=layout.fingerprint(),
+        dtype="uint64",
+        page_tokens=layout.page_tokens,
+    )
+    tier.storage = StorageTier(
+        open_own_port(),
+        tier.pool,
+        context.memory,
+        namespace,
+        context.clock,
+        context.counters,
+        options=StorageOptions(threshold_tokens=1, timeout_base_s=4.0),
+        policy=shape.storage,
+    )

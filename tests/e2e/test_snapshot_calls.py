@@ -1,0 +1,151 @@
+"""Streams of all kinds are suspended, their server ends, and another one resumes them: clients see one stream each."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from pdserve import LLM, InvalidRequestError, SamplingParams
+from pdserve.http.access import SNAPSHOT_TYPE
+from pdserve.server.text.tokenizer import read_template
+from tests.e2e.harness import Server, assert_idle, running_monolith, running_pair
+from tests.e2e.test_python_api import QUIET, SMALL
+from tests.e2e.test_retry_streams import CALLS, FLAGS, events, gist
+from tests.e2e.test_snapshots import KINDS, LONG, PROMPT, assert_same, stopped
+from tests.tiny import WINDOW_FAMILIES, Family, make_tiny
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+KIND_OF_STOP = ("stop",)
+"""Its stop string is known only once the whole text is."""
+NAMES = [name for name in CALLS if name not in KIND_OF_STOP]
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+
+
+def read_stream(answer: requests.Response, seen: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text
+    found = []
+    for line in answer.iter_lines():
+        if line.startswith(b"data: ") and line != b"data: [DONE]":
+            found.append(json.loads(line.removeprefix(b"data: ")))
+            seen()
+    return found
+
+
+def suspended(server: Server, name: str) -> list[dict[str, Any]]:
+    """Begin a stream and suspend it behind its eighth event; its events, which do not say that."""
+    path, body = CALLS[name]
+    due, counts = threading.Event(), iter(range(10_000))
+
+    def seen() -> None:
+        if next(counts) == 8:
+            due.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        url = server.url + path
+        with requests.post(url, json={**body, "rid": name, "stream": True}, stream=True, timeout=300) as answer:
+            reading = pool.submit(read_stream, answer, seen)
+            assert due.wait(120)
+            told = requests.post(f"{server.url}/suspend", json={"rid": name}, timeout=120)
+            found = reading.result()
+    assert told.status_code == 200 and told.json()["completion_tokens"] > 0, told.text
+    if path == "/generate":
+        last = found.pop()
+        assert last["meta_info"]["finish_reason"]["type"] == "suspended"
+        return found
+    found = [event for event in found if event["choices"]]
+    assert found[-1]["choices"][0]["finish_reason"] == "suspended"
+    found[-1]["choices"][0]["finish_reason"] = None
+    return found
+
+
+def as_one(path: str, begun: Sequence[dict[str, Any]], rest: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return gist(path, [*begun, *rest])
+
+
+@pytest.mark.parametrize("flags", [(), NGRAM], ids=["plain", "drafts"])
+def test_another_server_resumes_the_streams(
+    flags: tuple[str, ...], tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    model = str(tiny_checkpoint("llama"))
+    template = tmp_path / "thinking.jinja"
+    closed = "{{- '<think></think>' if add_generation_prompt and enable_thinking is false else '' }}"
+    template.write_text(read_template("hermes") + closed)
+    flags = (*FLAGS[:-2], *flags, "--chat-template", str(template), "--snapshot-dir", str(tmp_path / "kept"))
+    with running_monolith(model, *flags) as server:
+        expected = {name: gist(CALLS[name][0], events(server.url, *CALLS[name])) for name in NAMES}
+        begun = {name: suspended(server, name) for name in NAMES}
+        assert requests.get(f"{server.url}/get_server_info", timeout=60).json()["suspended_requests"] == len(NAMES)
+        assert_idle(server)
+    with running_monolith(model, *flags) as server:
+        for name in NAMES:
+            with requests.post(f"{server.url}/resume", json={"rid": name}, stream=True, timeout=300) as answer:
+                rest = read_stream(answer)
+            assert as_one(CALLS[name][0], begun[name], rest) == expected[name], name
+        assert_idle(server)
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_a_decode_server_gives_a_request_away_with_its_kv(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    """The monolith loads the KV that decode received and computed; the decode server takes the request back."""
+    model = str(tiny_checkpoint("llama"))
+    body = {
+        "text": "Once upon a time",
+        "sampling_params": {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True},
+    }
+    with running_pair(model, *FLAGS) as pair, running_monolith(model, *FLAGS[:-2]) as mono:
+        whole = requests.post(f"{mono.url}/generate", json=body, timeout=300).json()
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(requests.post, f"{pair.url}/generate", json={**body, "rid": "a"}, timeout=300)
+            while (answer := extract(pair.decode.url)).status_code == 404 and not call.done():
+                pass
+            assert answer.status_code == 200, answer.text
+            assert call.result().json()["meta_info"]["finish_reason"]["type"] == "suspended"
+        for server in (mono, pair.decode):
+            again = restore(server.url, answer.content)
+            assert again.status_code == 200, again.text
+            assert again.json()["output_ids"] == whole["output_ids"] and again.json()["text"] == whole["text"]
+        assert_idle(mono, *pair.workers)
+
+
+def extract(url: str) -> requests.Response:
+    return requests.post(f"{url}/extract", json={"rid": "a", "kv": "bytes"}, timeout=120)
+
+
+def restore(url: str, data: bytes) -> requests.Response:
+    return requests.post(f"{url}/restore", data=data, headers={"Content-Type": SNAPSHOT_TYPE}, timeout=300)
+
+
+def test_two_ranks_give_tokens_only(tiny_checkpoint: Callable[[Family], Path]) -> None:
+    params = SamplingParams(**LONG, **KINDS["seeded"])
+    model = str(tiny_checkpoint("llama"))
+    with LLM(model, tensor_parallel_size=2, **SMALL) as llm, LLM(model, **SMALL) as single:
+        whole = llm.generate([PROMPT], params, **QUIET)[0]
+        begun, snapshot = stopped(llm, params, llm.extract)
+        assert begun.outputs[0].finish_reason == "suspended"
+        assert_same(llm.restore(snapshot), whole)
+        _, with_kv = stopped(single, params, lambda rid: single.extract(rid, kv="bytes"))
+        with pytest.raises(InvalidRequestError) as caught:
+            llm.restore(with_kv)
+        assert caught.value.field == "snapshot.kv"
+        assert_same(llm.restore(with_kv, kv="prefer"), whole)
+        with pytest.raises(InvalidRequestError) as caught:
+            stopped(llm, params, lambda rid: llm.extract(rid, kv="bytes"))
+        assert caught.value.field == "kv"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_windows_go_with_the_kv(family: Family, tmp_path: Path) -> None:
+    params = SamplingParams(**LONG, **KINDS["greedy"])
+    with LLM(str(make_tiny(family, tmp_path, **WINDOW_FAMILIES[family])), **SMALL) as llm:
+        whole = llm.generate([PROMPT], params, **QUIET)[0]
+        _, snapshot = stopped(llm, params, lambda rid: llm.extract(rid, kv="bytes"))
+        assert llm.reset_prefix_cache()
+        assert_same(llm.restore(snapshot), whole)

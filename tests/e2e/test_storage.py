@@ -1,0 +1,284 @@
+"""Servers that share a store: what one has computed, another one reads; and stores that go away under load."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import requests
+
+from tests.e2e.harness import (
+    Server,
+    assert_idle,
+    assert_refused,
+    generate_all,
+    running,
+    running_monolith,
+    running_pair,
+    start_router,
+    start_server,
+    until,
+)
+from tests.mooncake_master import Master
+from tests.tiny import VOCAB_SIZE, Family
+
+PAGE = 16
+TIER = ("--dtype", "float32", "--page-size", str(PAGE), "--enable-hierarchical-cache", "--hicache-ratio", "2")
+DEADLINE_S = 1.0
+Tiny = Callable[[Family], Path]
+
+
+def storage_flags(backend: str, policy: str = "timeout", **options: object) -> tuple[str, ...]:
+    """Flags of a store that is asked for any page."""
+    options = {"prefetch_threshold": 16, "prefetch_timeout_base": DEADLINE_S, **options}
+    extra = json.dumps(options)
+    return (
+        *("--hicache-storage-backend", backend, "--hicache-storage-prefetch-policy", policy),
+        *("--hicache-storage-backend-extra-config", extra),
+    )
+
+
+def prompts_of(seed: int, count: int, length: int = 200) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(3, VOCAB_SIZE) for _ in range(length)] for _ in range(count)]
+
+
+def body(prompt: list[int], new_tokens: int = 8) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True}
+    return {"input_ids": prompt, "sampling_params": sampling}
+
+
+def outputs(url: str, prompts: list[list[int]], new_tokens: int = 8) -> list[list[int]]:
+    return [answer["output_ids"] for answer in generate_all(url, [body(prompt, new_tokens) for prompt in prompts])]
+
+
+def until_stored(server: Server, num_tokens: int) -> None:
+    """Wait until a server has sent what it computed."""
+    until(lambda: server.counter("backuped_tokens") >= num_tokens, 20.0, f"{num_tokens} tokens are stored")
+
+
+def test_a_server_reads_what_an_earlier_one_has_computed(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model, prompts = str(tiny_checkpoint("llama")), prompts_of(1, 3)
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
+    with running_monolith(model, *flags) as server:
+        expected = outputs(server.url, prompts)
+        until_stored(server, 3 * 192)
+        assert_idle(server)
+    with running_monolith(model, *flags) as server:
+        answers = generate_all(server.url, [body(prompt) for prompt in prompts])
+        assert [answer["output_ids"] for answer in answers] == expected
+        assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [192] * 3
+        assert server.counter("prefetched_tokens") == server.counter("storage_prefetch_hit_tokens") == 3 * 192
+        metrics, facts = server.metrics(), server.state()
+        assert metrics["sglang:prefetched_tokens_total"] == 3 * 192
+        assert "hicache_storage_breaker" in json.dumps(facts)
+        assert_idle(server)
+        cleared = requests.post(f"{server.url}/hicache/storage-backend/clear", timeout=30)
+        assert cleared.status_code == 200, cleared.text
+        until(lambda: not list(tmp_path.rglob("*.kv")), 20.0, "the store is empty")
+
+
+@pytest.mark.slow
+def test_other_weights_do_not_share(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    """Random weights of another seed are another namespace; so is another dtype."""
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
+    prompts = prompts_of(2, 2)
+    with running_monolith(str(tiny_checkpoint("llama")), *flags) as server:
+        outputs(server.url, prompts)
+        until_stored(server, 2 * 192)
+    for others in (("--dtype", "bfloat16"), ("--page-size", "32")):
+        with running_monolith(str(tiny_checkpoint("llama")), *flags, *others) as server:
+            outputs(server.url, prompts)
+            assert server.counter("storage_prefetch_hit_tokens") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [("--tp-size", "2"), ("--pp-size", "2")], ids=["tp", "pp"])
+def test_ranks_have_parts_of_their_own(tiny_checkpoint: Tiny, tmp_path: Path, shape: tuple[str, ...]) -> None:
+    model, prompts = str(tiny_checkpoint("llama")), prompts_of(3, 3)
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
+    with running_monolith(model, *flags) as server:
+        expected = outputs(server.url, prompts)
+        until_stored(server, 3 * 192)
+    stored = len(list(tmp_path.rglob("*.kv")))
+    for hits in (0, 3 * 192):
+        with running_monolith(model, *flags, *shape) as server:
+            assert outputs(server.url, prompts) == expected
+            until_stored(server, 3 * 192 - hits)
+            assert server.counter("prefetched_tokens") == hits, "ranks of another shape have other objects"
+            assert_idle(server)
+    files = list(tmp_path.rglob("*.kv"))
+    assert len(files) == 3 * stored
+    next(path for path in files if "of2" in path.name).unlink()
+    with running_monolith(model, *flags, *shape) as server:
+        assert outputs(server.url, prompts) == expected
+        assert server.counter("prefetched_tokens") < 3 * 192, "the rank that lacks a page decides"
+
+
+@pytest.mark.slow
+def test_damaged_objects_are_computed_again(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model, prompts = str(tiny_checkpoint("llama")), prompts_of(4, 3)
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
+    with running_monolith(model, *flags) as server:
+        expected = outputs(server.url, prompts)
+        until_stored(server, 3 * 192)
+    for number, path in enumerate(sorted(tmp_path.rglob("*.kv"))):
+        content = bytearray(path.read_bytes())
+        content[200 + number] ^= 1
+        path.write_bytes(content[: len(content) - number % 2])
+    with running_monolith(model, *flags) as server:
+        assert outputs(server.url, prompts) == expected
+        assert server.counter("prefetched_tokens") == 0
+
+
+@pytest.mark.slow
+def test_the_next_turn_finds_what_decode_has_generated(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model = str(tiny_checkpoint("llama"))
+    store = storage_flags("file", "wait_complete", directory=str(tmp_path))
+    flags = ("--dtype", "float32", "--page-size", str(PAGE), "--max-total-tokens", "4096", *store)
+    offload = ("--disaggregation-decode-enable-offload-kvcache",)
+    prompt = prompts_of(5, 1)[0]
+    with running_pair(model, *flags, prefill_flags=("--enable-hierarchical-cache",), decode_flags=offload) as pair:
+        first = pair.generate(**body(prompt, 100))["output_ids"]
+        until(lambda: pair.decode.counter("backuped_tokens") >= 288, 20.0, "decode has stored the turn")
+    with running_monolith(model, *TIER, *store, "--max-total-tokens", "4096") as server:
+        turn = body([*prompt, *first, 7, 8, 9])
+        answer = generate_all(server.url, [turn])[0]
+        assert answer["meta_info"]["cached_tokens"] == 288
+        (tmp_path / "empty").mkdir()
+    with running_monolith(model, "--dtype", "float32", "--page-size", str(PAGE)) as alone:
+        assert generate_all(alone.url, [turn])[0]["output_ids"] == answer["output_ids"]
+
+
+@pytest.mark.slow
+def test_wrong_flags_are_named(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model = str(tiny_checkpoint("llama"))
+    assert_refused(model, ["--hicache-storage-backend", "nothing", *TIER[4:]], "hicache_storage_backend")
+    assert_refused(model, ["--hicache-storage-backend", "file"], "hicache_storage_backend")
+    wrong = ["--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", "{", *TIER[4:]]
+    assert_refused(model, wrong, "hicache_storage_backend_extra_config")
+    alone = ["--disaggregation-mode", "decode", "--disaggregation-decode-enable-offload-kvcache"]
+    assert_refused(model, alone, "disaggregation_decode_enable_offload_kvcache")
+
+
+# ---------------------------------------------------------------------- a real master
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    """A master, killed at the end."""
+    if importlib.util.find_spec("mooncake") is None:
+        pytest.skip("mooncake is not installed")
+    made = Master()
+    yield made
+    made.kill()
+
+
+def mooncake_flags(master: Master, segment: str) -> tuple[str, ...]:
+    """Flags of a client that gives so much memory."""
+    address = f"127.0.0.1:{master.port}"
+    return storage_flags("mooncake", master_server_address=address, global_segment_size=segment)
+
+
+def is_connected(server: Server) -> bool:
+    """Whether the server's client is set up and its breaker closed."""
+    return str(state_of(server)["hicache_storage_breaker"]) == "closed"
+
+
+def state_of(server: Server) -> dict[str, Any]:
+    """The facts of the storage tier, wherever `/get_server_info` has them."""
+    found: dict[str, Any] = {}
+
+    def walk(value: Any) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                if name.startswith("hicache_storage_"):
+                    found[name] = inner
+                walk(inner)
+
+    walk(server.state())
+    return found
+
+
+@pytest.mark.slow
+def test_two_prefill_servers_share_a_prefix_over_mooncake(tiny_checkpoint: Tiny, master: Master) -> None:
+    """Only one has computed it; the other one reads it from the first one's memory."""
+    model = str(tiny_checkpoint("llama"))
+    flags = (*TIER, "--max-total-tokens", "4096", *mooncake_flags(master, "64mb"))
+    first, second = (start_server(model, "prefill", *flags, name=name) for name in ("first", "second"))
+    decode = start_server(model, "decode", "--dtype", "float32", "--page-size", str(PAGE))
+    prompts = prompts_of(6, 4)
+    with running(first, second, decode):
+        for server in (first, second):
+            until(lambda server=server: is_connected(server), 30.0, "the store is connected")
+        router = start_router([first], [decode])
+        with running(router):
+            expected = outputs(router.url, prompts)
+            until_stored(first, 4 * 192)
+        router = start_router([second], [decode])
+        with running(router):
+            assert outputs(router.url, prompts) == expected
+        assert second.counter("prefetched_tokens") == 4 * 192
+        assert second.counter("cached_tokens") == 4 * 192
+        assert_idle(first, second, decode)
+
+
+def ttfts(url: str, prompts: list[list[int]]) -> list[float]:
+    """Seconds until the only token, one request at a time."""
+    took = []
+    for prompt in prompts:
+        begin = time.monotonic()
+        generate_all(url, [body(prompt, 1)])
+        took.append(time.monotonic() - begin)
+    return took
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["master killed", "owner stopped", "owner killed"])
+def test_a_store_that_goes_away_costs_one_deadline(tiny_checkpoint: Tiny, master: Master, event: str) -> None:
+    """Right tokens, and misses that wait no longer than the deadline, of which there is one for all requests."""
+    model = str(tiny_checkpoint("llama"))
+    flags = (*TIER, "--max-total-tokens", "4096")
+    known, missing = prompts_of(7, 6), prompts_of(8, 12)
+    with running_monolith(model, *flags) as alone:
+        expected = outputs(alone.url, known, 1)
+    owner = start_server(model, "null", *flags, *mooncake_flags(master, "64mb"), name="owner")
+    reader = start_server(model, "null", *flags, *mooncake_flags(master, "0"), name="reader")
+    with running(owner, reader):
+        for server in (owner, reader):
+            until(lambda server=server: is_connected(server), 30.0, "the store is connected")
+        outputs(owner.url, known, 1)
+        until_stored(owner, 6 * 192)
+        before = ttfts(reader.url, missing[:6])
+        if event == "master killed":
+            master.kill()
+        else:
+            clients = [one for one in psutil.Process(owner.child.pid).children(recursive=True) if is_client(one)]
+            assert len(clients) == 1
+            os.kill(clients[0].pid, signal.SIGSTOP if event == "owner stopped" else signal.SIGKILL)
+        answers, took = [], []
+        for prompt in known:
+            begin = time.monotonic()
+            answers += outputs(reader.url, [prompt], 1)
+            took.append(time.monotonic() - begin)
+        took += ttfts(reader.url, missing[6:])
+        assert answers == expected
+        longest, usual = max(took), max(before)
+        assert longest < usual + DEADLINE_S + 0.5, (took, before)
+        assert statistics.median(took) < usual + 0.5, (took, before)
+        assert_idle(reader, deadline_s=60.0)
+
+
+def is_client(process: psutil.Process) -> bool:
+    """Whether a process is that of Mooncake's client."""
+    return "mooncake_child" in " ".join(process.cmdline())

@@ -1,0 +1,240 @@
+"""`/migrate` between two applications over scripted schedulers: who sends which tokens, and what a refusal leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import orjson
+import pytest
+from yarl import URL
+
+from pdserve.base.stream_state import EVENT_END, STATE_HEADER, split_event
+from pdserve.config.groups import ServerConfig
+from pdserve.protocol.failure import Failure
+from pdserve.protocol.messages import (
+    CommandReply,
+    EndMigration,
+    EngineCoreOutput,
+    FinishReason,
+    GenerateRequest,
+    MigrateOut,
+    MigrationCommand,
+    MigrationOffer,
+    RoomAddress,
+    SenderAddress,
+    SendPrefix,
+)
+from pdserve.server.engine_client import migration
+from pdserve.server.migration_client import MigrateStreamBody, TakeInBody, _refusal, base_url
+from pdserve.server.text.tokenizer import Tokenizer
+from tests.unit.server.server_kit import Bench, bench
+from tests.waiting import until
+
+TO = "http://other:30000"
+ALL = [73, 74, 75, 76, 77]
+ROOM = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 5}
+BODY = {"input_ids": [5, 6, 7], "rid": "x", "stream": True, "sampling_params": {"max_new_tokens": 9}, **ROOM}
+
+
+class DirectClient:
+    """Calls the other application without a socket."""
+
+    other: Bench | None = None
+
+    def __init__(self, token: str, key: str | None) -> None:
+        pass
+
+    async def take_in(self, url: URL, request: GenerateRequest) -> None:
+        assert self.other is not None
+        answer = await self.other.http.post("/migrate_in", content=msgspec.json.encode(TakeInBody(request)))
+        if answer.status_code != 200:
+            raise _refusal(url, answer.status_code, answer.content)
+
+    async def outputs(self, url: URL, rid: str) -> AsyncIterator[EngineCoreOutput]:
+        assert self.other is not None
+        answer = await self.other.http.post("/migrate_stream", content=msgspec.json.encode(MigrateStreamBody(rid)))
+        assert answer.status_code == 200, answer.text
+        for line in answer.content.splitlines():
+            if line.startswith(b"data: {"):
+                yield msgspec.json.decode(line.removeprefix(b"data: "), type=EngineCoreOutput)
+
+    async def close(self) -> None:
+        pass
+
+
+def moves(request: GenerateRequest, *, commits: bool = True, prefixes: bool = False) -> Any:
+    """What S's scheduler replies: the request is stopped behind its third token."""
+
+    def reply(command: MigrationCommand) -> CommandReply:
+        match command:
+            case MigrateOut():
+                sender = SenderAddress(instance="i", endpoint="h:1")
+                room = RoomAddress(host="migration", port=None, room=command.room, sender=sender)
+                value = msgspec.structs.replace(request, prior_output_ids=ALL[:2], room=room)
+                payload = msgspec.msgpack.encode(MigrationOffer(request=value, num_output_tokens=3))
+                return CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload)
+            case EndMigration():
+                ok = commits or not command.commit
+                return CommandReply(query_id=command.query_id, ok=ok, message="ok")
+            case SendPrefix(after=0) if prefixes:
+                sender = SenderAddress(instance="i", endpoint="h:1")
+                room = RoomAddress(host="migration", port=None, room=command.room, sender=sender)
+                sampling = msgspec.structs.replace(request.sampling, max_new_tokens=0)
+                value = msgspec.structs.replace(request, room=room, sampling=sampling)
+                payload = msgspec.msgpack.encode(MigrationOffer(request=value, num_output_tokens=0))
+                return CommandReply(query_id=command.query_id, ok=True, message="ok", payload=payload)
+            case _:
+                return CommandReply(query_id=command.query_id, ok=False, message="no pages")
+
+    return reply
+
+
+@contextlib.asynccontextmanager
+async def two(tokenizer: Tokenizer, patch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Bench, Bench]]:
+    """S, which holds requests after three tokens, and D."""
+    patch.setattr("pdserve.server.app.MigrationClient", DirectClient)
+    async with bench(tokenizer, "decode") as source, bench(tokenizer, "decode") as target:
+        patch.setattr(DirectClient, "other", target)
+        source.scheduler.script, source.scheduler.hold = (lambda request: ALL[:3]), True
+        target.scheduler.script = lambda request: ALL
+        yield source, target
+
+
+async def begin(source: Bench, **headers: str) -> asyncio.Task[Any]:
+    """A stream at S, of which three tokens have been generated."""
+    stream = asyncio.create_task(source.http.post("/generate", json=BODY, headers=headers))
+    await until(lambda: source.scheduler.requests)
+    state = source.client.find_one("x")
+    assert state is not None
+    await until(lambda: state.completion_tokens == 3)
+    return stream
+
+
+def results(content: bytes) -> list[Any]:
+    return [orjson.loads(line[6:]) for line in content.splitlines() if line.startswith(b"data: {")]
+
+
+async def test_the_client_gets_the_rest_through_the_first_server(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0])
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["num_tokens"] == 3
+        last = results((await stream).content)[-1]
+        assert last["output_ids"] == [*ALL, 0]
+        assert last["meta_info"]["completion_tokens"] == 6
+        assert [type(command) for command in source.scheduler.commands][-2:] == [MigrateOut, EndMigration]
+        assert not source.client.num_live and not len(source.client.moved) and not len(target.client.incoming)
+        (moved,) = target.scheduler.requests
+        assert moved.prior_output_ids == ALL[:2] and moved.rid == answer.json()["migrated_rid"]
+
+
+async def test_a_router_opens_the_rest_at_the_other_server(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source, **{STATE_HEADER: "1"})
+        source.scheduler.on_migration = moves(source.scheduler.requests[0])
+        answer = (await source.http.post("/migrate", json={"rid": "x", "to": TO, "attach": True})).json()
+        content = (await stream).content
+        states = [split_event(event)[0] for event in content.split(EVENT_END)]
+        token_ids = [token for state in states if state is not None for token in state.token_ids]
+        error = results(content)[-1]
+        assert token_ids == ALL[:3] and error["code"] == 503
+        assert error["error"]["code"] == "migrated" and error["error"]["next_token_index"] == 3
+        assert (error["error"]["to"], error["error"]["migrated_rid"]) == (TO, answer["migrated_rid"])
+        resume = {"head": {"id": "x"}, "token_ids": token_ids, "attach": answer["migrated_rid"]}
+        body = {name: value for name, value in BODY.items() if name not in ROOM}
+        early = await target.http.post("/generate", json={**body, "pdserve_resume": {**resume, "token_ids": [73]}})
+        assert early.status_code == 400 and "output tokens" in early.text
+        rest = await target.http.post("/generate", json={**body, "pdserve_resume": resume})
+        assert rest.status_code == 200, rest.text
+        assert results(rest.content)[-1]["output_ids"] == [*ALL, 0]
+        again = await target.http.post("/generate", json={**body, "pdserve_resume": resume})
+        assert (again.status_code, again.json()["param"]) == (404, "pdserve_resume.attach")
+        assert not source.client.num_live and not target.client.num_live and not len(target.client.incoming)
+
+
+@pytest.mark.parametrize("has_cache", [False, True])
+async def test_stages_go_to_a_prefix_cache(
+    has_cache: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ServerConfig, "wants_prefix_cache", property(lambda self: has_cache))
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0], prefixes=True)
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["num_stages"] == has_cache
+        assert results((await stream).content)[-1]["output_ids"] == [*ALL, 0]
+        kinds = [type(command) for command in source.scheduler.commands]
+        tried = [SendPrefix, SendPrefix] if has_cache else [SendPrefix, EndMigration]
+        assert kinds == [*tried, MigrateOut, EndMigration]
+        assert not len(target.client.incoming)
+        body = {"input_ids": [5, 6, 7], "to": TO}
+        copied = await source.http.post("/replicate", json=body)
+        assert copied.status_code == (200 if has_cache else 404), copied.text
+        assert copied.json()["num_tokens" if has_cache else "param"] == (3 if has_cache else "input_ids")
+
+
+async def test_a_refusal_names_the_field_and_the_request_goes_on(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0])
+        failure = Failure(code="handshake_refused", message="weights: this server has a, the peer has b", status=500)
+        target.scheduler.script = lambda request: FinishReason.failed(failure)
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert (answer.status_code, answer.json()["param"]) == (409, "weights")
+        assert answer.json()["error"]["code"] == "migration_refused"
+        last = source.scheduler.commands[-1]
+        assert isinstance(last, EndMigration) and not last.commit
+        assert not len(target.client.incoming)
+        source.scheduler.finish(source.scheduler.requests[0])
+        assert results((await stream).content)[-1]["output_ids"] == [*ALL[:3], 0]
+
+
+async def test_without_a_commit_the_other_copy_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(migration, "ATTACH_S", 0.05)
+    async with two(tokenizer, monkeypatch) as (source, target):
+        target.scheduler.hold = True
+        stream = await begin(source)
+        source.scheduler.on_migration = moves(source.scheduler.requests[0], commits=False)
+        answer = await source.http.post("/migrate", json={"rid": "x", "to": TO})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "migration_failed")
+        await until(lambda: target.scheduler.aborts)
+        assert not len(target.client.incoming)
+        source.scheduler.finish(source.scheduler.requests[0])
+        assert results((await stream).content)[-1]["output_ids"] == [*ALL[:3], 0]
+
+
+async def test_what_cannot_move_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with two(tokenizer, monkeypatch) as (source, target):
+        stream = await begin(source)
+        for body, status, param in (
+            ({"rid": "y", "to": TO}, 404, "rid"),
+            ({"rid": "x", "to": "other"}, 400, "to"),
+            ({"rid": "x", "to": f"{TO}/v1"}, 400, "to"),
+            ({"rid": "x", "to": TO, "attach": True}, 409, "attach"),
+            ({"rid": "x"}, 400, "to"),
+        ):
+            answer = await source.http.post("/migrate", json=body)
+            assert (answer.status_code, answer.json()["param"]) == (status, param), answer.text
+        request = source.scheduler.requests[0]
+        wrong = await target.http.post("/migrate_in", content=msgspec.json.encode(TakeInBody(request)))
+        assert (wrong.status_code, wrong.json()["param"]) == (400, "request.room.sender")
+        assert (await target.http.post("/migrate_stream", json={"rid": "z"})).status_code == 404
+        source.scheduler.finish(request)
+        await stream
+
+
+def test_a_base_url_has_no_path() -> None:
+    assert str(base_url("https://h:1/")) == "https://h:1"

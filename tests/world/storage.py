@@ -1,0 +1,142 @@
+"""Servers with a host tier and a store that is slow, away, forgetful and lying. Shared with the tests.
+
+`python -m tests.world.storage --seeds 2000` plays seeds and prints how often each event happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import get_args
+
+from pdserve.base.clock import ManualClock
+from pdserve.base.parallel import ParallelShape
+from pdserve.config.storage_group import PrefetchPolicy
+from pdserve.protocol.messages import AbortRequest
+from pdserve.sim.cluster import Cluster, Layout
+from pdserve.sim.network import Faults, SimNet
+from pdserve.sim.node import SimNode, monolith_tokens, request
+from pdserve.sim.shape import Prompt, Shape
+from tests.world.pressure import counts_of, pressured, run_pair
+
+KINDS = {
+    "slow_store": (0.05, 0.4),
+    "store_away": (0.05, 0.6),
+    "store_lies": (0.05, 0.6),
+    "put_lost": (0.05, 0.4),
+    "object_damaged": (0.05, 0.4),
+    "slow_tier": (0.02, 0.1),
+}
+"""Fault kinds of the tiers, and between which probabilities each is drawn."""
+QUIET = Faults(max_delay_s=0.6)
+HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens", "load_back_tokens")
+"""Counters that a campaign must see."""
+
+
+def setting(seed: int) -> tuple[Shape, list[Prompt]]:
+    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike."""
+    rng = random.Random(f"storage {seed}")
+    shape, prompts = pressured(seed)
+    shape = dataclasses.replace(
+        shape,
+        prefix_cache=True,
+        decode_prefix_cache=rng.random() < 0.7,
+        host_ratio=rng.choice((1.0, 2.0, 4.0)),
+        storage=rng.choice(get_args(PrefetchPolicy)),
+        offload_pages=0,
+    )
+    return shape, prompts
+
+
+def faults_of(seed: int, base: Faults = QUIET) -> Faults:
+    """Some of the kinds of faults."""
+    rng = random.Random(f"storage faults {seed}")
+    drawn = {kind: rng.uniform(*between) for kind, between in KINDS.items() if rng.random() < 0.4}
+    return dataclasses.replace(base, **drawn)
+
+
+def play(seed: int) -> Counter[str]:
+    """Two servers of the same weights and one of others, one after the other on one store; or a pair; what happened.
+
+    Raises AssertionError for a wrong token, and for a page or slot that is not free at the end.
+    """
+    shape, prompts = setting(seed)
+    if seed % 3 == 2:
+        world, _ = run_pair(seed, shape, prompts, faults_of(seed, Faults(lost=0.05, max_delay_s=0.6, abort=0.005)))
+        return counts_of(world.prefill, world.decode) + world.net.counts
+    return play_weights(seed, (0, 0) if seed % 3 else (0, 1, 0))
+
+
+def play_weights(seed: int, weights: Sequence[int]) -> Counter[str]:
+    """Monoliths with these weights, one after the other on one store."""
+    shape, prompts = setting(seed)
+    found: Counter[str] = Counter()
+    objects: dict[str, bytes] = {}
+    for number, own in enumerate(weights):
+        net = SimNet(seed + number, ManualClock(), faults_of(seed))
+        net.objects = objects
+        found += _run(seed, dataclasses.replace(shape, model_weights=own), prompts, net)
+    return found
+
+
+def _run(seed: int, shape: Shape, prompts: Sequence[Prompt], net: SimNet) -> Counter[str]:
+    """A monolith on a net, to its end."""
+    rng = random.Random(f"storage run {seed}")
+    expected = monolith_tokens(shape, prompts)
+    node = SimNode("null", shape, net, "mono", "mono")
+    todo = list(enumerate(prompts))
+    for _ in range(20_000):
+        net.clock.advance(0.05)
+        net.deliver()
+        if todo and rng.random() < 0.3:
+            index, prompt = todo.pop()
+            node.mailbox.post(request(f"r{index}", prompt, None))
+        if rng.random() < 0.01:
+            node.mailbox.post(AbortRequest(rid=f"r{rng.randrange(len(prompts))}"))
+        if not node.scheduler.step() and not todo and node.idle:
+            break
+    assert node.idle, f"seed {seed}: stuck with {node.scheduler.role.queues()}"
+    assert not node.leaks(), f"seed {seed}: {node.leaks()}"
+    for index, tokens in enumerate(expected):
+        half = node.halves[f"r{index}"]
+        assert half.finish is not None and (half.finish.type == "abort" or half.tokens == tokens), f"seed {seed}"
+    return counts_of(node) + net.counts
+
+
+def play_ranks(seed: int) -> Counter[str]:
+    """A cluster whose replicas have several ranks, each of which has its own part of the pages in the store."""
+    rng = random.Random(f"storage ranks {seed}")
+    shape, prompts = setting(seed)
+    shape = dataclasses.replace(shape, num_heads=2, num_stages=1, rules=type(shape.rules)(), layer_groups=0)
+    shapes = [ParallelShape(tp_size=tp_size, pp_size=1 + seed % 2) for tp_size in (1, 2)]
+    layout = Layout(prefills=1, decodes=1, prefill_ranks=rng.choice(shapes), decode_ranks=rng.choice(shapes))
+    expected = monolith_tokens(shape, prompts)
+    cluster = Cluster(seed, shape, faults_of(seed, Faults(lost=0.05, max_delay_s=0.6)), layout)
+    for index, answer in enumerate(cluster.run(prompts)):
+        assert answer.error is None and answer.tokens == expected[index], f"seed {seed}, request {index}: {answer}"
+    assert not cluster.leaks(), cluster.leaks()
+    return counts_of(*(node for server in cluster.servers for node in server.replicas)) + cluster.net.counts
+
+
+def main() -> None:
+    """Print what happened in many seeds."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0)
+    args = parser.parse_args()
+    found: Counter[str] = Counter()
+    for seed in range(args.first, args.first + args.seeds):
+        found += play(seed)
+        if seed % 4 == 0:
+            found += play_ranks(seed)
+    for name, count in sorted(found.items()):
+        print(f"{count:8} {name}")
+    missing = [name for name in HAPPENS if not found[name]]
+    assert not missing, f"did not happen: {missing}"
+
+
+if __name__ == "__main__":
+    main()
