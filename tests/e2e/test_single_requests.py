@@ -104,8 +104,18 @@ def test_batches_streams_aborts_and_a_killed_server(model: str, expected: dict[s
 def test_keys_and_unequal_ranks(model: str, expected: dict[str, Any]) -> None:
     with farm(
         model,
-        [("--api-key", "inner", "--tp-size", "2", "--optimistic-prefill-attempts", "1")],
-        ("--disaggregation-prefill-api-key", "inner"),
+        [
+            (
+                "--api-key",
+                "inner",
+                "--tp-size",
+                "2",
+                "--no-enable-deterministic-inference",
+                "--optimistic-prefill-attempts",
+                "1",
+            )
+        ],
+        ("--disaggregation-prefill-api-key", "inner", "--no-enable-deterministic-inference"),
         key="inner",
     ) as (prefills, decode):
         assert [ask(decode.url, body(prompt)) for prompt in PROMPTS] == expected["alone"]
