@@ -108,6 +108,8 @@ class OutgoingKeys:
         self._entries: dict[MemoryKey, InFlightWrites] = {}
         self._draining: dict[MemoryKey, InFlightWrites] = {}
         """Keys with a failed write that may still land."""
+        self._num_readers = Counter[Lease]()
+        """Keys that read from each lease: the stages of a migration, and its end, read from the same one."""
         self.closed = ClosedKeys()
 
     def __len__(self) -> int:
@@ -131,9 +133,10 @@ class OutgoingKeys:
         if out is None:
             out = self._entries[key] = InFlightWrites(key, peer.instance, peer.session)
         for lease in leases:
-            if not lease.held_by("send"):
+            if lease not in out.leases:
                 lease.hold("send")
                 out.leases.append(lease)
+                self._num_readers[lease] += 1
         job = CopyJob(
             key, out.num_jobs, peer.instance, part.transport_address, part.pieces, part.num_bytes,
             layer_events, part.num_layers, rank=part.rank,
@@ -201,7 +204,7 @@ class OutgoingKeys:
     @property
     def num_held_pages(self) -> int:
         """Number of KV pages and aux slots that may be read for peers."""
-        return sum(len(lease.pages) for out in self for lease in out.leases)
+        return sum(len(lease.pages) for lease in self._num_readers)
 
     def _count(self, out: InFlightWrites, job: CopyJob, write_s: float) -> None:
         """Count a successful job."""
@@ -221,7 +224,10 @@ class OutgoingKeys:
         del self._entries[out.key]
         self._draining.pop(out.key, None)
         for lease in out.leases:
-            lease.drop("send")
+            self._num_readers[lease] -= 1
+            if not self._num_readers[lease]:
+                del self._num_readers[lease]
+                lease.drop("send")
         peer = self._receiver_of(out)
         notified = self._notified(out, peer)
         self.closed.add(out.key, notified)

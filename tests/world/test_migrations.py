@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -10,7 +10,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.messages import CommandReply, EndMigration, GenerateRequest
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.request import Req
-from pdserve.scheduler.roles import migration
+from pdserve.scheduler.roles import migration, prefix_sends
 from pdserve.scheduler.roles.migration import OutgoingMigrations, OutgoingMove
 from pdserve.scheduler.roles.prefix_sends import PrefixSends
 from pdserve.sim.cluster import Cluster, Layout
@@ -31,6 +31,13 @@ def test_all_kinds_of_faults_together(seeds: range) -> None:
     assert not tally.failures, tally.failures[0]
     assert tally.counts["migrations"] > len(seeds)
     assert tally.counts["stages"]
+
+
+@pytest.mark.parametrize("seeds", [(67,), pytest.param(range(200), marks=pytest.mark.slow)], ids=len)
+def test_requests_move_while_servers_change_their_role(seeds: Sequence[int]) -> None:
+    tally = tally_of(seeds, 1, "changes", migrations=True)  # in 67 a request with a stage is retracted
+    assert not tally.failures, tally.failures[0]
+    assert tally.counts["drains for a role change in place"] and tally.counts["migrations begun"]
 
 
 @pytest.mark.slow
@@ -123,6 +130,7 @@ def a_stopped_request_keeps_its_row(patch: Patch) -> None:
 
 def a_stage_outlives_the_pages_of_its_request(patch: Patch) -> None:
     patch.setattr(PrefixSends, "leave", lambda self, req: None)
+    patch.setattr(prefix_sends._Sending, "has_pages", True)
 
 
 MUTANTS: list[tuple[Callable[[Patch], None], int]] = [

@@ -50,6 +50,11 @@ class _Sending:
     begun_at: float
     req: Req | None
 
+    @property
+    def has_pages(self) -> bool:
+        """False once the request has given its pages back: it was retracted, or has ended."""
+        return self.req is None or self.req.lease is self.lease
+
 
 class PrefixSends:
     """All prefixes that are being sent. `enabled` False: KV is hashed on its way, which prefixes have no place for."""
@@ -84,6 +89,8 @@ class PrefixSends:
         if sending is None:
             return
         match sending.sender.poll():
+            case KVPoll.WAITING_FOR_INPUT if not sending.has_pages:
+                self._give_up(sending)
             case KVPoll.WAITING_FOR_INPUT:
                 sending.sender.finish(
                     sending.aux,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.transfer.aux import AuxRecord
 from pdserve.transfer.events import FrameArrived, PeerGone
 from pdserve.transfer.peers import SessionTimes
 from pdserve.transfer.room import KVPoll
@@ -77,6 +78,31 @@ def test_a_repeated_report_of_a_copy_counts_once() -> None:
     prefill.end_jobs()
     net.pump()
     assert pair.sender.poll() is KVPoll.TRANSFERRING, "the aux slot is still on its way"
+
+
+def test_pages_from_which_two_keys_read_are_held_until_both_have_ended() -> None:
+    """As a migration and its last stage."""
+    net, prefill, decode = meet()
+    pair = Pair(net, prefill, decode)
+    pair.send()
+    stage, prefill.engine.jobs = prefill.engine.jobs, []
+    other = Pair(net, prefill, decode, room=8, digest="e")
+    other.sender.send(pair.mine[0], 3)
+    other.sender.finish(other.mine[1], AuxRecord(8, 0, 43), TransferStats())
+    held = prefill.kv.counts()["pages_held_send"]
+    rest, prefill.engine.jobs = prefill.engine.jobs, stage
+    prefill.end_jobs()
+    net.pump()
+    assert pair.receiver.poll() is KVPoll.SUCCESS
+    pair.drop_requests()
+    assert pair.mine[0].alive, "copies for the other key still read from it"
+    assert prefill.kv.counts()["pages_held_send"] < held
+    prefill.engine.jobs = rest
+    prefill.end_jobs()
+    net.pump()
+    assert not pair.mine[0].alive
+    other.drop_requests()
+    assert_quiet_and_free(prefill, decode)
 
 
 def test_an_abort_of_a_stranger_is_ignored_and_so_are_its_endings() -> None:
