@@ -19,7 +19,7 @@ from tests.e2e.harness import Server, assert_idle, running_monolith, running_pai
 from tests.e2e.test_python_api import QUIET, SMALL
 from tests.e2e.test_retry_streams import CALLS, FLAGS, events, gist
 from tests.e2e.test_snapshots import KINDS, LONG, PROMPT, assert_same, stopped
-from tests.tiny import WINDOW_FAMILIES, Family, make_tiny
+from tests.tiny import Family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -139,13 +139,3 @@ def test_two_ranks_give_tokens_only(tiny_checkpoint: Callable[[Family], Path]) -
         with pytest.raises(InvalidRequestError) as caught:
             stopped(llm, params, lambda rid: llm.extract(rid, kv="bytes"))
         assert caught.value.field == "kv"
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mistral"])
-def test_windows_go_with_the_kv(family: Family, tmp_path: Path) -> None:
-    params = SamplingParams(**LONG, **KINDS["greedy"])
-    with LLM(str(make_tiny(family, tmp_path, **WINDOW_FAMILIES[family])), **SMALL) as llm:
-        whole = llm.generate([PROMPT], params, **QUIET)[0]
-        _, snapshot = stopped(llm, params, lambda rid: llm.extract(rid, kv="bytes"))
-        assert llm.reset_prefix_cache()
-        assert_same(llm.restore(snapshot), whole)
