@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +18,7 @@ import requests
 
 from pdserve import LLM, InvalidRequestError, SamplingParams
 from pdserve.http.access import SNAPSHOT_TYPE
+from pdserve.launch_local import THREAD_VARIABLES
 from pdserve.server.text.tokenizer import read_template
 from tests.e2e.harness import Server, assert_idle, running_monolith, running_pair
 from tests.e2e.test_python_api import QUIET, SMALL
@@ -26,6 +31,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 KIND_OF_STOP = ("stop",)
 """Its stop string is known only once the whole text is."""
 NAMES = [name for name in CALLS if name not in KIND_OF_STOP]
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "snapshots.md"
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
 
@@ -139,3 +145,46 @@ def test_two_ranks_give_tokens_only(tiny_checkpoint: Callable[[Family], Path]) -
         with pytest.raises(InvalidRequestError) as caught:
             stopped(llm, params, lambda rid: llm.extract(rid, kv="bytes"))
         assert caught.value.field == "kv"
+
+
+def examples(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_commands_of_the_documentation_run(tiny_checkpoint: Callable[[Family], Path], tmp_path: Path) -> None:
+    """Line by line; `job-7` begins again once it has ended on the other server."""
+    model = str(tiny_checkpoint("llama"))
+    params = {"max_new_tokens": 600, "temperature": 0, "ignore_eos": True}
+    body = {"text": "Once upon a time", "sampling_params": params, "rid": "job-7"}
+    with running_monolith(model, *FLAGS[:-2]) as one, running_monolith(model, *FLAGS[:-2]) as other:
+
+        def run(line: str) -> bytes:
+            line = line.replace("localhost:30000", one.url).replace("other:30000", other.url)
+            command = ["bash", "-c", line.replace("curl -s", "curl -sf")]
+            return subprocess.run(command, cwd=tmp_path, timeout=120, check=True, capture_output=True).stdout
+
+        whole = requests.post(f"{one.url}/generate", json=body, timeout=300).json()["output_ids"]
+        lines = [line for line in examples("bash")[0].splitlines() if line]
+        assert len(lines) == 4
+        for stop, go_on in (lines[:2], lines[2:]):
+            streamed = {**body, "stream": True}
+            with requests.post(f"{one.url}/generate", json=streamed, stream=True, timeout=300) as answer:
+                read = answer.iter_lines()
+                assert next(read).startswith(b"data: ")
+                run(stop)
+                assert any(b'"suspended"' in line for line in read)
+            rest = [line for line in run(go_on).splitlines() if line]
+            assert rest[-1] == b"data: [DONE]"
+            assert json.loads(rest[-2].removeprefix(b"data: "))["output_ids"] == whole
+        assert_idle(one, other)
+
+
+def test_the_program_of_the_documentation_runs_as_a_script(
+    tiny_checkpoint: Callable[[Family], Path], tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(examples("python")[0].replace('"smollm2"', repr(str(tiny_checkpoint("llama")))))
+    env = dict(os.environ) | dict.fromkeys(THREAD_VARIABLES, "1")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=240, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
