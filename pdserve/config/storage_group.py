@@ -33,7 +33,7 @@ class StorageConfig:
     hicache_storage_backend_extra_config: str | None = flag(
         None,
         help="JSON, or @ and the path of a file with it: prefetch_threshold, prefetch_timeout_base, "
-        "prefetch_timeout_per_ki_token, and options of the store",
+        "prefetch_timeout_per_ki_token, decode_offload_stride, and options of the store",
     )
     disaggregation_decode_enable_offload_kvcache: bool = flag(
         False,

@@ -20,13 +20,15 @@ class StorageOptions:
     """What the flag says.
 
     `threshold_tokens`: a prompt with fewer tokens beyond the other tiers is not looked up. `timeout_base_s` and
-    `timeout_per_ki_token_s`: seconds that a look-up may take, and more for each 1,024 tokens. `of_backend`: the other
-    options, which the backend reads.
+    `timeout_per_ki_token_s`: seconds that a look-up may take, and more for each 1,024 tokens. `decode_stride`: a decode
+    server that stores what it generates does so after this many tokens of a running request, rounded up to whole pages;
+    0: only when the request ends. `of_backend`: the other options, which the backend reads.
     """
 
     threshold_tokens: int = 256
     timeout_base_s: float = 1.0
     timeout_per_ki_token_s: float = 0.25
+    decode_stride: int = 256
     of_backend: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
     def deadline_s(self, num_tokens: int) -> float:
@@ -79,15 +81,20 @@ def parse_storage_options(text: str | None) -> StorageOptions:
     if not isinstance(options, dict):
         raise _wrong("a JSON object is needed")
     fields = cast(dict[str, object], options)
-    threshold = _number(fields, "prefetch_threshold", 256)
-    if threshold != int(threshold):
-        raise _wrong("prefetch_threshold must be a whole number of tokens")
     return StorageOptions(
-        threshold_tokens=int(threshold),
+        threshold_tokens=_tokens(fields, "prefetch_threshold"),
+        decode_stride=_tokens(fields, "decode_offload_stride"),
         timeout_base_s=_number(fields, "prefetch_timeout_base", 1.0),
         timeout_per_ki_token_s=_number(fields, "prefetch_timeout_per_ki_token", 0.25),
         of_backend=fields,
     )
+
+
+def _tokens(fields: dict[str, object], name: str) -> int:
+    value = _number(fields, name, 256)
+    if value != int(value):
+        raise _wrong(f"{name} must be a whole number of tokens")
+    return int(value)
 
 
 def _number(fields: dict[str, object], name: str, default: float) -> float:

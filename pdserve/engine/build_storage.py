@@ -114,4 +114,5 @@ def add_storage_tier(
         context.counters,
         options=config.storage.options,
         policy=config.storage.hicache_storage_prefetch_policy,
+        stores_decode=config.storage.disaggregation_decode_enable_offload_kvcache,
     )

@@ -153,13 +153,16 @@ class DecodeBatch:
         return sampled[:num_taken], finish
 
     def commit(self, req: Req, token: SampledToken) -> FinishReason | None:
-        """Append the token of this step; a finished request leaves the batch."""
+        """Append the token of this step; a finished request leaves the batch, another one may be due to be stored."""
         req.computed += 1
         finish = self._context.append(req, token)
         if req.times.second_token is None:
             req.times.second_token = self._context.clock.now()
+        storage = self._context.storage
         if finish is not None:
             del self.reqs[req.rid]
+        elif storage is not None and storage.is_due(req.computed):
+            self._context.cache(req)
         return finish
 
     # ------------------------------------------------------------------ inside

@@ -115,10 +115,13 @@ class StorageTier:
         *,
         options: StorageOptions,
         policy: PrefetchPolicy,
+        stores_decode: bool = False,
     ) -> None:
+        """`stores_decode`: running requests are stored in strides of `options.decode_stride` tokens."""
         self._port, self._host, self._memory = port, host, memory
         self._namespace, self._clock, self._counters = namespace, clock, counters
         self._options, self._policy = options, policy
+        self._stride = -(-options.decode_stride // namespace.page_tokens) * namespace.page_tokens * stores_decode
         self._reading: dict[Req, _Prefetch] = {}
         self._unsent: OrderedDict[Req, _Unsent] = OrderedDict()
         self._puts: dict[int, _Put] = {}
@@ -169,6 +172,10 @@ class StorageTier:
             self._give_up(reading)
 
     # ------------------------------------------------------------------ computed pages
+
+    def is_due(self, num_computed: int) -> bool:
+        """Return whether a running request is stored now that so many of its tokens are computed."""
+        return self._stride > 0 and num_computed % self._stride == 0
 
     def computed(self, req: Req) -> None:
         """Note the whole pages of `req` that are computed, to be sent once the host tier has them."""

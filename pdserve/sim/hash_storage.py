@@ -165,6 +165,7 @@ def add_store(context: SchedulerContext, shape: Shape, open_own_port: Callable[[
         namespace,
         context.clock,
         context.counters,
-        options=StorageOptions(threshold_tokens=1, timeout_base_s=4.0),
+        options=StorageOptions(threshold_tokens=1, timeout_base_s=4.0, decode_stride=1),
         policy=shape.storage,
+        stores_decode=True,
     )

@@ -67,14 +67,14 @@ def until_stored(server: Server, num_tokens: int) -> None:
     until(lambda: server.counter("backuped_tokens") >= num_tokens, 20.0, f"{num_tokens} tokens are stored")
 
 
-def test_a_server_reads_what_an_earlier_one_has_computed(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+def test_a_server_reads_what_only_the_store_has(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     model, prompts = str(tiny_checkpoint("llama")), prompts_of(1, 3)
     flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
     with running_monolith(model, *flags) as server:
         expected = outputs(server.url, prompts)
         until_stored(server, 3 * 192)
         assert_idle(server)
-    with running_monolith(model, *flags) as server:
+        assert requests.post(f"{server.url}/flush_cache?timeout=20", timeout=30).status_code == 200
         answers = generate_all(server.url, [body(prompt) for prompt in prompts])
         assert [answer["output_ids"] for answer in answers] == expected
         assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [192] * 3
@@ -126,6 +126,18 @@ def test_ranks_have_parts_of_their_own(tiny_checkpoint: Tiny, tmp_path: Path, sh
 
 
 @pytest.mark.slow
+def test_a_server_reads_what_an_earlier_one_has_computed(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    model, prompts = str(tiny_checkpoint("llama")), prompts_of(9, 3)
+    flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
+    with running_monolith(model, *flags) as server:
+        expected = outputs(server.url, prompts)
+        until_stored(server, 3 * 192)
+    with running_monolith(model, *flags) as server:
+        assert outputs(server.url, prompts) == expected
+        assert server.counter("cached_tokens") == server.counter("prefetched_tokens") == 3 * 192
+
+
+@pytest.mark.slow
 def test_damaged_objects_are_computed_again(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     model, prompts = str(tiny_checkpoint("llama")), prompts_of(4, 3)
     flags = (*TIER, *storage_flags("file", "wait_complete", directory=str(tmp_path)), "--max-total-tokens", "2048")
@@ -158,6 +170,29 @@ def test_the_next_turn_finds_what_decode_has_generated(tiny_checkpoint: Tiny, tm
         (tmp_path / "empty").mkdir()
     with running_monolith(model, "--dtype", "float32", "--page-size", str(PAGE)) as alone:
         assert generate_all(alone.url, [turn])[0]["output_ids"] == answer["output_ids"]
+
+
+@pytest.mark.slow
+def test_a_decode_server_that_dies_leaves_what_it_has_generated(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
+    """It stores a running request in strides."""
+    model, prompt = str(tiny_checkpoint("llama")), prompts_of(10, 1)[0]
+    alone_flags = ("--dtype", "float32", "--page-size", str(PAGE), "--max-total-tokens", "4096")
+    with running_monolith(model, *alone_flags) as alone:
+        generated = outputs(alone.url, [prompt], 100)[0]
+        turn = body([*prompt, *generated])
+        expected = generate_all(alone.url, [turn])[0]["output_ids"]
+    store = storage_flags("file", "wait_complete", directory=str(tmp_path), decode_offload_stride=32)
+    offload = ("--disaggregation-decode-enable-offload-kvcache",)
+    with running_pair(model, *alone_flags, *store, prefill_flags=TIER[4:], decode_flags=offload) as pair:
+        endless = {**body(prompt, 3800), "stream": True}
+        with requests.post(f"{pair.url}/generate", json=endless, stream=True, timeout=60) as stream:
+            assert stream.status_code == 200
+            until(lambda: pair.decode.counter("backuped_tokens") >= 256, 20.0, "decode stores what it generates")
+            pair.decode.kill()
+    with running_monolith(model, *alone_flags, *store, *TIER[4:]) as server:
+        answer = generate_all(server.url, [turn])[0]
+        assert answer["output_ids"] == expected
+        assert answer["meta_info"]["cached_tokens"] >= 256
 
 
 @pytest.mark.slow

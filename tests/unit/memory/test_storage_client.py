@@ -104,6 +104,7 @@ def test_options_are_read(tmp_path: Path) -> None:
     (tmp_path / "options.json").write_text(text)
     assert parse_storage_options(f"@{tmp_path}/options.json") == options
     assert parse_storage_options(None).threshold_tokens == 256
+    assert parse_storage_options('{"decode_offload_stride": 0}').decode_stride == 0
 
 
 @pytest.mark.parametrize(
@@ -114,6 +115,7 @@ def test_options_are_read(tmp_path: Path) -> None:
         ("@/no/such/file", "cannot read /no/such/file"),
         ('{"prefetch_threshold": -1}', "prefetch_threshold must be a number"),
         ('{"prefetch_threshold": 1.5}', "whole number"),
+        ('{"decode_offload_stride": 0.5}', "decode_offload_stride must be a whole number"),
         ('{"prefetch_timeout_base": "1"}', "prefetch_timeout_base must be a number"),
     ],
 )

@@ -32,6 +32,13 @@ PROMPT = list(range(100, 141))
 """Ten whole pages and one token."""
 
 
+STRIDES = (
+    (1, {"stride": 10, "stores_decode": False}),
+    (2, {"stride": 0, "stores_decode": True}),
+    (3, {"stride": 10, "stores_decode": True}),
+)
+
+
 class Clock:
     """A clock that a test sets."""
 
@@ -72,6 +79,8 @@ class Server:
         policy: PrefetchPolicy = "timeout",
         slots: int = 20,
         wrap: Callable[[StoragePort], StoragePort] = lambda port: port,
+        stride: int = 0,
+        stores_decode: bool = False,
     ) -> None:
         self.clock, self.counters = Clock(), Counter[str]()
         self.client = StorageClient(store)
@@ -86,8 +95,9 @@ class Server:
             namespace,
             self.clock,
             self.counters,
-            options=StorageOptions(threshold_tokens=8, timeout_base_s=2.0),
+            options=StorageOptions(threshold_tokens=8, timeout_base_s=2.0, decode_stride=stride),
             policy=policy,
+            stores_decode=stores_decode,
         )
 
     def request(self, tokens: Sequence[int] = PROMPT, salt: str = "") -> Req:
@@ -201,6 +211,11 @@ def test_short_prompts_are_not_looked_up(make: Make) -> None:
     req = server.request(PROMPT[:8])
     assert server.tier.is_ready(req) and not server.tier.num_jobs
     assert server.counters["storage_prefetch_unfulfilled_tokens.below_threshold"] == 4
+
+
+def test_running_requests_are_stored_in_strides_of_whole_pages(make: Make) -> None:
+    strides = {number: [at for at in range(1, 41) if make(**options).tier.is_due(at)] for number, options in STRIDES}
+    assert strides == {1: [], 2: [], 3: [12, 24, 36]}
 
 
 def test_timeout_takes_what_is_there(make: Make, store: SlowStore) -> None:
