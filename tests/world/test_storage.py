@@ -119,10 +119,12 @@ def with_other_weights(seed: int) -> object:
     return play_weights(seed, (0, 1, 0))
 
 
-Bug = tuple[Callable[[Patch], None], Callable[[int], object]]
 def a_role_change_waits_for_no_copy(patch: Patch) -> None:
     """A page may be another role's while it is copied."""
     patch.setattr(HostTier, "num_copies", 0)
+
+
+Bug = tuple[Callable[[Patch], None], Callable[[int], object]]
 
 
 QUICK: tuple[Bug, ...] = (
