@@ -38,7 +38,10 @@ HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens"
 
 
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
-    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike; some with drafts."""
+    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
+
+    Some servers draft tokens.
+    """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
     shape = dataclasses.replace(
