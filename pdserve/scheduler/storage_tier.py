@@ -133,8 +133,11 @@ class StorageTier:
     # ------------------------------------------------------------------ requests that wait
 
     def admit(self, req: Req) -> None:
-        """Look up the pages of a new request's prompt that neither the device nor the host tier has."""
-        if req.spec.probe:
+        """Look up the pages of a new request's prompt that neither the device nor the host tier has.
+
+        Without a prefix cache, as in a decode server that was a prefill server before, nothing is read.
+        """
+        if req.spec.probe or not self._memory.has_prefix_cache:
             return
         size = self._namespace.page_tokens
         most = req.most_cached // size

@@ -21,6 +21,7 @@ from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode, monolith_tokens, request
 from pdserve.sim.shape import Prompt, Shape
 from tests.world.pressure import counts_of, pressured, run_pair
+from tests.world.workload import with_drafts
 
 KINDS = {
     "slow_store": (0.05, 0.4),
@@ -37,7 +38,10 @@ HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens"
 
 
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
-    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike."""
+    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
+
+    Some servers draft tokens.
+    """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
     shape = dataclasses.replace(
@@ -48,7 +52,7 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
         storage=rng.choice(get_args(PrefetchPolicy)),
         offload_pages=0,
     )
-    return shape, prompts
+    return with_drafts(shape, prompts, rng) if rng.random() < 0.3 else (shape, prompts)
 
 
 def faults_of(seed: int, base: Faults = QUIET) -> Faults:
@@ -111,12 +115,29 @@ def play_ranks(seed: int) -> Counter[str]:
     rng = random.Random(f"storage ranks {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, num_heads=2, num_stages=1, rules=type(shape.rules)(), layer_groups=0)
-    shapes = [ParallelShape(tp_size=tp_size, pp_size=1 + seed % 2) for tp_size in (1, 2)]
+    shapes = [ParallelShape(tp_size=tp_size, pp_size=1 + seed // 4 % 2) for tp_size in (1, 2)]
     layout = Layout(prefills=1, decodes=1, prefill_ranks=rng.choice(shapes), decode_ranks=rng.choice(shapes))
     expected = monolith_tokens(shape, prompts)
     cluster = Cluster(seed, shape, faults_of(seed, Faults(lost=0.05, max_delay_s=0.6)), layout)
     for index, answer in enumerate(cluster.run(prompts)):
         assert answer.error is None and answer.tokens == expected[index], f"seed {seed}, request {index}: {answer}"
+    assert not cluster.leaks(), cluster.leaks()
+    return counts_of(*(node for server in cluster.servers for node in server.replicas)) + cluster.net.counts
+
+
+def play_changes(seed: int) -> Counter[str]:
+    """A cluster whose servers change their role in place: their tiers stay, while copies and the store are slow."""
+    rng = random.Random(f"storage changes {seed}")
+    shape, prompts = setting(seed)
+    shape = dataclasses.replace(shape, num_heads=2, num_stages=1, rules=type(shape.rules)(), layer_groups=0)
+    ranks = ParallelShape(tp_size=rng.choice((1, 2)), pp_size=rng.choice((1, 1, 2)))
+    layout = Layout(prefills=2, decodes=2, prefill_ranks=ranks, decode_ranks=ranks)
+    base = Faults(lost=0.05, max_delay_s=0.6, change=rng.uniform(0.01, 0.05), change_failed=rng.choice((0.0, 0.3)))
+    cluster = Cluster(seed, shape, faults_of(seed, base), layout)
+    expected = monolith_tokens(shape, prompts)
+    for index, answer in enumerate(cluster.run(prompts)):
+        assert answer.tokens == expected[index][: len(answer.tokens)], f"seed {seed}, request {index}: wrong tokens"
+        assert answer.error is not None or answer.tokens == expected[index], f"seed {seed}, request {index}: {answer}"
     assert not cluster.leaks(), cluster.leaks()
     return counts_of(*(node for server in cluster.servers for node in server.replicas)) + cluster.net.counts
 
@@ -132,6 +153,7 @@ def main() -> None:
         found += play(seed)
         if seed % 4 == 0:
             found += play_ranks(seed)
+            found += play_changes(seed)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]
