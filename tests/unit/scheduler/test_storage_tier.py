@@ -140,7 +140,7 @@ class Server:
 
         def ready() -> bool:
             self.tier.poll()
-            return self.tier.is_ready(req)
+            return self.tier.is_ready(req, lambda: True)
 
         wait_until(ready, "the request may start")
         tokens = req.token_bytes(40)
@@ -181,7 +181,7 @@ def test_a_prompt_of_one_server_is_read_by_another(make: Make) -> None:
     first.compute(first.request())
     assert first.counters["backuped_tokens"] == 40
     req = second.request()
-    assert not second.tier.is_ready(req)
+    assert not second.tier.is_ready(req, lambda: True)
     assert second.read(req) == list(range(1, 11))
     assert second.counters["prefetched_tokens"] == second.counters["storage_prefetch_hit_tokens"] == 40
     assert req.storage_pages == (0, 10)
@@ -209,7 +209,7 @@ def test_a_known_prefix_is_read_from_there_on_and_sent_once(make: Make) -> None:
 def test_short_prompts_are_not_looked_up(make: Make) -> None:
     server = make()
     req = server.request(PROMPT[:8])
-    assert server.tier.is_ready(req) and not server.tier.num_jobs
+    assert server.tier.is_ready(req, lambda: True) and not server.tier.num_jobs
     assert server.counters["storage_prefetch_unfulfilled_tokens.below_threshold"] == 4
 
 
@@ -224,7 +224,7 @@ def test_timeout_takes_what_is_there(make: Make, store: SlowStore) -> None:
     store.gate.clear()
     req = second.request()
     wait_until(lambda: second.tier.poll() or second.counters["storage_prefetch_hit_tokens"], "the look-up has ended")
-    assert not second.tier.is_ready(req)
+    assert not second.tier.is_ready(req, lambda: True)
     second.clock.now_s += 2.1
     assert second.read(req) == []
     assert second.counters["storage_prefetch_unfulfilled_tokens.deadline"] == 40
@@ -242,6 +242,55 @@ def test_best_effort_does_not_wait(make: Make, store: SlowStore) -> None:
     assert second.read(req) == []
     store.gate.set()
     second.until_idle()
+
+
+def test_best_effort_reads_while_the_request_cannot_start(make: Make, store: SlowStore) -> None:
+    first, second = make(), make(policy="best_effort")
+    first.compute(first.request())
+    req = second.request()
+    assert not second.tier.is_ready(req, lambda: False)
+    wait_until(lambda: second.tier.poll() or second.tier.is_ready(req, lambda: False), "all pages are read")
+    assert second.counters["prefetched_tokens"] == 40
+
+
+def test_requests_that_start_or_end_early_do_not_open_the_breaker(make: Make, store: SlowStore) -> None:
+    first, second = make(), make(policy="best_effort")
+    first.compute(first.request())
+    store.gate.clear()
+    for leave in (lambda req: second.tier.is_ready(req, lambda: True), second.tier.forget):
+        req, hits = second.request(), second.counters["storage_prefetch_hit_tokens"]
+        wait_until(
+            lambda: second.tier.poll() or second.counters["storage_prefetch_hit_tokens"] > hits, "the look-up has ended"
+        )
+        leave(req)
+        assert second.client.breaker.num_opened == 0
+        store.gate.set()
+        second.until_idle()
+        store.gate.clear()
+
+
+def test_a_page_that_the_store_lost_is_sent_again(make: Make, store: SlowStore) -> None:
+    server = make()
+    server.compute(server.request())
+    store.clear()
+    server.host.flush()
+    req = server.request()
+    assert server.read(req) == []
+    server.compute(req)
+    assert server.counters["backuped_tokens"] == 80
+    other = make()
+    assert other.read(other.request()) == list(range(1, 11))
+
+
+def test_requests_that_bring_their_kv_are_not_looked_up(make: Make) -> None:
+    server = make()
+    server.compute(server.request())
+    server.host.flush()
+    req = Req(server.request().spec, Times(arrived=0.0))
+    server.until_idle()
+    req.cacheable = False
+    server.tier.admit(req)
+    assert not server.tier.num_jobs
 
 
 def test_a_lying_store_costs_nothing_but_the_look_up(make: Make, store: SlowStore) -> None:
