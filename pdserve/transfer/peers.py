@@ -385,13 +385,13 @@ class UnknownPeers:
         answers for sessions of its own only. When a session begins, older proofs of its instance are forgotten: with
         them a late copy of a Hello could end the new session.
         """
-        if ends_others and not self._proved(instance, endpoint, session):
+        if ends_others and not self.is_proved(instance, endpoint, session):
             return False
         for key in [key for key in self._challenges if key[0] == instance]:
             del self._challenges[key]
         return True
 
-    def _proved(self, instance: str, endpoint: str, session: int) -> bool:
+    def is_proved(self, instance: str, endpoint: str, session: int) -> bool:
         """Return whether a challenge was answered; if not, send it."""
         challenge = self._challenges.get((instance, session))
         if challenge is None or challenge.endpoint != endpoint:

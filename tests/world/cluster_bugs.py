@@ -211,21 +211,21 @@ def a_peer_that_was_gone_stays_gone(patch: Patch) -> None:
 
 
 def an_endpoint_is_whose_Hello_says_so(patch: Patch) -> None:
-    patch.setattr(UnknownPeers, "owns", lambda self, instance, endpoint, session: True)
+    patch.setattr(UnknownPeers, "is_proved", lambda self, instance, endpoint, session: True)
 
 
 def an_unanswered_challenge_is_an_answer(patch: Patch) -> None:
-    owns = UnknownPeers.owns
+    is_proved = UnknownPeers.is_proved
 
     def trusting(self: UnknownPeers, instance: str, endpoint: str, session: int) -> bool:
         asked = (instance, session) in self._challenges
-        return owns(self, instance, endpoint, session) or asked
+        return is_proved(self, instance, endpoint, session) or asked
 
-    patch.setattr(UnknownPeers, "owns", trusting)
+    patch.setattr(UnknownPeers, "is_proved", trusting)
 
 
 def a_known_name_needs_no_challenge(patch: Patch) -> None:
-    arrived, owns = Sessions.arrived, UnknownPeers.owns
+    arrived, is_proved = Sessions.arrived, UnknownPeers.is_proved
     known: set[str] = set()
 
     def arriving(self: Sessions, frame: bytes, source: str) -> list[Notice]:
@@ -234,10 +234,10 @@ def a_known_name_needs_no_challenge(patch: Patch) -> None:
         return arrived(self, frame, source)
 
     def trusting(self: UnknownPeers, instance: str, endpoint: str, session: int) -> bool:
-        return instance in known or owns(self, instance, endpoint, session)
+        return instance in known or is_proved(self, instance, endpoint, session)
 
     patch.setattr(Sessions, "arrived", arriving)
-    patch.setattr(UnknownPeers, "owns", trusting)
+    patch.setattr(UnknownPeers, "is_proved", trusting)
 
 
 def an_ended_session_may_begin_again(patch: Patch) -> None:

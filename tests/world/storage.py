@@ -21,6 +21,7 @@ from pdserve.sim.network import Faults, SimNet
 from pdserve.sim.node import SimNode, monolith_tokens, request
 from pdserve.sim.shape import Prompt, Shape
 from tests.world.pressure import counts_of, pressured, run_pair
+from tests.world.workload import with_drafts
 
 KINDS = {
     "slow_store": (0.05, 0.4),
@@ -37,7 +38,10 @@ HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens"
 
 
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
-    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike."""
+    """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
+
+    Some servers draft tokens.
+    """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
     shape = dataclasses.replace(
@@ -48,7 +52,7 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
         storage=rng.choice(get_args(PrefetchPolicy)),
         offload_pages=0,
     )
-    return shape, prompts
+    return with_drafts(shape, prompts, rng) if rng.random() < 0.3 else (shape, prompts)
 
 
 def faults_of(seed: int, base: Faults = QUIET) -> Faults:
@@ -111,7 +115,7 @@ def play_ranks(seed: int) -> Counter[str]:
     rng = random.Random(f"storage ranks {seed}")
     shape, prompts = setting(seed)
     shape = dataclasses.replace(shape, num_heads=2, num_stages=1, rules=type(shape.rules)(), layer_groups=0)
-    shapes = [ParallelShape(tp_size=tp_size, pp_size=1 + seed % 2) for tp_size in (1, 2)]
+    shapes = [ParallelShape(tp_size=tp_size, pp_size=1 + seed // 4 % 2) for tp_size in (1, 2)]
     layout = Layout(prefills=1, decodes=1, prefill_ranks=rng.choice(shapes), decode_ranks=rng.choice(shapes))
     expected = monolith_tokens(shape, prompts)
     cluster = Cluster(seed, shape, faults_of(seed, Faults(lost=0.05, max_delay_s=0.6)), layout)
