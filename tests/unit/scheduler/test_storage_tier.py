@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -135,6 +136,11 @@ class Server:
         assert not self.host.audit() and not self.memory.audit()
         assert not self.host.slots.pages.live_leases
 
+    def has_found(self, num_tokens: int) -> bool:
+        """Whether look-ups have found at least `num_tokens` tokens so far."""
+        self.tier.poll()
+        return self.counters["storage_prefetch_hit_tokens"] >= num_tokens
+
     def read(self, req: Req) -> list[int]:
         """What the host tier has of a prompt's pages, once the request may start."""
 
@@ -257,15 +263,14 @@ def test_requests_that_start_or_end_early_do_not_open_the_breaker(make: Make, st
     first, second = make(), make(policy="best_effort")
     first.compute(first.request())
     store.gate.clear()
-    for leave in (lambda req: second.tier.is_ready(req, lambda: True), second.tier.forget):
-        req, hits = second.request(), second.counters["storage_prefetch_hit_tokens"]
-        wait_until(
-            lambda: second.tier.poll() or second.counters["storage_prefetch_hit_tokens"] > hits, "the look-up has ended"
-        )
+    for count, leave in enumerate((lambda req: second.tier.is_ready(req, lambda: True), second.tier.forget), 1):
+        req = second.request()
+        wait_until(partial(second.has_found, 40 * count), "the look-up has ended")
         leave(req)
         assert second.client.breaker.num_opened == 0
         store.gate.set()
         second.until_idle()
+        second.host.flush()
         store.gate.clear()
 
 
