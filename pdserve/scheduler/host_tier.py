@@ -102,10 +102,14 @@ class HostTier:
     # ------------------------------------------------------------------ called by the scheduler
 
     @property
+    def num_copies(self) -> int:
+        """Copies under way, which hold pages of the device."""
+        return len(self._saves) + len(self._loads)
+
+    @property
     def num_running(self) -> int:
-        """Copies under way, and jobs of the store."""
-        num_jobs = 0 if self.storage is None else self.storage.num_jobs
-        return len(self._saves) + len(self._loads) + num_jobs
+        """Copies under way, and jobs of the store. The jobs hold slots alone, and may go on over a role change."""
+        return self.num_copies + (0 if self.storage is None else self.storage.num_jobs)
 
     @property
     def has_work(self) -> bool:
@@ -114,10 +118,12 @@ class HostTier:
 
     def cached(self, req: Req) -> None:
         """Note that the prefix cache has the whole computed pages of a request."""
+        if not self._memory.has_prefix_cache:
+            return
         if self.storage is not None:
             self.storage.computed(req)
         num_pages = self._layout.whole_pages(req.computed)
-        if self.policy == "write_back" or num_pages == 0 or not self._memory.has_prefix_cache:
+        if self.policy == "write_back" or num_pages == 0:
             return
         self._add(req.rid, req.token_bytes(self._layout.tokens_in(num_pages)))
 

@@ -228,7 +228,7 @@ class Scheduler:
 
     @property
     def _idle(self) -> bool:
-        copies = self.context.tier is not None and self.context.tier.num_running > 0
+        copies = self.context.tier is not None and self.context.tier.num_copies > 0
         return not self.role.live and not self._under_way and not copies and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:

@@ -134,8 +134,12 @@ class StorageTier:
     # ------------------------------------------------------------------ requests that wait
 
     def admit(self, req: Req) -> None:
-        """Look up the pages of a new request's prompt that neither the device nor the host tier has."""
-        if req.spec.probe or not req.cacheable or req.saved is not None:
+        """Look up the pages of a new request's prompt that neither the device nor the host tier has.
+
+        Nothing is read for a request that brings its KV, or takes none from the cache; nor without a prefix cache, as
+        in a decode server that was a prefill server before.
+        """
+        if req.spec.probe or not req.cacheable or req.saved is not None or not self._memory.has_prefix_cache:
             return
         size = self._namespace.page_tokens
         most = req.most_cached // size

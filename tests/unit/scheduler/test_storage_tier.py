@@ -385,3 +385,17 @@ def test_the_least_of_all_ranks_counts_and_all_ranks_hear_it_in_the_same_turn() 
     reports.add(StorageEnded(3, 0))
     assert leader.poll() == follower.poll() == [JobEnd(3, 0)]
     assert leader.poll() == [] and not log.answers
+
+
+def test_a_role_without_a_prefix_cache_reads_nothing_and_the_next_one_finds_what_was_stored(
+    make: Callable[..., Server],
+) -> None:
+    """As a prefill server that becomes a decode server, and returns."""
+    server = make()
+    server.compute(server.request())
+    server.host.flush()
+    server.memory.change_role(4, prefix_cache=False)
+    assert server.tier.is_ready(server.request()) and server.tier.num_jobs == 0
+    server.memory.change_role(0, prefix_cache=True)
+    assert server.read(server.request()) == list(range(1, 11))
+    assert server.counters["prefetched_tokens"] == 40
