@@ -45,7 +45,7 @@ def check_host_memory(layout: KVLayout, num_slots: Mapping[PageSpace, int], *, b
     if needed > available:
         field = "hicache_size" if by_size else "hicache_ratio"
         raise ConfigError(
-            f"the host tier would take {needed / 1e9:.2f} GB of host memory, of which {available / 1e9:.2f} GB are free; "
+            f"the host tier would take {needed / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are free; "
             f"lower --{field.replace('_', '-')}" + ("" if by_size else ", or set --hicache-size (GB)"),
             field=field,
         )

@@ -45,7 +45,8 @@ def assert_comes_back(server: Server, url: str) -> None:
     assert all(answer["meta_info"]["cached_tokens"] >= PREFIX for answer in again)
     assert server.counter("load_back_tokens") >= 4 * PREFIX, "the device cannot have had them"
     details = [answer["meta_info"]["cached_tokens_details"] for answer in again]
-    assert all(one["device"] + one["host"] == told["meta_info"]["cached_tokens"] for one, told in zip(details, again))
+    parts = [one["device"] + one["host"] for one in details]
+    assert parts == [answer["meta_info"]["cached_tokens"] for answer in again]
     assert sum(one["host"] for one in details) == server.counter("load_back_tokens")
     metrics = server.metrics()
     assert metrics["sglang:hicache_host_total_tokens"] == 8 * 512
