@@ -153,7 +153,7 @@ class HostTier:
         tokens of a request that takes token pages alone from the cache, as a transfer brings window pages and state;
         None: it needs all.
         """
-        if req.rid in self._loads or (self.storage is not None and not self.storage.is_ready(req)):
+        if req.rid in self._loads or (self.storage is not None and not self.storage.is_ready(req, may_start)):
             return True
         is_known = req.rid in self._loaded or req.saved is not None or req.spec.probe or not req.cacheable
         if is_known or not self._memory.has_prefix_cache:
@@ -172,8 +172,8 @@ class HostTier:
         return self._start_load(req.rid, wanted, has_groups=pages_only is None)
 
     def is_loading(self, req: Req) -> bool:
-        """Whether a load for a waiting request is under way."""
-        return req.rid in self._loads
+        """Whether a waiting request waits for a load, or for the store."""
+        return req.rid in self._loads or (self.storage is not None and self.storage.is_reading(req))
 
     def started(self, req: Req) -> int:
         """Note that a waiting request has started; return how many tokens were loaded for it."""

@@ -399,9 +399,7 @@ class Scheduler:
             if spec.lora is not None:
                 self.context.give_adapter(req, spec.lora)
                 check_adapter(req)
-            if spec.kv_tokens:
-                self._extractor.restore(req)
-            self.role.admit(req)
+            self._extractor.admit(req, self.role.admit)
             self.context.look_up(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1

@@ -88,8 +88,8 @@ def bytes_land_after_a_job_was_given_up(patch: Patch) -> None:
         reads[number] = self._ids(root, digests), slots
         return number
 
-    def leave(self: SimStoragePort, number: int) -> None:
-        give_up(self, number)
+    def leave(self: SimStoragePort, number: int, *, late: bool) -> None:
+        give_up(self, number, late=late)
         if number in reads:
             self._net.later(lambda: read(self, *reads[number]))
 
