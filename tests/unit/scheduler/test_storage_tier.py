@@ -395,7 +395,7 @@ def test_a_role_without_a_prefix_cache_reads_nothing_and_the_next_one_finds_what
     server.compute(server.request())
     server.host.flush()
     server.memory.change_role(4, prefix_cache=False)
-    assert server.tier.is_ready(server.request()) and server.tier.num_jobs == 0
+    assert server.tier.is_ready(server.request(), lambda: True) and server.tier.num_jobs == 0
     server.memory.change_role(0, prefix_cache=True)
     assert server.read(server.request()) == list(range(1, 11))
     assert server.counters["prefetched_tokens"] == 40
