@@ -84,11 +84,19 @@ def check_start(config: ServerConfig) -> None:
     with told(log.info, "checking flags and ports", least_s=EVERY_S):
         if not (os.path.exists(NVIDIA_DRIVER) or os.path.exists(WSL_DRIVER)):
             config, _ = fill_in(config, look_at_machine())
+        check_storage(config)
         config.access.tls_context()
         _check_files(config)
         _check_libraries(config)
         if config.parallel.node_rank == 0:
             _check_ports(config)
+
+
+def check_storage(config: ServerConfig) -> None:
+    """Refuse a store without a host tier. A later role may be without one, and the store then waits for the next."""
+    if config.storage.hicache_storage_backend is not None and not config.wants_host_tier:
+        text = "--hicache-storage-backend needs --enable-hierarchical-cache and a prefix cache"
+        raise ConfigError(text, field="hicache_storage_backend")
 
 
 def check_proof(config: ServerConfig) -> None:

@@ -23,7 +23,7 @@ from pdserve.config import ServerConfig
 from pdserve.config.cli import parse_server_args
 from pdserve.config.resolve import resolve
 from pdserve.errors import ConfigError, PdserveError
-from pdserve.launch_checks import LocalModel
+from pdserve.launch_checks import LocalModel, check_storage
 from pdserve.launch_engine import REFUSED, ROLES, EngineProcesses
 
 PREFIX = "PDSERVE_ENGINE "
@@ -61,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_server_args(sys.argv[1:] if argv is None else argv)
         setup_logging(config.observe.log_level, ROLES[config.disagg.disaggregation_mode], config.observe.log_format)
+        check_storage(config)
         resolved = without_streams(config, resolve(config))
         return host(LocalModel.find(resolved).in_engine(resolved))
     except PdserveError as error:

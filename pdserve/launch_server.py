@@ -152,6 +152,8 @@ def reload_reason(present: ServerConfig, started: ServerConfig, wanted: ServerCo
     """
     if dataclasses.replace(present, disagg=wanted.disagg) != wanted:
         return "flags outside disaggregation differ between the roles"
+    if wanted.wants_host_tier and not started.wants_host_tier:
+        return "the host tier is made at the start, and the engine was started in a role without a prefix cache"
     if wanted.disagg.may_share_memory and not started.disagg.may_share_memory:
         backend = wanted.disagg.disaggregation_transfer_backend
         return f"{backend} needs a KV pool in shared memory, but no --disaggregation-transfer-backend was given"

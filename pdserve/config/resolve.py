@@ -132,6 +132,8 @@ def without_effect(config: ServerConfig) -> list[str]:
                 lines.append(f"--{field.replace('_', '-')} has no effect: {reasons[mode]}")
     if config.kv_events is not None and not config.wants_prefix_cache:
         lines.append("--kv-events-config has no effect: the server has no prefix cache")
+    if config.tier.enable_hierarchical_cache and not config.wants_host_tier:
+        lines.append("--enable-hierarchical-cache has no effect: the server has no prefix cache")
     return lines
 
 
@@ -356,11 +358,6 @@ def _check_together(config: ServerConfig, machine: Machine) -> None:
             field="disaggregation_prefill_pp",
         )
     _check_lora(config)
-    if config.storage.hicache_storage_backend is not None and not config.wants_host_tier:
-        raise ConfigError(
-            "--hicache-storage-backend needs --enable-hierarchical-cache and a prefix cache",
-            field="hicache_storage_backend",
-        )
     if config.model.quantization not in (None, "bf16"):
         kernels = config.kernels
         other = None

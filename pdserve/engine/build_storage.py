@@ -33,7 +33,7 @@ OPEN_AT_ONCE = ("file", "memory")
 
 
 def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace | None:
-    """Return the namespace of a replica's stored pages; None without a store.
+    """Return the namespace of a replica's stored pages; None without a store, or without a host tier above it.
 
     Pages of a server with a draft model have the drafter's KV too, so its weights belong to the namespace.
 
@@ -42,7 +42,7 @@ def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespa
         ModelError: the weight files cannot be read.
     """
     name = config.storage.hicache_storage_backend
-    if name is None:
+    if name is None or not config.wants_host_tier:
         return None
     spaces = {group.space for group in engine.built.layout.groups}
     if spaces - {PageSpace.TOKENS}:

@@ -75,9 +75,9 @@ class RankStoragePort:
         """See `StoragePort.put`."""
         return self._add(self._own.put(root, digests, slots))
 
-    def give_up(self, number: int) -> None:
+    def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""
-        self._own.give_up(number)
+        self._own.give_up(number, late=late)
 
     def poll(self) -> Sequence[JobEnd]:
         """See `StoragePort.poll`."""

@@ -102,10 +102,14 @@ class HostTier:
     # ------------------------------------------------------------------ called by the scheduler
 
     @property
+    def num_copies(self) -> int:
+        """Copies under way, which hold pages of the device."""
+        return len(self._saves) + len(self._loads)
+
+    @property
     def num_running(self) -> int:
-        """Copies under way, and jobs of the store."""
-        num_jobs = 0 if self.storage is None else self.storage.num_jobs
-        return len(self._saves) + len(self._loads) + num_jobs
+        """Copies under way, and jobs of the store. The jobs hold slots alone, and may go on over a role change."""
+        return self.num_copies + (0 if self.storage is None else self.storage.num_jobs)
 
     @property
     def has_work(self) -> bool:
@@ -114,10 +118,12 @@ class HostTier:
 
     def cached(self, req: Req) -> None:
         """Note that the prefix cache has the whole computed pages of a request."""
+        if not self._memory.has_prefix_cache:
+            return
         if self.storage is not None:
             self.storage.computed(req)
         num_pages = self._layout.whole_pages(req.computed)
-        if self.policy == "write_back" or num_pages == 0 or not self._memory.has_prefix_cache:
+        if self.policy == "write_back" or num_pages == 0:
             return
         self._add(req.rid, req.token_bytes(self._layout.tokens_in(num_pages)))
 
@@ -147,7 +153,7 @@ class HostTier:
         tokens of a request that takes token pages alone from the cache, as a transfer brings window pages and state;
         None: it needs all.
         """
-        if req.rid in self._loads or (self.storage is not None and not self.storage.is_ready(req)):
+        if req.rid in self._loads or (self.storage is not None and not self.storage.is_ready(req, may_start)):
             return True
         is_known = req.rid in self._loaded or req.saved is not None or req.spec.probe or not req.cacheable
         if is_known or not self._memory.has_prefix_cache:
@@ -166,8 +172,8 @@ class HostTier:
         return self._start_load(req.rid, wanted, has_groups=pages_only is None)
 
     def is_loading(self, req: Req) -> bool:
-        """Whether a load for a waiting request is under way."""
-        return req.rid in self._loads
+        """Whether a waiting request waits for a load, or for the store."""
+        return req.rid in self._loads or (self.storage is not None and self.storage.is_reading(req))
 
     def started(self, req: Req) -> int:
         """Note that a waiting request has started; return how many tokens were loaded for it."""

@@ -228,7 +228,7 @@ class Scheduler:
 
     @property
     def _idle(self) -> bool:
-        copies = self.context.tier is not None and self.context.tier.num_running > 0
+        copies = self.context.tier is not None and self.context.tier.num_copies > 0
         return not self.role.live and not self._under_way and not copies and (self.kv is None or self.kv.quiet)
 
     def _audit_at_idle(self) -> None:
@@ -399,9 +399,7 @@ class Scheduler:
             if spec.lora is not None:
                 self.context.give_adapter(req, spec.lora)
                 check_adapter(req)
-            if spec.kv_tokens:
-                self._extractor.restore(req)
-            self.role.admit(req)
+            self._extractor.admit(req, self.role.admit)
             self.context.look_up(req)
             log_admitted(spec)
             self.context.counters[PROBES if spec.probe else "requests"] += 1

@@ -8,6 +8,8 @@ The API process makes and reads the snapshot (`protocol/snapshot.py`). Scheduler
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from pdserve.errors import RequestError
 from pdserve.executor.interface import ImportedPages
 from pdserve.memory.lease import numbers_to_move
@@ -82,6 +84,19 @@ class RequestExtractor:
     def forget(self, rid: str) -> None:
         """Drop the KV of a request that does not follow."""
         self._arriving.pop(rid, None)
+
+    def admit(self, req: Req, admit: Callable[[Req], None]) -> None:
+        """Have the role `admit` a request with the KV that came before it. A refusal drops the KV.
+
+        Raises:
+            RequestError: see `restore`, and `SchedulerRole.admit`.
+        """
+        self.restore(req)
+        try:
+            admit(req)
+        except RequestError:
+            self._context.retracted_kv.forget(req)
+            raise
 
     def restore(self, req: Req) -> None:
         """Give an arriving request the KV that came before it, if any: that of its first `kv_tokens` tokens.

@@ -50,17 +50,18 @@ class Chain:
     def __init__(self, namespace: KeyNamespace, req: Req) -> None:
         self.root = namespace.root(req.adapter_digest, req.spec.cache_salt)
         self._namespace, self._req = namespace, req
-        self._digests: list[bytes] = []
+        self.digests: list[bytes] = []
+        """Those that are computed."""
 
     def upto(self, num_pages: int) -> list[bytes]:
         """Return the digests of the first `num_pages` pages."""
-        have, size = len(self._digests), self._namespace.page_tokens
+        have, size = len(self.digests), self._namespace.page_tokens
         if have < num_pages:
             spec, first, end = self._req.spec, have * size, num_pages * size
             tokens = [*spec.input_ids, *self._req.output_ids][first:end]
-            before = self._digests[-1] if have else self.root
-            self._digests += self._namespace.chain(before, np.asarray(tokens, dtype="<u4").tobytes())
-        return self._digests[:num_pages]
+            before = self.digests[-1] if have else self.root
+            self.digests += self._namespace.chain(before, np.asarray(tokens, dtype="<u4").tobytes())
+        return self.digests[:num_pages]
 
 
 @dataclasses.dataclass(slots=True)
@@ -133,8 +134,12 @@ class StorageTier:
     # ------------------------------------------------------------------ requests that wait
 
     def admit(self, req: Req) -> None:
-        """Look up the pages of a new request's prompt that neither the device nor the host tier has."""
-        if req.spec.probe:
+        """Look up the pages of a new request's prompt that neither the device nor the host tier has.
+
+        Nothing is read for a request that brings its KV, or takes none from the cache; nor without a prefix cache, as
+        in a decode server that was a prefill server before.
+        """
+        if req.spec.probe or not req.cacheable or req.saved is not None or not self._memory.has_prefix_cache:
             return
         size = self._namespace.page_tokens
         most = req.most_cached // size
@@ -153,20 +158,27 @@ class StorageTier:
         reading = self._reading[req] = _Prefetch(req, chain, in_host, deadline_s, job)
         self._jobs[job] = lambda num_found: self._look_up_ended(reading, num_found)
 
-    def is_ready(self, req: Req) -> bool:
-        """Return whether a request may start now. With the policy `best_effort` the question ends the read."""
+    def is_ready(self, req: Req, may_start: Callable[[], bool]) -> bool:
+        """Return whether a waiting request has what the store gives it.
+
+        With the policy `best_effort` the read ends when `may_start` returns that the request could start.
+        """
         reading = self._reading.get(req)
         if reading is None:
             return True
-        if self._policy == "best_effort":
-            self._give_up(reading)
+        if self._policy == "best_effort" and not reading.gave_up and may_start():
+            self._give_up(reading, late=False)
         return False
+
+    def is_reading(self, req: Req) -> bool:
+        """Return whether a request waits for the store."""
+        return req in self._reading
 
     def forget(self, req: Req) -> None:
         """Give up what a request that ends has read so far."""
         reading = self._reading.get(req)
         if reading is not None:
-            self._give_up(reading)
+            self._give_up(reading, late=False)
 
     # ------------------------------------------------------------------ computed pages
 
@@ -201,10 +213,10 @@ class StorageTier:
         now = self._clock.now()
         for reading in list(self._reading.values()):
             if now >= reading.deadline_s:
-                self._give_up(reading)
+                self._give_up(reading, late=True)
         for number, put in self._puts.items():
             if now >= put.until_s:
-                self._port.give_up(number)
+                self._port.give_up(number, late=True)
         if self._unsent and self._host_version != self._seen_version:
             self._send()
 
@@ -235,6 +247,8 @@ class StorageTier:
         """Read the pages that the store has into slots of the host tier."""
         size = self._namespace.page_tokens
         reading.job = None
+        if not reading.gave_up:
+            self._forget(reading.chain, reading.first + num_found)
         if not num_found or reading.gave_up:
             self._end(reading, "deadline" if reading.gave_up else "storage_transfer", 0)
             return
@@ -265,6 +279,8 @@ class StorageTier:
             self._counters["prefetched_tokens"] += num_read * size
             self._remember(reading.chain.upto(end)[reading.first :])
             reading.req.storage_pages = (reading.first, end)
+        if not reading.gave_up:
+            self._forget(reading.chain, end)
         lease.drop("tier")
         self._end(reading, "deadline" if reading.gave_up else "storage_transfer", reading.num_found - num_read)
 
@@ -272,10 +288,10 @@ class StorageTier:
         del self._reading[reading.req]
         self._miss(reason, num_missed * self._namespace.page_tokens)
 
-    def _give_up(self, reading: _Prefetch) -> None:
+    def _give_up(self, reading: _Prefetch, *, late: bool) -> None:
         if not reading.gave_up and reading.job is not None:
             reading.gave_up = True
-            self._port.give_up(reading.job)
+            self._port.give_up(reading.job, late=late)
 
     def _miss(self, reason: str, num_tokens: int) -> None:
         if num_tokens:
@@ -332,6 +348,11 @@ class StorageTier:
             if unsent.num_sent >= unsent.num_pages:
                 del self._unsent[req]
         self._seen_version = -1
+
+    def _forget(self, chain: Chain, first: int) -> None:
+        """Note that page `first` of a prompt was not found: it, and those behind it, are sent when computed again."""
+        for digest in chain.digests[first:]:
+            self._known.pop(digest, None)
 
     def _remember(self, digests: Sequence[bytes]) -> None:
         """Note that pages are stored. They may be lost all the same; they are then computed again."""

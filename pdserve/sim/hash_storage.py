@@ -77,7 +77,7 @@ class SimStoragePort:
         """See `StoragePort.put`."""
         return self._start(lambda: self._write(self._ids(root, digests), slots))
 
-    def give_up(self, number: int) -> None:
+    def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""
         self._end(number, 0)
 

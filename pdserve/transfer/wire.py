@@ -11,7 +11,7 @@
       | <------ TransferEnded(key, failure) |   prefill gave up; `quiesced`: no more bytes are written
       | <---- Ping, Pong, Ack, Reset -----> |   any direction; every packet carries acks
 
-On the wire four of them have shorter tags: `Meta`, `Told`, `Done` and `EndedRequest`.
+On the wire four of them have shorter tags: `Meta`, `Told`, `Done` and `Ended`.
 
 All but Ack, Ping, Pong and Reset are delivered at least once (`sessions` repeats them until acked), in any order;
 every handler is idempotent. A key names one use of a room for good, so late messages cannot affect a later use. A

@@ -169,12 +169,12 @@ def read(client: StorageClient, count: int, deadline_s: float) -> tuple[list[byt
         time.sleep(0.005)
     buffers = [bytearray(SIZE) for _ in range(lookup.num_found)]
     if not lookup.is_done:
-        client.give_up(lookup)
+        client.give_up(lookup, late=True)
         return [], time.monotonic() - begin
     job = client.start_get(page_ids(count)[: len(buffers)], [memoryview(buffer) for buffer in buffers])
     while not job.is_done and time.monotonic() < begin + deadline_s:
         time.sleep(0.005)
-    client.give_up(job)
+    client.give_up(job, late=True)
     return [bytes(buffer) for buffer in buffers[: job.num_done]], time.monotonic() - begin
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -180,6 +181,45 @@ def test_adapters_stay_and_more_can_be_loaded_in_the_new_role(tmp_path: Path) ->
         other = made.ask(prefill, server, BODIES[0] | {"lora_path": "two"})[0]
         made.switch(server, "null")
         assert post(server, BODIES[0] | {"lora_path": "two"})["output_ids"] == other != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(), ("--tp-size", "2")], ids=["one rank", "two ranks"])
+def test_the_host_tier_and_the_store_stay(
+    tiny_checkpoint: Callable[[Family], Path], tmp_path: Path, shape: tuple[str, ...]
+) -> None:
+    """Six prompts of 192 cached tokens each, where the device holds 512 tokens: they come back from host memory.
+
+    The server then reads from the store what another server has computed while it was a decode server.
+    """
+    model, prompts = str(tiny_checkpoint("llama")), [[number + 7 * each for number in range(200)] for each in range(8)]
+    sampling = {"max_new_tokens": 6, "temperature": 0.0, "ignore_eos": True}
+    bodies = [{"input_ids": prompt, "sampling_params": sampling} for prompt in prompts]
+    options = {"directory": str(tmp_path), "prefetch_threshold": 16}
+    tier = ("--enable-hierarchical-cache", "--hicache-ratio", "8", "--page-size", "16", "--max-total-tokens", "512")
+    store = ("--hicache-storage-backend", "file", "--hicache-storage-backend-extra-config", json.dumps(options))
+    flags = (*FLAGS[2:], *tier, *store, "--hicache-storage-prefetch-policy", "wait_complete", *shape)
+    server, other = (start_server(model, "prefill", *flags, name=name) for name in ("changing", "other"))
+    decode = start_server(model, "decode", *FLAGS[2:], "--page-size", "16", "--max-total-tokens", "2048", *shape)
+    with running(server, other, decode):
+        made = Cluster([server, other, decode])
+        expected = [made.ask(server, decode, body)[0] for body in bodies[:6]]
+        until(lambda: server.counter("backuped_tokens") >= 6 * 192, 20.0, "all is saved and stored")
+        read = server.counter("storage_prefetch_hit_tokens")
+        made.switch(server, "decode")
+        for body in bodies[6:]:
+            expected.append(made.ask(other, server, body)[0])
+        assert [made.ask(other, server, body)[0] for body in bodies[:6]] == expected[:6]
+        until(lambda: other.counter("backuped_tokens") >= 2 * 192, 20.0, "the two new prompts are stored")
+        assert server.counter("storage_prefetch_hit_tokens") == read, "a decode server without a cache reads nothing"
+        loaded = server.counter("load_back_tokens")
+        made.switch(server, "prefill")
+        answers = [made.ask(server, decode, body) for body in bodies]
+        assert [tokens for tokens, _ in answers] == expected
+        assert all(cached >= 192 for _, cached in answers), answers
+        assert server.counter("load_back_tokens") - loaded >= 6 * 192, "the device had given them to other requests"
+        assert server.counter("storage_prefetch_hit_tokens") - read == 2 * 192
+        assert_idle(server, other, decode, deadline_s=40.0)
 
 
 @pytest.mark.slow

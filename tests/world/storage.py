@@ -125,6 +125,23 @@ def play_ranks(seed: int) -> Counter[str]:
     return counts_of(*(node for server in cluster.servers for node in server.replicas)) + cluster.net.counts
 
 
+def play_changes(seed: int) -> Counter[str]:
+    """A cluster whose servers change their role in place: their tiers stay, while copies and the store are slow."""
+    rng = random.Random(f"storage changes {seed}")
+    shape, prompts = setting(seed)
+    shape = dataclasses.replace(shape, num_heads=2, num_stages=1, rules=type(shape.rules)(), layer_groups=0)
+    ranks = ParallelShape(tp_size=rng.choice((1, 2)), pp_size=rng.choice((1, 1, 2)))
+    layout = Layout(prefills=2, decodes=2, prefill_ranks=ranks, decode_ranks=ranks)
+    base = Faults(lost=0.05, max_delay_s=0.6, change=rng.uniform(0.01, 0.05), change_failed=rng.choice((0.0, 0.3)))
+    cluster = Cluster(seed, shape, faults_of(seed, base), layout)
+    expected = monolith_tokens(shape, prompts)
+    for index, answer in enumerate(cluster.run(prompts)):
+        assert answer.tokens == expected[index][: len(answer.tokens)], f"seed {seed}, request {index}: wrong tokens"
+        assert answer.error is not None or answer.tokens == expected[index], f"seed {seed}, request {index}: {answer}"
+    assert not cluster.leaks(), cluster.leaks()
+    return counts_of(*(node for server in cluster.servers for node in server.replicas)) + cluster.net.counts
+
+
 def main() -> None:
     """Print what happened in many seeds."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -136,6 +153,7 @@ def main() -> None:
         found += play(seed)
         if seed % 4 == 0:
             found += play_ranks(seed)
+            found += play_changes(seed)
     for name, count in sorted(found.items()):
         print(f"{count:8} {name}")
     missing = [name for name in HAPPENS if not found[name]]

@@ -157,6 +157,7 @@ def free_at_a_promise_without_notifications(patch: Patch) -> None:
 NOTHING = Faults()
 ABORTS = Faults(abort=0.03, copy_failed=0.05)
 LATE = Faults(lands_late=True, abort=0.15)
+LATE_AND_FAILING = Faults(lands_late=True, abort=0.3, copy_failed=0.1)
 MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (swap_two_pages, NOTHING),
     (skip_the_last_layer, NOTHING),
@@ -171,7 +172,7 @@ MUTANTS: list[tuple[Callable[[Patch], None], Faults]] = [
     (send_an_unfinished_page, NOTHING),
     (forget_the_room_check, NOTHING),
     (believe_done_without_notifications, LATE),
-    (free_at_a_promise_without_notifications, LATE),
+    (free_at_a_promise_without_notifications, LATE_AND_FAILING),
 ]
 
 

@@ -14,10 +14,11 @@ from pdserve.memory.tiers.storage import ObjectId
 from pdserve.memory.tiers.storage_port import JobEnd
 from pdserve.ranks.rank_storage import RankStoragePort
 from pdserve.scheduler import storage_tier
+from pdserve.scheduler.host_tier import HostTier
 from pdserve.sim import hash_storage
 from pdserve.sim.hash_storage import SimStoragePort
 from tests.world.pressure import assert_caught
-from tests.world.storage import HAPPENS, play, play_ranks, play_weights
+from tests.world.storage import HAPPENS, play, play_changes, play_ranks, play_weights
 
 Patch = pytest.MonkeyPatch
 
@@ -30,6 +31,14 @@ def test_servers_with_a_store(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_ranks_with_a_store(seed: int) -> None:
     play_ranks(seed)
+
+
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(100, 140), marks=pytest.mark.slow)], ids=len)
+def test_servers_with_a_store_change_their_role(seeds: range) -> None:
+    found: Counter[str] = Counter()
+    for seed in seeds:
+        found += play_changes(seed)
+    assert found["role changes in place"] and found["backuped_tokens"]
 
 
 @pytest.mark.slow
@@ -79,8 +88,8 @@ def bytes_land_after_a_job_was_given_up(patch: Patch) -> None:
         reads[number] = self._ids(root, digests), slots
         return number
 
-    def leave(self: SimStoragePort, number: int) -> None:
-        give_up(self, number)
+    def leave(self: SimStoragePort, number: int, *, late: bool) -> None:
+        give_up(self, number, late=late)
         if number in reads:
             self._net.later(lambda: read(self, *reads[number]))
 
@@ -110,7 +119,14 @@ def with_other_weights(seed: int) -> object:
     return play_weights(seed, (0, 1, 0))
 
 
+def a_role_change_waits_for_no_copy(patch: Patch) -> None:
+    """A page may be another role's while it is copied."""
+    patch.setattr(HostTier, "num_copies", 0)
+
+
 Bug = tuple[Callable[[Patch], None], Callable[[int], object]]
+
+
 QUICK: tuple[Bug, ...] = (
     (a_namespace_without_weights, with_other_weights),
     (objects_are_not_checked, play),
@@ -120,6 +136,7 @@ QUICK: tuple[Bug, ...] = (
 SLOW: tuple[Bug, ...] = (
     (a_page_is_its_own_tokens, play),
     (bytes_land_after_a_job_was_given_up, play),
+    (a_role_change_waits_for_no_copy, play_changes),
 )
 BUGS = [pytest.param(*bug, id=bug[0].__name__) for bug in QUICK]
 BUGS += [pytest.param(*bug, id=bug[0].__name__, marks=pytest.mark.slow) for bug in SLOW]

@@ -158,9 +158,11 @@ class StorageClient:
             job.is_done = True
         return job
 
-    def give_up(self, job: Job) -> None:
-        """Cancel a job at its deadline. The breaker opens when it has less than half of its pages, or no answer."""
-        late = not job.is_done
+    def give_up(self, job: Job, *, late: bool) -> None:
+        """Cancel a job. At its deadline (`late`) the breaker opens when the job has less than half of its pages, or no
+        answer.
+        """
+        late = late and not job.is_done
         job.cancel()
         if late and (isinstance(job, Lookup) or 2 * job.num_done < len(job.ids)):
             self.breaker.late()

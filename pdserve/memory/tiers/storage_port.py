@@ -47,8 +47,8 @@ class StoragePort(Protocol):
         """Store the pages in slots."""
         ...
 
-    def give_up(self, number: int) -> None:
-        """End a job at its deadline. `poll` reports it with the pages that were moved so far."""
+    def give_up(self, number: int, *, late: bool) -> None:
+        """End a job. `poll` reports it with the pages that were moved so far. `late`: see `StorageClient.give_up`."""
         ...
 
     def poll(self) -> Sequence[JobEnd]:
@@ -89,11 +89,11 @@ class LocalStoragePort:
         """See `StoragePort.put`."""
         return self._add(self._client.start_put(self._ids(root, digests), self._buffers(slots)))
 
-    def give_up(self, number: int) -> None:
+    def give_up(self, number: int, *, late: bool) -> None:
         """See `StoragePort.give_up`."""
         job = self._jobs.get(number)
         if job is not None:
-            self._client.give_up(job)
+            self._client.give_up(job, late=late)
 
     def poll(self) -> Sequence[JobEnd]:
         """See `StoragePort.poll`."""

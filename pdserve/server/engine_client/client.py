@@ -257,12 +257,14 @@ class EngineClient:
         try:
             await self._channel.send(request)
             await asyncio.wait_for(entry.runs.wait(), timeout_s)
-        except TimeoutError as error:
+        except BaseException as error:
+            self.incoming.drop(request.rid)
+            if not isinstance(error, TimeoutError):
+                raise
             message = f"the KV did not arrive within {timeout_s:g} s"
             raise RequestError(message, status=504, code="migration_timeout") from error
-        finally:
-            if not entry.has_begun:
-                self.incoming.drop(request.rid)
+        if not entry.has_begun:
+            self.incoming.drop(request.rid)
         if entry.failure is not None:
             raise entry.failure.error()
         if entry.has_ended:
@@ -448,6 +450,7 @@ class EngineClient:
         finish = output.finish
         failure = None if finish is None else finish.failure
         if failure is not None and failure.code == MIGRATED.code:
+            self.moved.expect(output.rid, lambda: self._live.get(output.rid) is sequence)
             return  # another server sends the rest
         if failure is not None and failure.status != ABORTED_STATUS:  # an aborted sequence keeps its text
             self._fail(sequence, failure)

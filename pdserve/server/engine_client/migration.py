@@ -29,6 +29,8 @@ ATTACH_S = 10.0
 """Seconds after which a request without a reader ends."""
 MAX_INCOMING = 4096
 """Most requests from other servers at a time."""
+FOLLOW_S = 10.0
+"""Seconds from the end of a moved request in the scheduler here until the other server's output is read."""
 TARGET_FAILED = "migration_target_failed"
 Outputs = AsyncIterator[EngineCoreOutput]
 
@@ -179,6 +181,13 @@ class MovedRequests:
         """Feed the outputs of a moved request until its end."""
         self._tasks[rid] = asyncio.create_task(self._follow(rid, outputs))
 
+    def expect(self, rid: str, is_live: Callable[[], bool]) -> None:
+        """Fail a request that the scheduler has given away unless `follow` comes within `FOLLOW_S`.
+
+        The reply to the commit may be lost, and then it does not come. `is_live`: whether the request has a client.
+        """
+        asyncio.get_running_loop().call_later(FOLLOW_S, self._check, rid, is_live)
+
     def ended(self, rid: str) -> None:
         """Stop reading: the sequence has ended here. The other server then ends the request."""
         task = self._tasks.pop(rid, None)
@@ -199,6 +208,15 @@ class MovedRequests:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _check(self, rid: str, is_live: Callable[[], bool]) -> None:
+        if rid not in self._tasks and is_live():
+            self._fail(rid, "the commit of the migration has no answer")
+
+    def _fail(self, rid: str, why: str) -> None:
+        message = f"the server that has taken over the request failed: {why}"
+        failure = Failure(code=TARGET_FAILED, message=message, status=502)
+        self._feed(EngineCoreOutput(rid=rid, token_ids=[], finish=FinishReason.failed(failure)))
+
     async def _follow(self, rid: str, outputs: Outputs) -> None:
         finished, why = False, "its answer ended early"
         try:
@@ -213,7 +231,5 @@ class MovedRequests:
         except PdserveError as error:
             why = str(error)
         if not finished and rid in self._tasks:
-            message = f"the server that has taken over the request failed: {why}"
-            failure = Failure(code=TARGET_FAILED, message=message, status=502)
-            self._feed(EngineCoreOutput(rid=rid, token_ids=[], finish=FinishReason.failed(failure)))
+            self._fail(rid, why)
         self._tasks.pop(rid, None)

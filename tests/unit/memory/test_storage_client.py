@@ -310,7 +310,7 @@ def test_no_byte_lands_after_cancel(client: StorageClient, store: BadStore) -> N
     buffers = [bytearray(SIZE) for _ in range(2)]
     job = client.start_get(page_ids(2), [memoryview(buffer) for buffer in buffers])
     assert store.entered.wait(20)
-    client.give_up(job)
+    client.give_up(job, late=True)
     assert job.num_done == 0 and not client.breaker.allows
     store.gate.set()
     wait_until(lambda: job.is_done, "the call returns")

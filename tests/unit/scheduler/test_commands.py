@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.executor.profiling import Profiler
+from pdserve.protocol.extraction import KVPart
 from pdserve.protocol.messages import (
     CommandReply,
     ContinueGeneration,
@@ -21,6 +22,7 @@ from pdserve.protocol.messages import (
     ToApi,
 )
 from pdserve.protocol.sampling import CoreSamplingParams
+from pdserve.scheduler.snapshots import RequestExtractor
 from pdserve.sim.network import Faults
 from pdserve.sim.world import Shape, World
 from tests.unit.scheduler.kit import Mono
@@ -163,3 +165,16 @@ def test_a_peer_that_is_declared_dead_has_no_session_any_more() -> None:
     assert not any(one.state == "ready" for one in scheduler.state().peers)
     (finish,) = [one.finish for batch in sent if isinstance(batch, OutputBatch) for one in batch.outputs]
     assert finish is not None and finish.type == "abort" and finish.err_type == "peer_gone"
+
+
+def test_the_kv_of_a_restored_request_that_is_refused_is_dropped() -> None:
+    mono = Mono()
+    layout = mono.memory.layout
+    pages = RequestExtractor(mono.context).num_pages(4)
+    for index, (group, count) in enumerate(zip(layout.groups, pages, strict=True)):
+        mono.mailbox.post(KVPart(rid="r", group=index, data=bytes(group.bytes_of(count))))
+    sampling = CoreSamplingParams(max_new_tokens=100_000)
+    mono.mailbox.post(GenerateRequest(rid="r", input_ids=[5, 6, 7, 8, 9], sampling=sampling, kv_tokens=4))
+    mono.step()
+    assert mono.finish("r").failure is not None
+    assert mono.context.offloaded_bytes == 0 and not mono.scheduler.audit()

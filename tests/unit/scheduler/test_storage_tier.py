@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -135,12 +136,17 @@ class Server:
         assert not self.host.audit() and not self.memory.audit()
         assert not self.host.slots.pages.live_leases
 
+    def has_found(self, num_tokens: int) -> bool:
+        """Whether look-ups have found at least `num_tokens` tokens so far."""
+        self.tier.poll()
+        return self.counters["storage_prefetch_hit_tokens"] >= num_tokens
+
     def read(self, req: Req) -> list[int]:
         """What the host tier has of a prompt's pages, once the request may start."""
 
         def ready() -> bool:
             self.tier.poll()
-            return self.tier.is_ready(req)
+            return self.tier.is_ready(req, lambda: True)
 
         wait_until(ready, "the request may start")
         tokens = req.token_bytes(40)
@@ -181,7 +187,7 @@ def test_a_prompt_of_one_server_is_read_by_another(make: Make) -> None:
     first.compute(first.request())
     assert first.counters["backuped_tokens"] == 40
     req = second.request()
-    assert not second.tier.is_ready(req)
+    assert not second.tier.is_ready(req, lambda: True)
     assert second.read(req) == list(range(1, 11))
     assert second.counters["prefetched_tokens"] == second.counters["storage_prefetch_hit_tokens"] == 40
     assert req.storage_pages == (0, 10)
@@ -209,7 +215,7 @@ def test_a_known_prefix_is_read_from_there_on_and_sent_once(make: Make) -> None:
 def test_short_prompts_are_not_looked_up(make: Make) -> None:
     server = make()
     req = server.request(PROMPT[:8])
-    assert server.tier.is_ready(req) and not server.tier.num_jobs
+    assert server.tier.is_ready(req, lambda: True) and not server.tier.num_jobs
     assert server.counters["storage_prefetch_unfulfilled_tokens.below_threshold"] == 4
 
 
@@ -224,7 +230,7 @@ def test_timeout_takes_what_is_there(make: Make, store: SlowStore) -> None:
     store.gate.clear()
     req = second.request()
     wait_until(lambda: second.tier.poll() or second.counters["storage_prefetch_hit_tokens"], "the look-up has ended")
-    assert not second.tier.is_ready(req)
+    assert not second.tier.is_ready(req, lambda: True)
     second.clock.now_s += 2.1
     assert second.read(req) == []
     assert second.counters["storage_prefetch_unfulfilled_tokens.deadline"] == 40
@@ -242,6 +248,54 @@ def test_best_effort_does_not_wait(make: Make, store: SlowStore) -> None:
     assert second.read(req) == []
     store.gate.set()
     second.until_idle()
+
+
+def test_best_effort_reads_while_the_request_cannot_start(make: Make, store: SlowStore) -> None:
+    first, second = make(), make(policy="best_effort")
+    first.compute(first.request())
+    req = second.request()
+    assert not second.tier.is_ready(req, lambda: False)
+    wait_until(lambda: second.tier.poll() or second.tier.is_ready(req, lambda: False), "all pages are read")
+    assert second.counters["prefetched_tokens"] == 40
+
+
+def test_requests_that_start_or_end_early_do_not_open_the_breaker(make: Make, store: SlowStore) -> None:
+    first, second = make(), make(policy="best_effort")
+    first.compute(first.request())
+    store.gate.clear()
+    for count, leave in enumerate((lambda req: second.tier.is_ready(req, lambda: True), second.tier.forget), 1):
+        req = second.request()
+        wait_until(partial(second.has_found, 40 * count), "the look-up has ended")
+        leave(req)
+        assert second.client.breaker.num_opened == 0
+        store.gate.set()
+        second.until_idle()
+        second.host.flush()
+        store.gate.clear()
+
+
+def test_a_page_that_the_store_lost_is_sent_again(make: Make, store: SlowStore) -> None:
+    server = make()
+    server.compute(server.request())
+    store.clear()
+    server.host.flush()
+    req = server.request()
+    assert server.read(req) == []
+    server.compute(req)
+    assert server.counters["backuped_tokens"] == 80
+    other = make()
+    assert other.read(other.request()) == list(range(1, 11))
+
+
+def test_requests_that_bring_their_kv_are_not_looked_up(make: Make) -> None:
+    server = make()
+    server.compute(server.request())
+    server.host.flush()
+    req = Req(server.request().spec, Times(arrived=0.0))
+    server.until_idle()
+    req.cacheable = False
+    server.tier.admit(req)
+    assert not server.tier.num_jobs
 
 
 def test_a_lying_store_costs_nothing_but_the_look_up(make: Make, store: SlowStore) -> None:
@@ -331,3 +385,17 @@ def test_the_least_of_all_ranks_counts_and_all_ranks_hear_it_in_the_same_turn() 
     reports.add(StorageEnded(3, 0))
     assert leader.poll() == follower.poll() == [JobEnd(3, 0)]
     assert leader.poll() == [] and not log.answers
+
+
+def test_a_role_without_a_prefix_cache_reads_nothing_and_the_next_one_finds_what_was_stored(
+    make: Callable[..., Server],
+) -> None:
+    """As a prefill server that becomes a decode server, and returns."""
+    server = make()
+    server.compute(server.request())
+    server.host.flush()
+    server.memory.change_role(4, prefix_cache=False)
+    assert server.tier.is_ready(server.request(), lambda: True) and server.tier.num_jobs == 0
+    server.memory.change_role(0, prefix_cache=True)
+    assert server.read(server.request()) == list(range(1, 11))
+    assert server.counters["prefetched_tokens"] == 40

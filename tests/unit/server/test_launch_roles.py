@@ -12,8 +12,9 @@ import requests
 
 from pdserve.config import DisaggMode, ServerConfig
 from pdserve.config.cli import parse_server_args
-from pdserve.config.resolve import disagg_fields, for_mode, resolve, with_disagg
+from pdserve.config.resolve import disagg_fields, for_mode, resolve, with_disagg, without_effect
 from pdserve.errors import ConfigError
+from pdserve.launch_checks import check_storage
 from pdserve.launch_server import Sides, reload_reason
 
 BASE = ("--model-path", "m", "--port", "0", "--device", "cpu")
@@ -99,6 +100,21 @@ def test_an_engine_is_reloaded_where_its_pool_is_not_in_shared_memory_and_a_role
     assert reload_reason(with_shm, with_shm, named) is None
     other = dataclasses.replace(with_shm, memory=dataclasses.replace(with_shm.memory, page_size=32))
     assert reload_reason(with_shm, with_shm, other) is not None
+
+
+def test_a_server_with_a_store_takes_roles_without_a_prefix_cache_and_is_reloaded_for_its_first_host_tier() -> None:
+    store = ("--enable-hierarchical-cache", "--hicache-storage-backend", "file")
+    given = parse_server_args([*BASE, *store, "--disaggregation-mode", "prefill"])
+    prefill, decode = given, for_mode(given, "decode")
+    check_storage(prefill)
+    with pytest.raises(ConfigError) as caught:
+        check_storage(decode)
+    assert caught.value.field == "hicache_storage_backend", "a server does not start so"
+    prefill, decode = resolve(prefill), resolve(decode)
+    assert "--enable-hierarchical-cache has no effect: the server has no prefix cache" in without_effect(decode)
+    assert reload_reason(prefill, prefill, decode) is None
+    assert reload_reason(decode, prefill, prefill) is None, "the tier is still there"
+    assert "host tier" in (reload_reason(decode, decode, prefill) or "")
 
 
 def test_a_rank_on_another_host_keeps_its_own_address() -> None:

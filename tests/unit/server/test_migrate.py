@@ -14,7 +14,7 @@ from yarl import URL
 
 from pdserve.base.stream_state import EVENT_END, STATE_HEADER, split_event
 from pdserve.config.groups import ServerConfig
-from pdserve.protocol.failure import Failure
+from pdserve.protocol.failure import MIGRATED, Failure
 from pdserve.protocol.messages import (
     CommandReply,
     EndMigration,
@@ -214,6 +214,22 @@ async def test_without_a_commit_the_other_copy_ends(tokenizer: Tokenizer, monkey
         assert not len(target.client.incoming)
         source.scheduler.finish(source.scheduler.requests[0])
         assert results((await stream).content)[-1]["output_ids"] == [*ALL[:3], 0]
+
+
+async def test_a_client_does_not_wait_for_a_commit_without_an_answer(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migration, "FOLLOW_S", 0.05)
+    async with two(tokenizer, monkeypatch) as (source, target):
+        target.scheduler.hold = True
+        stream = await begin(source)
+        request = source.scheduler.requests[0]
+        source.scheduler.on_migration = moves(request, commits=False)
+        assert (await source.http.post("/migrate", json={"rid": "x", "to": TO})).status_code == 502
+        source.client._on_output(EngineCoreOutput(rid=request.rid, token_ids=[], finish=FinishReason.failed(MIGRATED)))
+        error = results((await stream).content)[-1]["error"]
+        assert error["code"] == "migration_target_failed"
+        assert not source.client.num_live
 
 
 async def test_what_cannot_move_is_refused(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
