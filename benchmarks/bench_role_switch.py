@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_model_flags(parser)
     add_write_flags(parser, "role-switch")
     args = parser.parse_args(argv)
-    run = Run("role-switch", argv)
+    run = Run("role-switch", argv, module="bench_role_switch")
     prompt = [10 + number % (args.vocab_size - 10) for number in range(PROMPT_TOKENS)]
     servers = [
         Server(role, "pdserve.launch_server", server_flags(args.model, args.dtype, role, args.threads), args.threads)

@@ -28,6 +28,9 @@ from pdserve.scheduler.storage_tier import StorageTier
 
 log = logging.getLogger(__name__)
 
+OPEN_AT_ONCE = ("file", "memory")
+"""Stores that are usable once they are opened. Others have to answer a call before the first request asks them."""
+
 
 def storage_namespace(config: ServerConfig, engine: ReplicaEngine) -> KeyNamespace | None:
     """Return the namespace of a replica's stored pages; None without a store, or without a host tier above it.
@@ -75,7 +78,7 @@ def open_storage_port(
     assert name is not None, "there is a store"
     if tier is None:  # the model cannot have a prefix cache
         raise ConfigError("--hicache-storage-backend needs a prefix cache", field="hicache_storage_backend")
-    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=True)
+    client = StorageClient(open_storage(name, config.storage.options), wake, starts_open=name not in OPEN_AT_ONCE)
     stack.callback(client.close)
     shape = coord.shape
     part = shard_name(

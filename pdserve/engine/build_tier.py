@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from pdserve.base.host_memory import available_bytes
 from pdserve.config import ServerConfig
 from pdserve.engine.replica import ReplicaEngine
+from pdserve.errors import ConfigError
 from pdserve.executor.factory import LoadedEngine
 from pdserve.executor.page_copies import pinned
-from pdserve.memory.layout import PageSpace
+from pdserve.memory.layout import KVLayout, PageSpace
 from pdserve.memory.tiers.host_memory import HostMemory, slots_for, zeros
 from pdserve.memory.tiers.host_pool import HostPool
 from pdserve.ranks.rank_copies import CopyReports, RankCopyEnds
@@ -27,8 +29,34 @@ def connect_leader(engine: ReplicaEngine, wake: Callable[[], None]) -> None:
     group.executor.copy_ends = RankCopyEnds(group.log, reports.add, reports)
 
 
+def check_host_memory(layout: KVLayout, num_slots: Mapping[PageSpace, int], *, by_size: bool, available: int) -> None:
+    """Check that this host has the memory that a host tier's slots will take.
+
+    Args:
+        layout: the KV layout of the ranks on this host together.
+        num_slots: slots of each space.
+        by_size: True when `--hicache-size` sets the number of slots, False when `--hicache-ratio` does.
+        available: bytes of host memory that are free.
+
+    Raises:
+        ConfigError: the slots take more than `available`. The field is that of the flag.
+    """
+    needed = sum(count * layout.space_bytes(space) for space, count in num_slots.items())
+    if needed > available:
+        field = "hicache_size" if by_size else "hicache_ratio"
+        raise ConfigError(
+            f"the host tier would take {needed / 1e9:.2f} GB of host memory, and {available / 1e9:.2f} GB are free; "
+            f"lower --{field.replace('_', '-')}" + ("" if by_size else ", or set --hicache-size (GB)"),
+            field=field,
+        )
+
+
 def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None:
-    """Make this rank's host tier; None where there is none."""
+    """Make this rank's host tier; None where there is none.
+
+    Raises:
+        ConfigError: this rank's slots take more host memory than is free.
+    """
     if not config.wants_host_tier:
         return None
     layout, sizes = built.layout, built.group_sizes
@@ -40,7 +68,9 @@ def make_host_pool(config: ServerConfig, built: LoadedEngine) -> HostPool | None
     num_bytes = int(config.tier.hicache_size * 1e9) * built.coord.shape.num_ranks
     num_slots = slots_for(layout, pages, ratio=config.tier.hicache_ratio, num_bytes=num_bytes)
     allocate = pinned if built.device.type == "cuda" else zeros
-    memory = HostMemory(layout.of_rank(built.coord), num_slots, allocate)
+    own = layout.of_rank(built.coord)
+    check_host_memory(own, num_slots, by_size=num_bytes > 0, available=available_bytes())
+    memory = HostMemory(own, num_slots, allocate)
     built.executor.open_host_tier(memory)
     log.info("host tier: %d tokens, %.2f GB", layout.tokens_in(num_slots[PageSpace.TOKENS]), memory.num_bytes / 1e9)
     return HostPool(layout, num_slots, memory)

@@ -36,6 +36,11 @@ SGLANG_QUEUES = (
     "num_grammar_queue_reqs",
 )
 """Queues with a separate gauge; 0 in roles without that queue."""
+HOST_TIER = {
+    "hicache_host_used_tokens": "tokens of the slots of host memory that are in use",
+    "hicache_host_total_tokens": "tokens of all slots of host memory",
+}
+"""Counts of the host tier that have SGLang's names."""
 
 NEW_TOKEN_RATIO = "new_token_ratio"
 """The scheduler's fact behind `sglang:new_token_ratio`, if it has that fact."""
@@ -296,7 +301,10 @@ def _queue_depths(state: EngineState) -> Iterator[tuple[str, str, float]]:
 
 def _pages(families: _Families, where: Mapping[str, str], state: EngineState) -> None:
     for name, count in sorted(state.memory.items()):
-        families.gauge(f"pdserve:{name}", f"KV memory: {name}", where, count)
+        if name in HOST_TIER:
+            families.gauge(f"sglang:{name}", HOST_TIER[name], where, count)
+        else:
+            families.gauge(f"pdserve:{name}", f"KV memory: {name}", where, count)
     states = pages_by_state(state)
     total = sum(states.values())
     page_tokens = state.max_total_tokens // total if total else 0

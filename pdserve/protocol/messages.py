@@ -371,6 +371,17 @@ class SpeculationStats(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.accepted_by_position)
 
 
+class CachedTokensDetails(msgspec.Struct, frozen=True, kw_only=True):
+    """Prompt tokens that a prefix cache had, by the place where they were: device, host memory, or the store.
+
+    The parts add up to `cached_tokens`. `storage` is None without a store.
+    """
+
+    device: int
+    host: int
+    storage: int | None = None
+
+
 class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     """New tokens of one request; the last output carries `finish`.
 
@@ -385,6 +396,8 @@ class EngineCoreOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
+    """None without a host tier, and on decode where prefill had more cached tokens."""
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
     """Of a request whose drafts were verified, with its last output; None: none were.

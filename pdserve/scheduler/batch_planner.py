@@ -195,11 +195,13 @@ class PrefillManager:
             req.state_stops = self._states.stops(req)
         if req.num_retractions:
             context.counters["recomputed_tokens"] += req.seq_len - 1 - req.computed
-        num_loaded = 0 if context.tier is None else context.tier.started(req)
-        if req.times.started is None:
+        is_first = req.times.started is None
+        if is_first:
             req.times.started = context.clock.now()
             req.num_cached = min(req.computed, req.num_prompt)
-            req.num_cached_host = min(num_loaded, req.num_cached)
+        if context.tier is not None:
+            details = context.tier.started(req)
+            req.cached_details = details if is_first else req.cached_details
         return True
 
     # ------------------------------------------------------------------ inside

@@ -172,6 +172,7 @@ class Outbox:
                 finish=finish,
                 prompt_tokens=len(spec.input_ids),
                 cached_tokens=req.num_cached,
+                cached_details=req.cached_details,
                 timing=timing,
                 speculation=speculation,
             )

@@ -22,6 +22,7 @@ from pdserve.memory.lease import Lease
 from pdserve.memory.prefix_cache import TOKEN_BYTES, RadixTree
 from pdserve.memory.tiers.host_memory import PageCopies, num_copied
 from pdserve.memory.tiers.host_pool import HostPool
+from pdserve.protocol.messages import CachedTokensDetails
 from pdserve.scheduler.request import Req
 from pdserve.scheduler.storage_tier import StorageTier
 
@@ -175,9 +176,15 @@ class HostTier:
         """Whether a waiting request waits for a load, or for the store."""
         return req.rid in self._loads or (self.storage is not None and self.storage.is_reading(req))
 
-    def started(self, req: Req) -> int:
-        """Note that a waiting request has started; return how many tokens were loaded for it."""
-        return self._loaded.pop(req.rid, 0)
+    def started(self, req: Req) -> CachedTokensDetails:
+        """Note that a waiting request has started; return where the tokens of `Req.num_cached` were."""
+        loaded = min(self._loaded.pop(req.rid, 0), req.num_cached)
+        device = req.num_cached - loaded
+        if self.storage is None:
+            return CachedTokensDetails(device=device, host=loaded)
+        first, end = (self._layout.tokens_in(pages) for pages in req.storage_pages or (0, 0))
+        storage = max(0, min(end, req.num_cached) - max(first, device))
+        return CachedTokensDetails(device=device, host=loaded - storage, storage=storage)
 
     def left(self, req: Req) -> None:
         """Note that a request has left. A load for it goes on, for later requests."""

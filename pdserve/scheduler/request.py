@@ -22,7 +22,7 @@ from pdserve.memory.prefix_cache import SaltedTokens
 from pdserve.model.lora import LoraAdapter
 from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs
-from pdserve.protocol.messages import FinishReason, GenerateRequest
+from pdserve.protocol.messages import CachedTokensDetails, FinishReason, GenerateRequest
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import RequestSpeculation
 from pdserve.transfer.manager import KVReceiver, KVSender
@@ -65,8 +65,8 @@ class Req:
 
     On decode the larger of prefill's number and that of its own cache.
     """
-    num_cached_host: int = 0
-    """Those of `num_cached` that came from the host tier."""
+    cached_details: CachedTokensDetails | None = None
+    """Where the tokens of `num_cached` were; None without a host tier, and where prefill's number counts."""
     num_retractions: int = 0
     state_stops: tuple[int, ...] = ()
     """Positions, ascending, at which a prompt chunk ends so that the prefix cache can keep the recurrent state there.

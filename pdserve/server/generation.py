@@ -22,7 +22,7 @@ from fastapi import Request
 from pdserve.base.stream_state import RESUME_FIELD, STATE_HEADER, EventState, ShortText
 from pdserve.errors import PdserveError
 from pdserve.protocol.logprobs import PromptLogprobs
-from pdserve.protocol.messages import FinishReason, RequestTiming, SpeculationStats, TokenLogprob
+from pdserve.protocol.messages import CachedTokensDetails, FinishReason, RequestTiming, SpeculationStats, TokenLogprob
 
 ATTACH_FIELD = f"{RESUME_FIELD}.attach"
 
@@ -44,6 +44,7 @@ class GenerationUpdate:
     finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    cached_details: CachedTokensDetails | None = None
     timing: RequestTiming | None = None
     speculation: SpeculationStats | None = None
 
@@ -56,7 +57,7 @@ class GenerationUpdate:
         self.prompt_parts += newer.prompt_parts
         self.finish = newer.finish
         self.prompt_tokens = newer.prompt_tokens
-        self.cached_tokens = newer.cached_tokens
+        self.cached_tokens, self.cached_details = newer.cached_tokens, newer.cached_details
         self.timing = newer.timing
         self.speculation = newer.speculation
 

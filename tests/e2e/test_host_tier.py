@@ -44,6 +44,13 @@ def assert_comes_back(server: Server, url: str) -> None:
     assert [answer["meta_info"]["cached_tokens"] for answer in first] == [0] * 6
     assert all(answer["meta_info"]["cached_tokens"] >= PREFIX for answer in again)
     assert server.counter("load_back_tokens") >= 4 * PREFIX, "the device cannot have had them"
+    details = [answer["meta_info"]["cached_tokens_details"] for answer in again]
+    parts = [one["device"] + one["host"] for one in details]
+    assert parts == [answer["meta_info"]["cached_tokens"] for answer in again]
+    assert sum(one["host"] for one in details) == server.counter("load_back_tokens")
+    metrics = server.metrics()
+    assert metrics["sglang:hicache_host_total_tokens"] == 8 * 512
+    assert 6 * PREFIX <= metrics["sglang:hicache_host_used_tokens"] <= 8 * 512
     assert_idle(server)
 
 

@@ -383,7 +383,9 @@ class DecodeRole(MixedBatchRole):
         req.aux = None
         self._close(req)
         req.computed = req.planned = req.num_input_tokens
-        req.num_cached = max(min(req.num_cached, req.num_prompt), record.cached_tokens)
+        req.num_cached = min(req.num_cached, req.num_prompt)
+        if record.cached_tokens > req.num_cached:
+            req.num_cached, req.cached_details = record.cached_tokens, None
         self._context.cache(req)
         token = SampledToken(record.first_token, record.logprob, record.top, self._take_logprobs(req))
         finish = self._context.append(req, token)

@@ -48,7 +48,7 @@ class HostLoads:
     def started(self, req: Req) -> None:
         """Note that `req` has its pages, of which `Req.num_cached` tokens were cached."""
         if self._context.tier is not None:
-            req.num_cached_host = min(self._context.tier.started(req), req.num_cached)
+            req.cached_details = self._context.tier.started(req)
 
 
 class DecodeReservation:

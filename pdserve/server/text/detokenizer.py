@@ -270,7 +270,7 @@ def detokenize_output(
 ) -> GenerationUpdate:
     """Convert `output` to an update. The text is cut at a stop string, and omits a stop token unless `keep_stop`."""
     update = GenerationUpdate(index, prompt_tokens=output.prompt_tokens, cached_tokens=output.cached_tokens)
-    update.finish, update.timing = output.finish, output.timing
+    update.finish, update.timing, update.cached_details = output.finish, output.timing, output.cached_details
     if output.prompt_logprobs is not None:
         update.prompt_parts.append(output.prompt_logprobs)
     hidden = _hidden_stop_token(output, keep=keep_stop)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
+from pdserve.engine.build_tier import check_host_memory
+from pdserve.errors import ConfigError
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.prefix_cache import token_bytes
 from pdserve.memory.tiers.host_memory import HostMemory
@@ -84,3 +88,13 @@ def test_bytes_of_a_slot_and_a_flush() -> None:
     assert bytes(pool.page_bytes(first)[:2]) == b"ab" and pool.num_tokens == 16
     locked = pool.lock(PROMPT[:16], "load")
     assert pool.flush() == 3 and locked is not None and pool.match(PROMPT, 16) == 4
+
+
+@pytest.mark.parametrize(("by_size", "field"), [(True, "hicache_size"), (False, "hicache_ratio")])
+def test_a_host_without_the_memory_for_the_slots_refuses_the_flag(by_size: bool, field: str) -> None:
+    slots = {TOKENS: 4, WINDOW: 2, SLOTS: 1}
+    needed = sum(count * HYBRID.space_bytes(space) for space, count in slots.items())
+    check_host_memory(HYBRID, slots, by_size=by_size, available=needed)
+    with pytest.raises(ConfigError, match=f"lower --{field.replace('_', '-')}") as refused:
+        check_host_memory(HYBRID, slots, by_size=by_size, available=needed - 1)
+    assert refused.value.field == field

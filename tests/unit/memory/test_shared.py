@@ -117,7 +117,8 @@ def test_memory_of_a_pool_that_nobody_shall_map_is_private() -> None:
     ("flags", "expected"),
     [
         ({}, False),
-        ({"disaggregation_transfer_backend": "shm"}, False),
+        ({"disaggregation_transfer_backend": "shm", "enable_pd_role_switch": False}, False),
+        ({"disaggregation_transfer_backend": "shm", "enable_pd_role_switch": True}, True),
         ({"disaggregation_mode": "prefill"}, False),
         ({"disaggregation_mode": "prefill", "disaggregation_transfer_backend": "auto"}, True),
         ({"disaggregation_mode": "decode", "disaggregation_transfer_backend": "shm"}, True),

@@ -221,6 +221,13 @@ def test_pages_by_state_are_a_partition() -> None:
     assert value(told, "sglang:kv_evictable_tokens") == 25 * page_tokens
 
 
+def test_the_host_tier_has_sglang_s_gauges() -> None:
+    memory = {**state().memory, "hicache_host_used_tokens": 96, "hicache_host_total_tokens": 512}
+    told = read(ServerMetrics("m", "null").render(state(memory=memory)).decode())
+    assert value(told, "sglang:hicache_host_used_tokens") == 96
+    assert value(told, "sglang:hicache_host_total_tokens") == 512
+
+
 def test_peers_failures_and_replicas_have_labels() -> None:
     one = state(failures={"peer_gone": 2}, peers=[peer(1, 1000)])
     metrics = ServerMetrics("m", "prefill")
