@@ -402,7 +402,8 @@ def test_every_flag_of_one_role_can_be_given_and_both_servers_accept_their_share
         if role_of(flag.field) is not None
         for word in ([flag.names[0]] if flag.kind is bool else [flag.names[0], str(flag.default or 1)])
     ]
-    config = config_from(["--model-path", "m", "--cpu-threads", "1", *given])
+    needed = ["--hicache-storage-backend", "memory"]  # --disaggregation-decode-enable-offload-kvcache needs it
+    config = config_from(["--model-path", "m", "--cpu-threads", "1", *needed, *given])
     for role in ROLES:
         resolved, _ = fill_in(parse_server_args(server_argv(config, role)), Machine(has_cuda=False, num_cores=2))
         assert resolved.disagg.disaggregation_layerwise_transfer is (role == "prefill")

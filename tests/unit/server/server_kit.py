@@ -41,6 +41,7 @@ from pdserve.protocol.failure import Failure
 from pdserve.protocol.logprobs import Logprobs, PromptLogprobs
 from pdserve.protocol.messages import (
     AbortRequest,
+    ClearStorage,
     Command,
     CommandReply,
     ContinueGeneration,
@@ -220,6 +221,7 @@ class ScriptedScheduler:
                     | DeclarePeerDead()
                     | LoadLora()
                     | UnloadLora()
+                    | ClearStorage()
                 ):
                     self.commands.append(message)
                     self._channel.send(CommandReply(query_id=message.query_id, ok=not self.busy, message="obeyed"))
