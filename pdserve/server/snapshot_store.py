@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import pathlib
 from collections.abc import Iterator
 
 from pdserve.config.groups import ServerConfig
 from pdserve.errors import ConfigError, RequestError
+
+log = logging.getLogger(__name__)
 
 MAX_STORED = 1 << 16
 """Most suspended requests."""
@@ -32,6 +35,8 @@ class SnapshotStore:
         self._max_bytes = max_bytes
         self._directory = None if directory is None else pathlib.Path(directory)
         self._held: dict[str, bytes] = {}
+        """In memory: all snapshots, or with a directory those whose file could not be written."""
+        self._resuming: set[str] = set()
         if self._directory is not None:
             try:
                 self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -47,15 +52,13 @@ class SnapshotStore:
     @property
     def num_bytes(self) -> int:
         """Bytes of all snapshots."""
-        if self._directory is None:
-            return sum(map(len, self._held.values()))
-        return sum(size for _, size in self._files())
+        return sum(map(len, self._held.values())) + sum(size for _, size in self._files())
 
     def __len__(self) -> int:
-        return len(self._held) if self._directory is None else sum(1 for _ in self._files())
+        return len(self._held) + sum(1 for _ in self._files())
 
     def __contains__(self, rid: str) -> bool:
-        return rid in self._held if self._directory is None else self._path(rid).exists()
+        return rid in self._held or (self._directory is not None and self._path(rid).exists())
 
     @property
     def num_free(self) -> int:
@@ -80,14 +83,17 @@ class SnapshotStore:
             )
 
     def put(self, rid: str, data: bytes) -> None:
-        """Keep the snapshot `data` of `rid`.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Keep the snapshot `data` of `rid`, the only copy. It stays in memory if its file cannot be written."""
         if self._directory is None:
             self._held[rid] = data
             return
+        try:
+            self._write(rid, data)
+        except OSError as error:
+            log.warning("the snapshot of request %s stays in memory: %s", rid, error)
+            self._held[rid] = data
+
+    def _write(self, rid: str, data: bytes) -> None:
         path = self._path(rid)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         try:
@@ -108,7 +114,9 @@ class SnapshotStore:
             RequestError: 404, no such request is suspended.
         """
         try:
-            return self._held[rid] if self._directory is None else self._path(rid).read_bytes()
+            if self._directory is None or rid in self._held:
+                return self._held[rid]
+            return self._path(rid).read_bytes()
         except (KeyError, FileNotFoundError):
             raise RequestError(
                 f"no request {rid!r} is suspended", field="rid", status=404, code="not_suspended"
@@ -116,20 +124,38 @@ class SnapshotStore:
 
     def drop(self, rid: str) -> bool:
         """Forget the snapshot of `rid`; returns whether there was one."""
+        if self._held.pop(rid, None) is not None:
+            return True
         if self._directory is None:
-            return self._held.pop(rid, None) is not None
+            return False
         try:
             self._path(rid).unlink()
         except FileNotFoundError:
             return False
         return True
 
+    @contextlib.contextmanager
+    def resuming(self, rid: str) -> Iterator[None]:
+        """Let one caller at a time resume `rid`.
+
+        Raises:
+            RequestError: 409, another call is resuming it.
+        """
+        if rid in self._resuming:
+            raise RequestError(f"request {rid!r} is being resumed", field="rid", status=409, code="suspended")
+        self._resuming.add(rid)
+        try:
+            yield
+        finally:
+            self._resuming.discard(rid)
+
     def _path(self, rid: str) -> pathlib.Path:
         assert self._directory is not None
         return self._directory / f"{hashlib.sha256(rid.encode()).hexdigest()}{SUFFIX}"
 
     def _files(self) -> Iterator[tuple[pathlib.Path, int]]:
-        assert self._directory is not None
+        if self._directory is None:
+            return
         with contextlib.suppress(OSError):
             for entry in os.scandir(self._directory):
                 if entry.name.endswith(SUFFIX):

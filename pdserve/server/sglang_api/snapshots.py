@@ -220,17 +220,18 @@ class SnapshotEndpoints:
         """Serve `POST /resume`: continue a suspended request. It stays suspended if it cannot start.
 
         Raises:
-            RequestError: 404, no such request is suspended; otherwise as `restore`.
+            RequestError: 404, no such request is suspended; 409, another call resumes it; otherwise as `restore`.
         """
         self._check_role()
         body = convert(await read_json_object(request, self._context.max_body_bytes), ResumeBody)
         rid, rule = body.rid, body.kv
-        data = await asyncio.to_thread(self.store.get, rid)
-        snapshot, kv = await asyncio.to_thread(decode, data)
-        if self._context.client.count(rid):
-            raise RequestError(f"rid {rid!r} belongs to a request that is still running", field="rid", status=409)
-        response = await self._go_on(request, snapshot, kv, rule)
-        self.store.drop(rid)
+        with self.store.resuming(rid):
+            data = await asyncio.to_thread(self.store.get, rid)
+            snapshot, kv = await asyncio.to_thread(decode, data)
+            if self._context.client.count(rid):
+                raise RequestError(f"rid {rid!r} belongs to a request that is still running", field="rid", status=409)
+            response = await self._go_on(request, snapshot, kv, rule)
+            self.store.drop(rid)
         return response
 
     async def _go_on(self, request: Request, snapshot: RequestSnapshot, kv: memoryview, rule: KVRule) -> Response:

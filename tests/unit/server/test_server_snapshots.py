@@ -282,3 +282,23 @@ async def test_a_suspended_request_is_resumed(in_files: bool, tokenizer: Tokeniz
             answer = (await b.http.post("/resume", json={"rid": "r"})).json()
             assert answer["output_ids"][:-1] == tokens
         assert not list((tmp_path / "kept").iterdir())
+
+
+async def test_a_suspended_request_stays_in_memory_if_it_cannot_be_written_and_is_resumed_once(
+    tokenizer: Tokenizer, ids: Ids, tmp_path: Path
+) -> None:
+    directory = tmp_path / "kept"
+    async with bench(tokenizer, snapshot_dir=str(directory)) as b:
+        tokens = ids(TEXT)
+        b.scheduler.script, b.scheduler.hold = lambda request: tokens[:2], True
+        call = asyncio.create_task(b.http.post("/generate", json={**CALLS[0][1], "rid": "r"}))
+        await until(lambda: bool(b.scheduler._held))
+        directory.rmdir()
+        assert (await b.http.post("/suspend", json={"rid": "r"})).status_code == 200
+        await call
+        assert (await b.http.post("/suspend", json={"rid": "r"})).status_code == 404
+        b.scheduler.script, b.scheduler.hold = lambda request: tokens, False
+        answers = await asyncio.gather(*(b.http.post("/resume", json={"rid": "r"}) for _ in range(3)))
+        assert sorted(answer.status_code for answer in answers) == [200, 409, 409]
+        assert len(b.scheduler.requests) == 2
+        assert (await b.http.post("/resume", json={"rid": "r"})).status_code == 404
