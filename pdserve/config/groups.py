@@ -19,8 +19,7 @@ from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
 from pdserve.config.schedule_group import ScheduleConfig
 from pdserve.config.speculative_group import SpeculativeConfig
-from pdserve.config.storage_group import StorageConfig
-from pdserve.config.tier_group import TierConfig
+from pdserve.config.tier_group import StorageConfig, TierConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
 TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]

@@ -1,15 +1,21 @@
-"""Flags of the host tier: a group of `ServerConfig`. Names are SGLang's."""
+"""Flags of the tiers below the device: host memory and a store. Groups of `ServerConfig`; names are SGLang's."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from importlib.metadata import entry_points
 from typing import Literal
 
 from pdserve.config.access_group import flag
+from pdserve.config.storage_options import StorageOptions, parse_storage_options
 from pdserve.errors import ConfigError
 
 HostWritePolicy = Literal["write_back", "write_through", "write_through_selective"]
+STORES = ("file", "memory", "mooncake")
+STORE_ENTRY_POINTS = "pdserve.kv_storage"
+"""Group of the entry points of third parties' stores."""
+PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,3 +39,60 @@ class TierConfig:
             raise ConfigError(f"--hicache-ratio is {self.hicache_ratio}, must be 0 to 1000", field="hicache_ratio")
         if not (math.isfinite(self.hicache_size) and self.hicache_size >= 0):
             raise ConfigError(f"--hicache-size is {self.hicache_size}, must be at least 0", field="hicache_size")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StorageConfig:
+    """A store of KV pages that servers share."""
+
+    hicache_storage_backend: str | None = flag(
+        None,
+        help="store below the host tier: file, memory, mooncake, or the name of an entry point of the group "
+        "pdserve.kv_storage; none when absent",
+    )
+    hicache_storage_prefetch_policy: PrefetchPolicy = flag(
+        "timeout",
+        help="how long a prompt waits for its pages from the store. best_effort: until it could start; wait_complete: "
+        "until all are there; timeout: prefetch_timeout_base and prefetch_timeout_per_ki_token seconds",
+    )
+    hicache_storage_backend_extra_config: str | None = flag(
+        None,
+        help="JSON, or @ and the path of a file with it: prefetch_threshold, prefetch_timeout_base, "
+        "prefetch_timeout_per_ki_token, decode_offload_stride, and options of the store",
+    )
+    disaggregation_decode_enable_offload_kvcache: bool = flag(
+        False,
+        help="on decode: store the KV cache that it generates, so that the next turn of a conversation finds it on any "
+        "server. Needs --hicache-storage-backend; sets --disaggregation-decode-enable-radix-cache and "
+        "--enable-hierarchical-cache",
+    )
+
+    @property
+    def options(self) -> StorageOptions:
+        """The options of the store. Raises ConfigError when the flag's value is not valid."""
+        return parse_storage_options(self.hicache_storage_backend_extra_config)
+
+    def check(self) -> None:
+        """Check all values.
+
+        Raises:
+            ConfigError: a value is wrong, or a flag is of no use without a store.
+        """
+        if self.hicache_storage_backend is not None:
+            _check_name(self.hicache_storage_backend)
+            self.options  # noqa: B018
+            return
+        for field, given in (
+            ("hicache_storage_backend_extra_config", self.hicache_storage_backend_extra_config is not None),
+            ("disaggregation_decode_enable_offload_kvcache", self.disaggregation_decode_enable_offload_kvcache),
+        ):
+            if given:
+                name = field.replace("_", "-")
+                raise ConfigError(f"--{name} needs --hicache-storage-backend", field=field)
+
+
+def _check_name(name: str) -> None:
+    others = {one.name for one in entry_points(group=STORE_ENTRY_POINTS)}
+    if name not in STORES and name not in others:
+        names = ", ".join(sorted({*STORES, *others}))
+        raise ConfigError(f"--hicache-storage-backend is {name!r}; there is {names}", field="hicache_storage_backend")

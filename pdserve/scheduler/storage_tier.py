@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from pdserve.base.clock import Clock
-from pdserve.config.storage_group import PrefetchPolicy
 from pdserve.config.storage_options import StorageOptions
+from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.memory.kv_memory import KVMemory
 from pdserve.memory.lease import Lease
 from pdserve.memory.page_keys import KeyNamespace

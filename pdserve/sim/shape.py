@@ -6,7 +6,7 @@ import dataclasses
 
 from pdserve.config.groups import EvictionPolicy, LoadFailurePolicy
 from pdserve.config.schedule_group import SchedulePolicy
-from pdserve.config.storage_group import PrefetchPolicy
+from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.protocol.logprobs import Logprobs
 from pdserve.protocol.sampling import CoreSamplingParams
 from pdserve.scheduler.draft_length import CPU_COST, StepCost

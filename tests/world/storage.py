@@ -14,7 +14,7 @@ from typing import get_args
 
 from pdserve.base.clock import ManualClock
 from pdserve.base.parallel import ParallelShape
-from pdserve.config.storage_group import PrefetchPolicy
+from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.protocol.messages import AbortRequest
 from pdserve.sim.cluster import Cluster, Layout
 from pdserve.sim.network import Faults, SimNet

@@ -15,7 +15,7 @@ slots that a lease keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from pdserve.memory.cache_recorder import CacheRecorder
 from pdserve.memory.group_pools import GroupPoolSizes
@@ -125,9 +125,3 @@ class HostPool:
     def audit(self) -> list[str]:
         """Return one sentence for each inconsistency, see `KVMemory.audit`."""
         return [f"host tier: {sentence}" for sentence in self.slots.audit()]
-
-
-def slots_of(lease: Lease, numbers: Sequence[int]) -> tuple[int, ...]:
-    """Return the window slots, or window pages, of a lease with these numbers within the prompt."""
-    assert lease.groups is not None
-    return tuple(lease.groups.window[number] for number in numbers)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import cast
 
-from pdserve.config.storage_group import STORE_ENTRY_POINTS as ENTRY_POINTS
 from pdserve.config.storage_options import StorageOptions
+from pdserve.config.tier_group import STORE_ENTRY_POINTS as ENTRY_POINTS
 from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import Storage
 

@@ -9,8 +9,8 @@ from functools import partial
 
 import pytest
 
-from pdserve.config.storage_group import PrefetchPolicy
 from pdserve.config.storage_options import StorageOptions
+from pdserve.config.tier_group import PrefetchPolicy
 from pdserve.memory.kv_memory import KVMemory, PageTable
 from pdserve.memory.layout import PageSpace
 from pdserve.memory.page_keys import KeyNamespace
