@@ -28,6 +28,8 @@ from pdserve.sim.network import Faults
 from pdserve.sim.node import monolith_tokens
 from pdserve.sim.router import ClientAnswer
 from pdserve.sim.shape import Prompt, Shape
+from tests.world.storage import faults_of, with_store
+from tests.world.tiers import POLICIES
 from tests.world.workload import MAX_NEW, MAX_PROMPT, optimistic, with_drafts, with_groups, with_salts, with_states
 
 Rng = random.Random
@@ -164,6 +166,22 @@ def with_migrations(seed: int, it: Setting) -> Setting:
     return dataclasses.replace(it, shape=shape, layout=layout, faults=faults, prompts=prompts, late=late)
 
 
+def with_tiers(seed: int, it: Setting) -> Setting:
+    """The same seed with a host tier, a store with its faults, a prefix cache, and prompts that begin alike.
+
+    A model with window or state groups has no store.
+    """
+    rng = random.Random(f"tiers {seed}")
+    shape = dataclasses.replace(
+        with_store(rng, it.shape),
+        decode_prefix_cache=True,
+        write_policy=rng.choice(POLICIES),
+        offload_pages=it.shape.offload_pages,
+    )
+    prompts, late = (_branching(rng, each) for each in (it.prompts, it.late))
+    return dataclasses.replace(it, shape=shape, faults=faults_of(seed, it.faults), prompts=prompts, late=late)
+
+
 def play(
     seed: int,
     only: str | None = None,
@@ -171,10 +189,11 @@ def play(
     without: str | None = None,
     model: Model = "full",
     migrations: bool = False,
+    tiers: bool = False,
 ) -> Counter[str]:
     """Run a seed and hold it against the oracle; counts of what happened. For `without` and `model` see `setting`.
 
-    `migrations`: see `with_migrations`.
+    `migrations`: see `with_migrations`. `tiers`: see `with_tiers`.
 
     Raises:
         AssertionError: tokens that are not the monolith's, a copy that touched another's page, something left, a
@@ -182,6 +201,7 @@ def play(
     """
     it = setting(seed, only, without=without, model=model)
     it = with_migrations(seed, it) if migrations else it
+    it = with_tiers(seed, it) if tiers else it
     base = base_model(seed, model)
     expected = monolith_tokens(it.shape, [*it.prompts, *it.late])
     cluster = Cluster(seed, it.shape, it.faults, it.layout)
@@ -195,7 +215,7 @@ def play(
     check(answers, expected, spared, most_s=most_s if is_prompt else math.inf)
     assert not cluster.leaks(), cluster.leaks()
     counts = cluster.net.counts
-    if model != "full":
+    if model != "full" or tiers:
         counts += _events(cluster)
         assert "damage" in it.kinds or not counts["state mismatches"], "a state of another request or position"
         assert not counts["aux records of other KV or state"]
@@ -219,6 +239,11 @@ EVENTS = {
     "states_kept": "states kept for the cache",
     "state_mismatches": "state mismatches",
     "metadata_mismatches": "aux records of other KV or state",
+    "hicache_backup_tokens": "tokens saved to the host tier",
+    "load_back_tokens": "tokens loaded from the host tier",
+    "backuped_tokens": "tokens stored",
+    "prefetched_tokens": "tokens read from the store",
+    "storage_prefetch_hit_tokens": "tokens of prompts that came from the store",
 }
 
 
@@ -379,11 +404,14 @@ class Tally:
             self.failures.append(played)
 
 
-def try_seed(seed: int, only: str | None = None, *, model: Model = "full", migrations: bool = False) -> Played:
+def try_seed(
+    seed: int, only: str | None = None, *, model: Model = "full", migrations: bool = False, tiers: bool = False
+) -> Played:
     """Play a seed; what was wrong is a value."""
     logging.disable(logging.ERROR)  # what fails on purpose is no news
     try:
-        return Played(seed, setting(seed, only).kinds, play(seed, only, model=model, migrations=migrations))
+        counts = play(seed, only, model=model, migrations=migrations, tiers=tiers)
+        return Played(seed, setting(seed, only).kinds, counts)
     except Exception as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         words = f"{type(error).__name__} at {where.filename.rsplit('/', 1)[-1]}:{where.lineno}: {error}"
@@ -393,10 +421,16 @@ def try_seed(seed: int, only: str | None = None, *, model: Model = "full", migra
 
 
 def tally_of(
-    seeds: Sequence[int], workers: int, only: str | None = None, *, model: Model = "full", migrations: bool = False
+    seeds: Sequence[int],
+    workers: int,
+    only: str | None = None,
+    *,
+    model: Model = "full",
+    migrations: bool = False,
+    tiers: bool = False,
 ) -> Tally:
     """Play many seeds in `workers` processes."""
-    tally, one = Tally(), functools.partial(try_seed, only=only, model=model, migrations=migrations)
+    tally, one = Tally(), functools.partial(try_seed, only=only, model=model, migrations=migrations, tiers=tiers)
     if workers == 1:
         for seed in seeds:
             tally.add(one(seed))
@@ -421,16 +455,16 @@ def main() -> None:
     parser.add_argument("--states", action="store_true", help="a model with a state group, and cached states")
     parser.add_argument("--drafts", action="store_true", help="speculative decoding, with all of these models in turn")
     parser.add_argument("--migrations", action="store_true", help="running requests move between decode servers")
+    parser.add_argument("--tiers", action="store_true", help="a host tier and a store with faults")
     args = parser.parse_args()
+    kinds = {"migrations": args.migrations, "tiers": args.tiers}
     model: Model = "drafts" if args.drafts else "groups" if args.groups else "states" if args.states else "full"
     if args.seed is not None:
         print(setting(args.seed, args.only, model=model))
-        print(play(args.seed, args.only, model=model, migrations=args.migrations))
+        print(play(args.seed, args.only, model=model, **kinds))
         return
     began = time.monotonic()
-    tally = tally_of(
-        range(args.first, args.first + args.seeds), args.workers, args.only, model=model, migrations=args.migrations
-    )
+    tally = tally_of(range(args.first, args.first + args.seeds), args.workers, args.only, model=model, **kinds)
     took = time.monotonic() - began
     print(
         f"{tally.num_seeds} seeds in {took:.0f} s, {tally.num_seeds / took:.1f} a second; {len(tally.failures)} failed"

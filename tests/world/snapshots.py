@@ -215,7 +215,9 @@ def main() -> None:
         seeds = range(given.first, given.first + given.seeds)
         for found, failure in pool.imap_unordered(_play_one, seeds, chunksize=20):
             counts += found
-            failed += [] if failure is None else [failure]
+            if failure is not None:
+                failed.append(failure)
+                print(failure, file=sys.stderr, flush=True)
     print(f"{given.seeds} seeds: {dict(counts)}")
     print("\n".join(failed) or "every request that ended has the monolith's tokens, and nothing is left")
     sys.exit(bool(failed))

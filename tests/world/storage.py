@@ -37,6 +37,14 @@ HAPPENS = ("prefetched_tokens", "backuped_tokens", "storage_prefetch_hit_tokens"
 """Counters that a campaign must see."""
 
 
+def with_store(rng: random.Random, shape: Shape) -> Shape:
+    """The same server with a host tier and a store."""
+    host_ratio = rng.choice((1.0, 2.0, 4.0))
+    return dataclasses.replace(
+        shape, prefix_cache=True, host_ratio=host_ratio, storage=rng.choice(get_args(PrefetchPolicy)), offload_pages=0
+    )
+
+
 def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     """A server with hardly any device memory, a host tier and a store, and conversations that begin alike.
 
@@ -44,14 +52,7 @@ def setting(seed: int) -> tuple[Shape, list[Prompt]]:
     """
     rng = random.Random(f"storage {seed}")
     shape, prompts = pressured(seed)
-    shape = dataclasses.replace(
-        shape,
-        prefix_cache=True,
-        decode_prefix_cache=rng.random() < 0.7,
-        host_ratio=rng.choice((1.0, 2.0, 4.0)),
-        storage=rng.choice(get_args(PrefetchPolicy)),
-        offload_pages=0,
-    )
+    shape = with_store(rng, dataclasses.replace(shape, decode_prefix_cache=rng.random() < 0.7))
     return with_drafts(shape, prompts, rng) if rng.random() < 0.3 else (shape, prompts)
 
 
