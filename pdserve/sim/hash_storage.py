@@ -17,6 +17,7 @@ from pdserve.memory.tiers.storage import HEADER_BYTES, ObjectId, check, object_b
 from pdserve.memory.tiers.storage_port import JobEnd, SlotBytes, StoragePort
 from pdserve.scheduler.context import SchedulerContext
 from pdserve.scheduler.storage_tier import StorageTier
+from pdserve.sim.hash_sampling import HashDrafting
 from pdserve.sim.network import SimNet
 from pdserve.sim.shape import Shape
 
@@ -146,13 +147,18 @@ def open_port(net: SimNet, host: HostMemory, coord: RankCoord, wake: Callable[[]
     return SimStoragePort(net, part, lambda slot: host.slot(PageSpace.TOKENS, slot), wake)
 
 
-def add_store(context: SchedulerContext, shape: Shape, open_own_port: Callable[[], StoragePort]) -> None:
-    """Put the world's store behind the host tier, where the shape has one and all pages of the model can be stored."""
+def add_store(
+    context: SchedulerContext, shape: Shape, drafter: HashDrafting | None, open_own_port: Callable[[], StoragePort]
+) -> None:
+    """Put the world's store behind the host tier, where the shape has one and all pages of the model can be stored.
+
+    Pages have the draft KV of `drafter`, so its weights belong to the namespace.
+    """
     tier, layout = context.tier, context.memory.layout
     if shape.storage is None or tier is None or context.memory.groups.is_used:
         return
     namespace = KeyNamespace(
-        weights=str(shape.model_weights),
+        weights=f"{shape.model_weights}:{0 if drafter is None else drafter.weights}",
         weights_are_sampled=False,
         layout=layout.fingerprint(),
         dtype="uint64",

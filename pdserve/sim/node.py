@@ -153,7 +153,7 @@ class SimNode(TieredNode):
             host=host, write_policy=shape.write_policy,
         )  # fmt: skip
         self.mailbox: Mailbox[Event] = Mailbox()
-        add_store(context, shape, self._storage_port)
+        add_store(context, shape, self.drafter, self._storage_port)
         self.kv: KVManager | None = None
         self._dp_size = dp_size
         role = self.open_role(context)
