@@ -22,7 +22,7 @@ from pdserve.config.speculative_group import SpeculativeConfig
 from pdserve.config.tier_group import StorageConfig, TierConfig
 
 DisaggMode = Literal["null", "prefill", "decode"]
-TransferBackend = Literal["mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake"]
+TRANSPORTS = ("mooncake", "nixl", "mori", "ascend", "shm", "auto", "fake")
 EvictionPolicy = Literal["lru", "lfu", "priority"]
 LoadFailurePolicy = Literal["fail", "recompute"]
 RetractionBackup = Literal["none", "cpu_tensor"]
@@ -176,10 +176,12 @@ class DisaggConfig:
     """Prefill/decode disaggregation: roles, KV transfer, timeouts."""
 
     disaggregation_mode: DisaggMode = flag("null", help="role of the server; null: monolith, both prefill and decode")
-    disaggregation_transfer_backend: TransferBackend | None = flag(
+    disaggregation_transfer_backend: str | None = flag(
         None,
-        help="engine that transfers KV pages. shm: shared memory within one host, CPU only; auto: shm to peers that it "
-        "can reach, else mooncake. When absent, the first that is installed of mooncake, nixl and, without a GPU, shm",
+        help="engine that transfers KV pages: mooncake, nixl, mori, ascend, shm, auto, fake, or the name of an entry "
+        "point of the group pdserve.transports. shm: shared memory within one host, CPU only; auto: shm to peers that "
+        "it can reach, else mooncake. When absent, the first that is installed of mooncake, nixl and, without a GPU, "
+        "shm",
     )
     disaggregation_bootstrap_port: int | None = flag(
         None,

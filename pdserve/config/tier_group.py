@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from importlib.metadata import entry_points
 from typing import Literal
 
+from pdserve.base.plugins import STORE_PLUGINS, check_name
 from pdserve.config.access_group import flag
 from pdserve.config.storage_options import StorageOptions, parse_storage_options
 from pdserve.errors import ConfigError
 
 HostWritePolicy = Literal["write_back", "write_through", "write_through_selective"]
 STORES = ("file", "memory", "mooncake")
-STORE_ENTRY_POINTS = "pdserve.kv_storage"
-"""Group of the entry points of third parties' stores."""
 PrefetchPolicy = Literal["best_effort", "wait_complete", "timeout"]
 
 
@@ -79,7 +77,7 @@ class StorageConfig:
             ConfigError: a value is wrong, or a flag is of no use without a store.
         """
         if self.hicache_storage_backend is not None:
-            _check_name(self.hicache_storage_backend)
+            check_name("hicache_storage_backend", self.hicache_storage_backend, STORES, STORE_PLUGINS)
             self.options  # noqa: B018
             return
         for field, given in (
@@ -89,10 +87,3 @@ class StorageConfig:
             if given:
                 name = field.replace("_", "-")
                 raise ConfigError(f"--{name} needs --hicache-storage-backend", field=field)
-
-
-def _check_name(name: str) -> None:
-    others = {one.name for one in entry_points(group=STORE_ENTRY_POINTS)}
-    if name not in STORES and name not in others:
-        names = ", ".join(sorted({*STORES, *others}))
-        raise ConfigError(f"--hicache-storage-backend is {name!r}; there is {names}", field="hicache_storage_backend")

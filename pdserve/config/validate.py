@@ -8,7 +8,9 @@ import re
 
 from pdserve.base.cpu_affinity import check_cores
 from pdserve.base.hosts import parse_host_patterns
+from pdserve.base.plugins import TRANSPORT_PLUGINS, check_name
 from pdserve.config.groups import (
+    TRANSPORTS,
     DisaggConfig,
     GrammarConfig,
     MemoryConfig,
@@ -196,6 +198,8 @@ def _check_schedule(schedule: ScheduleConfig) -> None:
 
 
 def _check_disagg(disagg: DisaggConfig) -> None:
+    if (backend := disagg.disaggregation_transfer_backend) is not None:
+        check_name("disaggregation_transfer_backend", backend, TRANSPORTS, TRANSPORT_PLUGINS)
     _between("disaggregation_bootstrap_port", disagg.disaggregation_bootstrap_port, 0, 65535)
     _at_least("disaggregation_layerwise_groups", disagg.disaggregation_layerwise_groups, 1)
     for field, size in (

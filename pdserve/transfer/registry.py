@@ -1,16 +1,23 @@
-"""Transports by name. A transfer engine is imported only when its transport is chosen."""
+"""Transports by name. A transfer engine is imported only when its transport is chosen.
+
+A third party's transport registers as an entry point of the group `pdserve.transports`, see `base/plugins.py`.
+"""
 
 from __future__ import annotations
 
 import functools
 import logging
 from collections.abc import Callable
+from typing import cast
 
 from pdserve.base.env import TRANSFER_FAILURES, transfer_failures
-from pdserve.errors import ConfigError
+from pdserve.base.plugins import TRANSPORT_PLUGINS, load_plugin
 from pdserve.transfer.transport import Transport, TransportOptions
 
 log = logging.getLogger(__name__)
+
+FIELD = "disaggregation_transfer_backend"
+Opener = Callable[[str, TransportOptions], Transport]
 
 
 def open_transport(name: str, host: str, options: TransportOptions | None = None) -> Transport:
@@ -22,13 +29,9 @@ def open_transport(name: str, host: str, options: TransportOptions | None = None
         ConfigError: no such transport, its library is missing, it cannot start here, or the configured share of failing
             writes is not a number.
     """
-    try:
-        opener = OPENERS[name]
-    except KeyError:
-        raise ConfigError(
-            f"unknown transfer backend {name!r}; there is {', '.join(sorted(OPENERS))}",
-            field="disaggregation_transfer_backend",
-        ) from None
+    opener = OPENERS.get(name)
+    if opener is None:
+        opener = cast(Opener, load_plugin(FIELD, name, OPENERS, TRANSPORT_PLUGINS))
     share = transfer_failures()
     transport = opener(host, options or TransportOptions())
     if not share:
@@ -83,7 +86,7 @@ def _open_auto(host: str, options: TransportOptions) -> Transport:
     return open_each(best_first)
 
 
-OPENERS: dict[str, Callable[[str, TransportOptions], Transport]] = {
+OPENERS: dict[str, Opener] = {
     "mooncake": _open_mooncake,
     "shm": _open_shm,
     "auto": _open_auto,

@@ -7,12 +7,10 @@ mystore = "my_package.store:open_store"        # open_store(options: StorageOpti
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from typing import cast
 
+from pdserve.base.plugins import STORE_PLUGINS, load_plugin
 from pdserve.config.storage_options import StorageOptions
-from pdserve.config.tier_group import STORE_ENTRY_POINTS as ENTRY_POINTS
-from pdserve.errors import ConfigError
 from pdserve.memory.tiers.storage import Storage
 
 FIELD = "hicache_storage_backend"
@@ -28,17 +26,7 @@ def open_storage(name: str, options: StorageOptions) -> Storage:
     """
     opener = OPENERS.get(name)
     if opener is None:
-        found = next(iter(entry_points(group=ENTRY_POINTS, name=name)), None)
-        if found is None:
-            others = {one.name for one in entry_points(group=ENTRY_POINTS)}
-            names = ", ".join(sorted({*OPENERS, *others}))
-            raise ConfigError(f"unknown KV store {name!r}; there is {names}", field=FIELD)
-        try:
-            opener = cast(Opener, found.load())
-        except Exception as error:
-            raise ConfigError(
-                f"the KV store {name!r} ({found.value}) cannot be loaded: {error}", field=FIELD
-            ) from error
+        opener = cast(Opener, load_plugin(FIELD, name, OPENERS, STORE_PLUGINS))
     return opener(options)
 
 

@@ -24,7 +24,6 @@ from pdserve.config.groups import (
     ObserveConfig,
     ServerConfig,
     ServingConfig,
-    TransferBackend,
 )
 from pdserve.config.lora_group import LoraConfig
 from pdserve.config.pairing_group import PairingConfig
@@ -417,7 +416,7 @@ def make_config(
     *,
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
-    backend: TransferBackend = "mooncake",
+    backend: str = "mooncake",
     allowed_prefill: str | None = None,
     bootstrap_port: int | None = None,
     schedule: ScheduleConfig | None = None,
@@ -453,7 +452,7 @@ async def bench(
     registered: Callable[[], bool] = lambda: True,
     observe: Mapping[str, Any] | None = None,
     access: AccessConfig = OPEN,
-    backend: TransferBackend = "mooncake",
+    backend: str = "mooncake",
     allowed_prefill: str | None = None,
     bootstrap_port: int | None = None,
     control_token: str = "",
