@@ -76,7 +76,9 @@ def lose_the_seed(patch: Patch) -> None:
     restore = RequestExtractor.restore
 
     def other(self: RequestExtractor, req: Req) -> None:
-        req.spec = msgspec.structs.replace(req.spec, sampling=msgspec.structs.replace(req.spec.sampling, seed=None))
+        if req.spec.prior_output_ids:
+            sampling = msgspec.structs.replace(req.spec.sampling, seed=None)
+            req.spec = msgspec.structs.replace(req.spec, sampling=sampling)
         restore(self, req)
 
     patch.setattr(RequestExtractor, "restore", other)

@@ -71,8 +71,11 @@ def test_tokens_of_a_pair_are_the_monoliths(kv_dtype: KVCacheDType, dtype: str, 
         server.assert_idle()
     with running_models(checkpoint, pair=True, max_total_tokens=384, offload=True, **impls) as pair:  # type: ignore[arg-type]
         assert pair.generate(prompts, 40) == expected
-        assert pair.generate(prompts, 40) == expected, "with prefixes of the cache"
-        assert pair.answering.state().counters["requests_retracted"] > 0
+        for _ in range(20):  # until requests have met in decode's memory; from the first turn on with cached prefixes
+            assert pair.generate(prompts, 40) == expected, "with prefixes of the cache"
+            if pair.answering.state().counters.get("requests_retracted"):
+                break
+        assert pair.answering.state().counters.get("requests_retracted")
         layout = pair.answering.built.layout
         assert layout.groups[0].dtype == kv_dtype and pair.answering.built.dtype == dtype
         pair.assert_idle()

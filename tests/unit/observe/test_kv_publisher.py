@@ -89,7 +89,7 @@ def test_a_late_reader_gets_the_content_and_then_the_changes(stack: ExitStack) -
     for reader in (first, second):
         reader.until(set())
         assert reader.topics == {b"kv@pod@model"}
-    wait_until(lambda: cache.published("kv_events_snapshots") >= 2, "both subscriptions are answered")
+    wait_until(lambda: cache.published("kv_events_snapshots") >= 1, "one snapshot may answer both subscriptions")
 
 
 def test_a_reader_of_another_topic_causes_no_snapshot(stack: ExitStack) -> None:
